@@ -1,0 +1,79 @@
+"""torchvision's automatic policies, random erasing, MixUp and CutMix, each seeded by (seed, epoch, index or batch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from cl_train.config import AugmentConfig
+from cl_train.data.device import MixLabels
+from cl_train.data.order import batch_generator
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torchvision draws from torch's global CPU generator: set it, and put it back as it was.
+
+    Only the CPU's: `torch.manual_seed` would also reset the GPU's generators. Not for threads: they share it.
+    """
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
+    """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None where both are off.
+
+    Erased pixels take the data's mean colour, which normalises to zero, as in torchvision's reference.
+    """
+    steps: list[Callable[[Tensor], Tensor]] = []
+    if cfg.policy == "randaugment":
+        steps.append(v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude))
+    elif cfg.policy == "trivialaugment":
+        steps.append(v2.TrivialAugmentWide())
+    if cfg.erase > 0:
+        steps.append(v2.RandomErasing(cfg.erase, value=[float(round(255 * m)) for m in mean]))
+    if not steps:
+        return None
+
+    def augment(image: Tensor, seed: int) -> Tensor:
+        with seeded(seed):
+            for step in steps:
+                image = step(image)
+        return image
+
+    return augment
+
+
+def label_mix(cfg: AugmentConfig, num_classes: int, seed: int) -> MixLabels | None:
+    """MixUp and CutMix (one of them per batch, by chance, where both are on) over normalised images on the device."""
+    mixes: list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
+    if cfg.mixup > 0:
+        mixes.append(v2.MixUp(alpha=cfg.mixup, num_classes=num_classes))
+    if cfg.cutmix > 0:
+        mixes.append(v2.CutMix(alpha=cfg.cutmix, num_classes=num_classes))
+    if not mixes:
+        return None
+
+    def mix(images: Tensor, targets: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
+        generator = batch_generator(seed, epoch, batch)
+        chosen = mixes[int(generator.integers(len(mixes)))]
+        with seeded(int(generator.integers(2**63))):
+            mixed, soft = chosen(images, targets)
+        return _like(mixed, images), soft
+
+    return mix
+
+
+def _like(mixed: Tensor, images: Tensor) -> Tensor:
+    """torchvision's roll may lose the layout; a copy only where it did."""
+    if mixed.stride() == images.stride():
+        return mixed
+    return torch.empty_like(images).copy_(mixed)

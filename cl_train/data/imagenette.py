@@ -1,0 +1,36 @@
+"""Imagenette: ten easy classes of ImageNet (fast.ai), at 320 pixels, through torchvision."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+from cl_train.config import ConfigError
+
+FOLDER = "imagenette2-320"  # as in the archive
+
+
+def ensure_imagenette(root: Path, *, download: bool) -> Path:
+    """The folder with train/ and val/: `root` itself, or the archive's folder in it, which `download` fetches (326 MB).
+
+    Raises:
+        ConfigError: not there and not to be fetched, or fetching failed.
+    """
+    if (root / "train").is_dir():
+        return root
+    if (root / FOLDER / "train").is_dir():
+        return root / FOLDER
+    if not download:
+        raise ConfigError(
+            f"no Imagenette in '{root}'; data.download=true fetches it (326 MB), or data.root=FOLDER says where it is"
+        )
+    from torchvision.datasets import Imagenette
+
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank fetches, the others wait
+        try:
+            Imagenette(str(root), split="train", size="320px", download=not (root / FOLDER / "train").is_dir())
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"Imagenette could not be fetched into '{root}': {error}") from None
+    return root / FOLDER

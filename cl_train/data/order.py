@@ -1,0 +1,40 @@
+"""Which image comes when, and with which random numbers: pure functions of the seed, the epoch and the index.
+
+Philox is a counter-based generator: a key and a counter give the numbers, without any state that a worker, a rank or a
+resumed run could disagree about (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+# The last counter word separates the streams, so that no two purposes share a number.
+_ORDER, _SAMPLE, _BATCH = 1, 2, 3
+
+
+def permutation(seed: int, epoch: int, count: int) -> Indices:
+    """The order of `count` training images in `epoch`.
+
+    Sorted raw Philox words rather than `Generator.permutation`, whose algorithm NumPy may change between releases.
+    """
+    words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]).random_raw(count)
+    return np.argsort(words, kind="stable")
+
+
+def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """The random numbers of image `index` in `epoch`."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, index, 0, _SAMPLE]))
+
+
+def batch_generator(seed: int, epoch: int, batch: int) -> np.random.Generator:
+    """The random numbers of what happens to a whole batch (MixUp, CutMix). `batch` also tells ranks apart."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, batch, 0, _BATCH]))
+
+
+def rank_share(order: Indices, batch: int, batch_size: int, rank: int, world_size: int) -> Indices:
+    """Rank `rank`'s images of global batch `batch`; together the ranks hold `order[batch*G:(batch+1)*G]`, in order."""
+    start = batch * batch_size * world_size + rank * batch_size
+    return order[start : start + batch_size]

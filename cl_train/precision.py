@@ -1,0 +1,194 @@
+"""Number formats: which dtype each part of a step runs in, and the loss scaling that fp16 needs.
+
+Nothing outside this file decides about precision. The names are those of `precision=`:
+
+| name    | weights | convolutions, matmuls | BatchNorm | loss scale | gradients' master copy |
+|---------|---------|-----------------------|-----------|------------|------------------------|
+| fp32    | fp32    | fp32, TF32 off        | fp32      | no         | no                     |
+| tf32    | fp32    | TF32 on CUDA          | fp32      | no         | no                     |
+| bf16    | fp32    | bf16 (autocast)       | bf16 in   | no         | no                     |
+| fp16    | fp32    | fp16 (autocast)       | fp16 in   | dynamic    | no                     |
+| fp16_o2 | fp16    | fp16                  | fp32      | dynamic    | fp32                   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+VOLTA = (7, 0)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What `precision=` came to on this device."""
+
+    name: str  # never "auto"
+    autocast_dtype: torch.dtype | None = None
+    scales_loss: bool = False
+    master_weights: bool = False
+    tf32: bool = False
+    reason: str = ""
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype that images reach the model in: what its first convolution computes in."""
+        if self.master_weights:
+            return torch.float16
+        return self.autocast_dtype or torch.float32
+
+
+def resolve_precision(name: str, device: torch.device) -> Precision:
+    """Turn a `precision=` name into facts for `device`; "auto" picks the fastest format that trains alike.
+
+    auto: fp16 on CUDA with compute capability >= 7.0 (tensor cores), bf16 on a CPU with native bf16, else fp32.
+    """
+    reason = ""
+    if name == "auto":
+        name, reason = _fastest(device)
+    if name == "fp16":
+        return Precision(name, autocast_dtype=torch.float16, scales_loss=True, tf32=True, reason=reason)
+    if name == "bf16":
+        return Precision(name, autocast_dtype=torch.bfloat16, tf32=True, reason=reason)
+    if name == "fp16_o2":
+        return Precision(name, scales_loss=True, master_weights=True, tf32=True, reason=reason)
+    assert name in ("fp32", "tf32"), name
+    return Precision(name, tf32=name == "tf32", reason=reason)
+
+
+def _fastest(device: torch.device) -> tuple[str, str]:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= VOLTA:
+            return "fp16", f"compute capability {capability[0]}.{capability[1]} has fp16 tensor cores"
+        return "fp32", f"compute capability {capability[0]}.{capability[1]} has no tensor cores"
+    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported() and _cpu_has_native_bf16():
+        return "bf16", "this CPU multiplies bf16 natively"
+    return "fp32", "this CPU has no native bf16"
+
+
+def _cpu_has_native_bf16() -> bool:
+    """AVX512-BF16, AMX or Arm's bf16: oneDNN also *emulates* bf16 on AVX512 alone, slower than fp32."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            words = {word for line in file if line.startswith(("flags", "Features")) for word in line.split()}
+    except OSError:
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def warnings_for(precision: Precision, device: torch.device) -> list[str]:
+    """Reasons to doubt that `precision` is a good choice on `device`; empty when there are none."""
+    if device.type != "cuda":
+        if precision.name in ("fp16", "fp16_o2"):
+            return [f"precision={precision.name} runs on a CPU but slowly: bf16 or fp32 are faster there"]
+        if precision.name == "bf16" and not _cpu_has_native_bf16():
+            return ["precision=bf16: this CPU has no native bf16, so it is emulated; fp32 is likely faster"]
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    if precision.name in ("fp16", "fp16_o2") and capability < VOLTA:
+        return [
+            f"precision={precision.name}: compute capability {capability[0]}.{capability[1]} has no tensor cores "
+            "(they came with Volta, 7.0), so fp16 saves memory but hardly time, and channels_last gains nothing"
+        ]
+    if precision.name == "bf16" and capability < (8, 0):
+        return [f"precision=bf16: compute capability {capability[0]}.{capability[1]} emulates bf16; use fp16"]
+    return []
+
+
+def apply_tf32(precision: Precision) -> None:
+    """Allow or forbid TF32 in matmuls and convolutions. Process-wide: PyTorch has no narrower switch."""
+    torch.backends.cuda.matmul.allow_tf32 = precision.tf32
+    torch.backends.cudnn.allow_tf32 = precision.tf32
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which forward and loss run, for training and evaluation alike."""
+    if precision.autocast_dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=precision.autocast_dtype)
+
+
+def build_scaler(
+    precision: Precision, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
+) -> torch.amp.GradScaler:
+    """A dynamic loss scaler; disabled (every call a no-op) for precisions without loss scaling."""
+    return torch.amp.GradScaler(
+        device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=precision.scales_loss
+    )
+
+
+def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
+    """fp16_o2: cast `model` in place to fp16, all but its BatchNorm layers, as apex's O2 did. Else a no-op.
+
+    BatchNorm keeps fp32 parameters and statistics: a running variance would underflow in fp16.
+    """
+    if not precision.master_weights:
+        return model
+    model.half()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.float()
+    return model
+
+
+class MasterWeights:
+    """fp32 copies of a model's fp16 parameters, which the optimizer updates (Micikevicius et al. 2018, section 3.1).
+
+    fp32 parameters (BatchNorm's) are their own masters. Memory formats follow the model's parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.masters: dict[str, nn.Parameter] = {}
+        self._half: list[torch.Tensor] = []
+        self._full: list[torch.Tensor] = []
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.float16 and parameter.requires_grad:
+                master = nn.Parameter(parameter.detach().float())
+                self._half.append(parameter)
+                self._full.append(master)
+                self.masters[name] = master
+            else:
+                self.masters[name] = parameter
+
+    def take_gradients(self) -> None:
+        """Move the (still scaled) fp16 gradients to the fp32 masters."""
+        targets: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for full, half in zip(self._full, self._half, strict=True):
+            if half.grad is not None:
+                full.grad = torch.empty_like(full)
+                targets.append(full.grad)
+                gradients.append(half.grad)
+                half.grad = None
+        torch._foreach_copy_(targets, gradients)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the fp32 masters into the model's fp16 parameters."""
+        torch._foreach_copy_(self._half, self._full)
+
+    @torch.no_grad()
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Set masters and model from `state`: fp32 values by parameter name (a model's state dict will do)."""
+        for name, master in self.masters.items():
+            master.copy_(state[name])
+        self.publish()
+
+
+def full_precision_state(model: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor]:
+    """The model's state dict with fp32 masters in the place of fp16 weights, so that any precision can resume it."""
+    state = dict(model.state_dict())
+    if masters is not None:
+        state.update({name: master.detach() for name, master in masters.masters.items()})
+    return state
+
+
+def trainable_parameters(model: nn.Module, masters: MasterWeights | None) -> dict[str, nn.Parameter]:
+    """What the optimizer updates, by name: the model's own parameters, or their fp32 masters."""
+    named: Iterable[tuple[str, nn.Parameter]] = masters.masters.items() if masters else model.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}

@@ -1,0 +1,109 @@
+"""Images per second that mean something: windows between log lines, with warm-up and pauses left out. No torch here.
+
+Three speeds, never just "speed": `end_to_end` (real loader; what this meter measures), `compute` (one fixed batch on
+the device) and `loader` (no model).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was measured between two log lines."""
+
+    steps: int
+    images: int  # of all ranks
+    seconds: float  # pauses left out
+    images_per_s: float  # of all ranks
+    step_ms: float
+    data_wait_pct: float  # share of the time in which the step waited for a batch, 0-100
+    warmup: bool  # true: left out of every average
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and 5th and 95th percentile over windows."""
+
+    median: float
+    p5: float
+    p95: float
+    windows: int
+
+
+class ThroughputMeter:
+    """Counts images between `window` calls; the caller makes the device finish before it asks for a window.
+
+    Args:
+        warmup_steps: windows that begin within the first so many steps are flagged as warm-up.
+        clock: seconds, monotonic; an argument so that tests need not sleep.
+    """
+
+    def __init__(self, warmup_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._warmup_steps = warmup_steps
+        self._steps_before = 0
+        self.windows: list[Window] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin a window now; what was counted since the last one is dropped. Call it where training (re)starts."""
+        self._started_at = self._clock()
+        self._paused_s = 0.0
+        self._wait_s = 0.0
+        self._steps = 0
+        self._images = 0
+
+    def tick(self, images: int, wait_s: float) -> None:
+        """One optimizer step over `images` (of all ranks) that had waited `wait_s` seconds for its batches."""
+        self._steps += 1
+        self._images += images
+        self._wait_s += wait_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock: checkpoints are not training."""
+        since = self._clock()
+        yield
+        self._paused_s += self._clock() - since
+
+    def window(self) -> Window:
+        """Close the current window and begin the next."""
+        assert self._steps > 0, "an empty window"
+        seconds = max(self._clock() - self._started_at - self._paused_s, 1e-9)
+        window = Window(
+            steps=self._steps,
+            images=self._images,
+            seconds=seconds,
+            images_per_s=self._images / seconds,
+            step_ms=1000 * seconds / self._steps,
+            data_wait_pct=100 * min(self._wait_s / seconds, 1.0),
+            warmup=self._steps_before < self._warmup_steps,
+        )
+        self._steps_before += self._steps
+        self.windows.append(window)
+        self.start()
+        return window
+
+    def measured(self) -> list[Window]:
+        """The windows after warm-up; all of them when the run was too short to have any."""
+        return [window for window in self.windows if not window.warmup] or self.windows
+
+
+def spread(values: list[float]) -> Spread:
+    """Median and percentiles of at least one value."""
+    ordered = sorted(values)
+    return Spread(statistics.median(ordered), _percentile(ordered, 5), _percentile(ordered, 95), len(ordered))
+
+
+def _percentile(ordered: list[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks."""
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# bash scripts/check.sh: lint, format and types; `--fix` mends what can be mended.
+export EXTRAS=dev
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if [ "${1:-}" = --fix ]; then
+    .venv/bin/ruff check --fix .
+    .venv/bin/ruff format .
+fi
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy

@@ -1,0 +1,103 @@
+"""Compare runs that are there already, and say which layout is faster, or why that cannot be said.
+
+    python scripts/compare.py multirun/2026-11-20_12-00-00      the report of a sweep, again
+    python scripts/compare.py outputs/A outputs/B               two runs
+    python scripts/compare.py A1 B1 B2 A2                       repeats, paired in the order in which they ran
+    python scripts/compare.py multirun/SWEEP --by precision     the same runs by another key
+    python scripts/compare.py --parity resnet50                 do both layouts of a model compute the same?
+
+Writes comparison.md, .csv, .json and .png into --output: the sweep's folder, or the last run's. With folders and
+--parity MODEL, the pairs of a model that fails are not comparable.
+Exit codes: 0 done, 1 the layouts compute different things, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/compare.py` from a bare checkout
+
+from cl_train.compare import Pair, compare_pair, compare_runs
+from cl_train.comparison_report import Comparison, as_markdown, write_report
+from cl_train.config import ConfigError, stop_with
+from cl_train.run_records import Run, read_run
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, help="a sweep's folder, or run folders")
+    parser.add_argument("--by", default=None, metavar="KEY", help="the setting to compare by (default: channels_last)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the report goes")
+    parser.add_argument("--parity", metavar="MODEL", help="check that both layouts of this model compute the same")
+    parser.add_argument("--precision", default="fp32", metavar="NAME", help="of --parity (default: fp32)")
+    parser.add_argument("--image-size", type=int, default=96, metavar="PIXELS", help="of --parity (default: 96)")
+    options = parser.parse_args(words)
+    if not options.folders and not options.parity:
+        raise ConfigError("nothing to compare: name a sweep's folder, two run folders, or --parity MODEL")
+    failures = parity_failures(options.parity, options.precision, options.image_size) if options.parity else {}
+    if options.folders:
+        report(options.folders, options.by, options.output, failures)
+    return 1 if failures else 0
+
+
+def report(folders: list[Path], by: str | None, output: Path | None, failures: dict[str, str]) -> None:
+    """Pair, judge, write and print."""
+    is_sweep = len(folders) == 1 and (folders[0] / "sweep.json").is_file()
+    if is_sweep and output is None and not failures:
+        from cl_train.launcher import report as report_sweep
+
+        report_sweep(folders[0], by, whole=True)
+        return
+    runs = [read_run(folder) for folder in (run_folders(folders[0]) if len(folders) == 1 else folders)]
+    if len(runs) < 2:
+        raise ConfigError(f"{folders[0]}: a comparison needs two runs or more, there is {len(runs)}")
+    by = by or "channels_last"
+    pairs = [compare_two(runs[0], runs[1], by, failures)] if len(runs) == 2 else compare_runs(runs, by, failures)
+    comparison = Comparison(pairs, [], [])
+    folder = output or (folders[0] if len(folders) == 1 else folders[-1])
+    folder.mkdir(parents=True, exist_ok=True)
+    verdict = write_report(comparison, folder)
+    print(as_markdown(comparison))
+    print(f"{verdict} Report: {folder / 'comparison.md'}")
+
+
+def compare_two(first: Run, second: Run, by: str, failures: dict[str, str]) -> Pair:
+    """Two runs named outright are a pair whatever differs: the contiguous one is the baseline, else the first."""
+    swap = str(second.settings.get(by)).lower() == "false" and str(first.settings.get(by)).lower() != "false"
+    baseline, candidate = (second, first) if swap else (first, second)
+    return compare_pair([baseline], [candidate], by, failures.get(str(first.fact("model"))))
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The run folders inside `folder`, by name."""
+    found = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+    if not found:
+        raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of runs (*/metrics.jsonl)")
+    return found
+
+
+def parity_failures(model_name: str, precision_name: str, image_size: int) -> dict[str, str]:
+    """What the report says of a model whose layouts differ; empty where they agree. Prints the outcome."""
+    import torch
+
+    from cl_train.distributed import choose_device
+    from cl_train.models import build_model
+    from cl_train.parity import check_parity
+    from cl_train.precision import resolve_precision
+
+    device = choose_device("auto")
+    torch.manual_seed(0)
+    model = build_model(model_name, num_classes=100, image_size=image_size)
+    precision = resolve_precision(precision_name, device)
+    outcome = check_parity(model, image_size=image_size, precision=precision, device=device)
+    print(f"{model_name}: {outcome}")
+    return {} if outcome.passed else {model_name: str(outcome)}
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        stop_with(error)

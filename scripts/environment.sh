@@ -1,0 +1,19 @@
+# Sourced by the other scripts: makes .venv once and installs the project into it, with visible progress.
+# PYTHON names another interpreter (3.11 to 3.13); EXTRAS=dev adds what tests and checks need.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3}
+
+stamp=.venv/.installed${EXTRAS:+-$EXTRAS}
+wanted=$(cat pyproject.toml constraints.txt | cksum)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || {
+        echo "Python 3.11 to 3.13 is needed, found $("$PYTHON" --version); set PYTHON=/path/to/python3.12" >&2
+        exit 2
+    }
+    echo "Installing into .venv; PyTorch is several GB, so this takes minutes the first time ..." >&2
+    [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".${EXTRAS:+[$EXTRAS]}" >&2
+    echo "$wanted" >"$stamp"
+    echo "$wanted" >.venv/.installed # an extra includes the base
+fi

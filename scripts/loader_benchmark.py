@@ -1,0 +1,38 @@
+"""How fast images reach the training, and what limits them.
+
+    python scripts/loader_benchmark.py                                     on the sample data
+    python scripts/loader_benchmark.py root=/datasets/imagenet workers=1,2,8,16 images=4096
+    python scripts/loader_benchmark.py gpu_images_per_s=7000               how many cores would feed that rate
+
+The last line is the result as JSON. Keys: see LoaderBenchmarkSettings in cl_train/loader_benchmark.py.
+Exit codes: 0 done, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cl_train.config import ConfigError, settings_from_arguments, stop_with
+
+
+def main(words: list[str]) -> int:
+    if words and words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    from cl_train.loader_benchmark import LoaderBenchmarkSettings, benchmark, table
+
+    result = benchmark(settings_from_arguments(LoaderBenchmarkSettings, words))
+    print(table(result))
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        stop_with(error)

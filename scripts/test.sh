@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# bash scripts/test.sh [pytest's arguments]: installs the project into .venv where it is missing, then runs the tests.
+# bash scripts/test.sh --faults [arguments]: the fault suite with its full counts (see docs/reliability.md).
+export EXTRAS=dev
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if [ "${1:-}" = --faults ]; then
+    shift
+    exec .venv/bin/python scripts/faults.py "$@"
+fi
+exec .venv/bin/python -m pytest "$@"

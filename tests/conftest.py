@@ -1,0 +1,115 @@
+"""What the tests share: tiny images on disk, the real configuration shrunk, and runs of the real loop."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cl_train.command_line import check_command_line
+from cl_train.config import Config
+
+# Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+CLASS_COLOURS = {"blue": (30, 40, 220), "green": (20, 200, 60), "red": (220, 30, 40)}
+
+
+def write_images(folder: Path, counts: dict[str, int], size: tuple[int, int] = (48, 40)) -> None:
+    """JPEGs of noise around a colour per class, in ImageNet's layout: a network of one layer tells them apart."""
+    random = np.random.default_rng(0)
+    for split, count in counts.items():
+        for name, colour in CLASS_COLOURS.items():
+            (folder / split / name).mkdir(parents=True, exist_ok=True)
+            for index in range(count):
+                pixels = np.array(colour) + random.normal(0, 25, (size[1], size[0], 3))
+                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+                image.save(folder / split / name / f"{index:03d}.JPEG", quality=90)
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 classes, 32 training and 7 validation images each."""
+    folder = tmp_path_factory.mktemp("images")
+    write_images(folder, {"train": 32, "val": 7})
+    return folder
+
+
+@pytest.fixture
+def tiny(image_folder: Path) -> Callable[..., Config]:
+    """The real configuration, shrunk: a small network on small images, two epochs of three steps."""
+
+    def compose(*overrides: str) -> Config:
+        shrunk = [
+            "data=folder",
+            f"data.root={image_folder}",
+            "data.image_size=32",
+            "data.workers=0",
+            "model=tests.networks:small",
+            "device=cpu",
+            "precision=fp32",
+            "epochs=2",
+            "batch_size=32",
+            "log_every=1",
+            "warmup_steps=1",
+            "optim.lr=0.4",
+        ]
+        (cfg,) = check_command_line([*shrunk, *overrides])
+        return cfg
+
+    return compose
+
+
+@pytest.fixture
+def train(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Run]:
+    """Run the real loop with overrides, in this process; gives its folder's records."""
+    from cl_train.loop import train as loop_train
+
+    def run(*overrides: str, folder: Path | None = None) -> Run:
+        where = folder or tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        where.mkdir(exist_ok=True)
+        exit_code = loop_train(tiny(*overrides), where)
+        return Run(where, exit_code)
+
+    return run
+
+
+class Run:
+    """The records that a run left."""
+
+    def __init__(self, folder: Path, exit_code: int) -> None:
+        self.folder = folder
+        self.exit_code = exit_code
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.records("train")]
+
+    def checkpoint(self, name: str | None = None) -> dict[str, Any]:
+        folder = self.folder / "checkpoints"
+        path = folder / name if name else max(folder.glob("step-*.pt"))
+        return torch.load(path, weights_only=True)
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Any:
+    """A run may change torch's process-wide switches; the next test starts from the same ones."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(deterministic)

@@ -1,0 +1,74 @@
+"""Image folders and unusual files for the tests of the data part."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from cl_train.config import AugmentConfig, DataConfig
+from cl_train.data import DeviceFormat, build_data
+from cl_train.data.loader import FolderData
+from cl_train.distributed import Dist
+
+CPU = torch.device("cpu")
+FLOAT_CHANNELS_LAST = DeviceFormat(CPU, torch.float32, torch.channels_last)
+
+
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
+    """A picture with structure at all scales, as photographs have."""
+    rng = np.random.default_rng(seed)
+    pixels = np.zeros((height, width, 3))
+    for cells in (2, 5, 12, 30, 80):
+        coarse = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+        pixels += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=float) / 5
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def jpeg(height: int = 48, width: int = 64, seed: int = 0) -> bytes:
+    return encoded(noise(height, width, seed), quality=90)
+
+
+def write_folder(root: Path, *, train: int, val: int, classes: int = 2) -> Path:
+    """`train` and `val` small JPEGs in all, dealt to the classes in turn."""
+    for split, count in (("train", train), ("val", val)):
+        for label in range(classes):
+            (root / split / f"class_{label}").mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            path = root / split / f"class_{number % classes}" / f"{number:04d}.jpg"
+            path.write_bytes(jpeg(40 + number % 7, 50 + number % 5, seed=number))
+    return root
+
+
+def folder_data(
+    root: Path, *, batch_size: int = 4, seed: int = 0, rank: int = 0, world_size: int = 1, **settings: Any
+) -> FolderData:
+    """The data of `root` at 32 px, without workers; `settings` as in DataConfig, and `augment`."""
+    augment = settings.pop("augment", AugmentConfig())
+    cfg = DataConfig(name="folder", root=str(root), **{"image_size": 32, "workers": 0, **settings})
+    data = build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, rank, world_size, CPU))
+    assert isinstance(data, FolderData)
+    return data
+
+
+def train_batches(data: FolderData, epoch: int = 0, first_batch: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of an epoch's uint8 batches."""
+    batches = []
+    for host in data.train_host(epoch, first_batch):
+        batches.append((host.images.clone(), host.targets.clone()))
+        host.release()
+    return batches
+
+
+def all_pixels(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([images for images, _ in batches])

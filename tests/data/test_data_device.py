@@ -1,0 +1,124 @@
+"""Normalised batches on the device, and the synthetic batch."""
+
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from cl_train.config import AugmentConfig, DataConfig
+from cl_train.data import DeviceFormat, build_data
+from cl_train.data.device import Normalise
+from cl_train.distributed import Dist
+from tests.data.image_folders import CPU, folder_data, write_folder
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+FORMATS = [torch.channels_last, torch.contiguous_format]
+
+
+def images(layout, count=19, height=13, width=17):
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+    return plain.to(memory_format=layout)
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("target", FORMATS)
+def test_normalise_is_torchvisions_in_float32(source, target):
+    raw = images(source)
+    ours = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, target))(raw)
+    expected = v2.functional.normalize(v2.functional.to_dtype(raw, torch.float32, scale=True), MEAN, STD)
+    assert ours.is_contiguous(memory_format=target)
+    assert (ours - expected).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_types_are_rounded_once_from_float32(dtype):
+    raw = images(torch.channels_last)
+    full = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, torch.channels_last))(raw)
+    half = Normalise(MEAN, STD, DeviceFormat(CPU, dtype, torch.channels_last))(raw)
+    assert half.dtype == dtype and half.stride() == full.stride()
+    assert torch.equal(half, full.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_for_gpus_computes_the_same(dtype):
+    """On CUDA one addcmul reads uint8 and writes the target type; the same call runs, slower, on a CPU."""
+    raw, form = images(torch.channels_last), DeviceFormat(CPU, dtype, torch.channels_last)
+    normalise = Normalise(MEAN, STD, form)
+    out = torch.empty_like(raw, dtype=dtype, memory_format=torch.channels_last)
+    normalise.in_one_kernel(raw, out)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    assert (out.float() - normalise(raw).float()).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_a_fourth_channel_is_zero(target):
+    raw = images(torch.channels_last)
+    three = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, target))(raw)
+    four = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, target), pad_channels=True)(raw)
+    assert four.shape == (19, 4, 13, 17) and four.is_contiguous(memory_format=target)
+    assert torch.equal(four[:, :3], three) and not four[:, 3].any()
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folders_batches_have_the_asked_form(tmp_path, target, dtype):
+    root = write_folder(tmp_path, train=8, val=5)
+    data = folder_data(root)
+    form = DeviceFormat(CPU, dtype, target)
+    for batch in [*data.train(0, form), *data.validation(form)]:
+        assert batch.images.dtype == dtype and batch.images.is_contiguous(memory_format=target)
+        assert batch.targets.dtype == torch.int64 and len(batch.targets) == len(batch.images)
+    assert [len(batch.targets) for batch in data.validation(form)] == [4, 1]
+
+
+def test_a_batch_is_not_overwritten_by_the_next_ones(tmp_path):
+    root = write_folder(tmp_path, train=40, val=2)
+    data = folder_data(root, workers=2)
+    form = DeviceFormat(CPU, torch.float32, torch.channels_last)
+    kept = [(batch, batch.images.clone(), batch.targets.clone()) for batch in data.train(0, form)]
+    for batch, pixels, targets in kept:
+        assert torch.equal(batch.images, pixels) and torch.equal(batch.targets, targets)
+    data.close()
+
+
+def synthetic(world_size=1, **settings):
+    cfg = DataConfig(name="synthetic", image_size=16, synthetic_images=100, synthetic_classes=7, **settings)
+    return build_data(cfg, AugmentConfig(), batch_size=8, seed=0, dist=Dist(0, 0, world_size, CPU))
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_synthetic_yields_one_batch_again_and_again(target):
+    data = synthetic()
+    batches = list(data.train(0, DeviceFormat(CPU, torch.bfloat16, target)))
+    assert len(batches) == data.batches_per_epoch == 12
+    assert all(batch is batches[0] for batch in batches)
+    assert batches[0].images.dtype == torch.bfloat16 and batches[0].images.is_contiguous(memory_format=target)
+    assert batches[0].images.shape == (8, 3, 16, 16) and 0 <= batches[0].targets.min() <= batches[0].targets.max() < 7
+    assert len(list(data.train(0, DeviceFormat(CPU, torch.bfloat16, target), first_batch=10))) == 2
+
+
+def test_synthetic_is_the_same_in_both_layouts_and_counts_its_validation():
+    data = synthetic(world_size=3, pad_channels=True)
+    first, second = (next(data.train(0, DeviceFormat(CPU, torch.float32, target))).images for target in FORMATS)
+    assert torch.equal(first, second) and first.shape[1] == 4 and not first[:, 3].any()
+    assert data.batches_per_epoch == 100 // 24
+    seen = sum(len(b.targets) for b in data.validation(DeviceFormat(CPU, torch.float32, torch.channels_last)))
+    assert 3 * seen == data.val_images
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_cuda_batches_are_the_cpus(tmp_path, ahead):
+    root = write_folder(tmp_path, train=40, val=7)
+    cuda = torch.device("cuda", 0)
+    for dtype in (torch.float32, torch.float16):
+        reference = folder_data(root)
+        data = folder_data(root, workers=2, device_prefetch=ahead, pin_memory=True)
+        on_gpu = list(data.train(0, DeviceFormat(cuda, dtype, torch.channels_last)))
+        on_host = list(reference.train(0, DeviceFormat(CPU, dtype, torch.channels_last)))
+        for gpu, host in zip(on_gpu, on_host, strict=True):
+            assert gpu.images.is_contiguous(memory_format=torch.channels_last)
+            assert torch.allclose(gpu.images.cpu().float(), host.images.float(), atol=2e-3)
+            assert torch.equal(gpu.targets.cpu(), host.targets)
+        data.close()

@@ -1,0 +1,97 @@
+"""R18: hostile archives, and prepare_imagenet killed on its way."""
+
+import hashlib
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from forkserver import ForkServer
+from outcome import Outcome
+
+from cl_train.config import ConfigError
+from cl_train.imagenet import PrepareSettings, prepare
+from cl_train.verification import VerifySettings, verify
+from tests.imagenet_archives import HOSTILE, make_archives
+
+WNIDS = tuple(f"n{90_000_000 + number}" for number in range(12))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def hostile_archives(folder: Path, seed: int) -> Outcome:
+    """Each is refused by name, and nothing is written outside the target."""
+    with Outcome("R18", "hostile archive", seed) as outcome:
+        for number, (name, make) in enumerate(HOSTILE.items()):
+            sandbox = folder / f"r18-{number}/a/b"
+            sandbox.mkdir(parents=True)
+            (sandbox / "train.tar").write_bytes(make())
+            before = contents(folder)
+            problems = []
+            try:
+                prepare(PrepareSettings(root=str(sandbox / "out"), train=str(sandbox / "train.tar")))
+                problems.append(f"{name}: accepted")
+            except ConfigError as error:
+                if "train.tar" not in str(error):
+                    problems.append(f"{name}: the message does not name the archive")
+            after = contents(folder)
+            stray = [
+                path for path in after if path not in before and not (folder / path).is_relative_to(sandbox / "out")
+            ]
+            if stray or any(after.get(path) != digest for path, digest in before.items()):
+                problems.append(f"{name}: touched {stray or 'files that were there'}")
+            if any(path.is_symlink() or not (path.is_file() or path.is_dir()) for path in (sandbox / "out").rglob("*")):
+                problems.append(f"{name}: made something else than files and folders")
+            outcome.check(*problems)
+    return outcome
+
+
+def run_prepare(root: str, train: str, val: str, devkit: str) -> None:
+    """In a child."""
+    prepare(PrepareSettings(root=root, train=train, val=val, devkit=devkit))
+
+
+def killed_prepare(server: ForkServer, folder: Path, kills: int, seed: int) -> Outcome:
+    """SIGKILL at random instants, `kills` times, then to the end: the folder is as without kills, `verify` agrees."""
+    rng = random.Random(seed)
+    archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
+    started = time.monotonic()
+    prepare(PrepareSettings(root=str(folder / "reference"), **archives))
+    duration = time.monotonic() - started
+    out, log = folder / "out", folder / "r18.log"
+    arguments = [str(out), archives["train"], archives["val"], archives["devkit"]]
+    with Outcome("R18", "prepare_imagenet killed on its way", seed) as outcome:
+        for _ in range(kills):
+            run = server.call("archive_faults:run_prepare", arguments, log)
+            time.sleep(rng.uniform(0.0, duration / 3))
+            run.send(signal.SIGKILL)
+            outcome.counts["finished before the kill"] += run.wait() == 0
+            outcome.counts["images there after the last kill"] = (
+                sum(1 for _ in out.rglob("*.JPEG")) if out.exists() else 0
+            )
+            outcome.check(*problems_of_state(out))
+            if (out / "val/.done").exists():
+                shutil.rmtree(out)  # start again, so that all kills hit work
+        code = server.call("archive_faults:run_prepare", arguments, log).wait()
+        report = verify(VerifySettings(root=str(out), deep=True, expect="any", workers=1))
+        outcome.check(
+            "" if code == 0 else f"the last run ended with {code}",
+            "" if contents(out) == contents(folder / "reference") else "another folder than without kills",
+            *report.problems,
+        )
+    return outcome
+
+
+def problems_of_state(out: Path) -> list[str]:
+    """After a kill: what has its final name must be whole."""
+    problems = []
+    for path in out.glob("train/n*"):
+        if sum(1 for file in path.glob("*.JPEG") if file.stat().st_size) != 60:
+            problems.append(f"{path.name} is not whole")
+    return problems

@@ -1,0 +1,264 @@
+"""R1, R5, R6, R7, R19: checkpoint files under kills, full disks, truncation, flipped bits and malice."""
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from forkserver import ForkServer
+from outcome import Outcome
+
+from cl_train import checkpoint
+from cl_train.checkpoint import CheckpointError, CheckpointStore, load, save
+
+EIGHT_MB = 2_000_000  # float32 values
+
+
+def write_for_ever(folder: str, background: bool) -> None:
+    """In a child: save 8 MB checkpoints whose values are their step, and note each finished save in `confirmed`."""
+    store = CheckpointStore(folder, keep=3, background=background)
+    values = torch.empty(EIGHT_MB)
+    confirmed = os.open(Path(folder).with_suffix(".confirmed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    step = 0
+    while True:
+        step += 1
+        store.save({"values": values.fill_(step), "progress": {"step": step}}, step, best=step % 4 == 1)
+        if background and step % 3:
+            continue  # let saves overlap with the next step
+        store.wait()
+        os.write(confirmed, f"{step}\n".encode())
+
+
+def killed_writers(server: ForkServer, folder: Path, count: int, seed: int) -> Outcome:
+    """R1: SIGKILL at a random instant. Every .pt file is whole, the newest is no older than the last confirmed save."""
+    rng = random.Random(seed)
+    with Outcome("R1", "SIGKILL of a process that writes 8 MB checkpoints", seed) as outcome:
+        for number in range(count):
+            run_folder = folder / f"r1-{number}"
+            run = server.call(
+                "checkpoint_faults:write_for_ever", [str(run_folder), bool(number % 2)], folder / "r1.log"
+            )
+            time.sleep(rng.uniform(0.0, 0.2))
+            run.send(signal.SIGKILL)
+            run.wait()
+            outcome.check(*problems_of_store(run_folder, outcome))
+            shutil.rmtree(run_folder, ignore_errors=True)
+            run_folder.with_suffix(".confirmed").unlink(missing_ok=True)
+    return outcome
+
+
+def problems_of_store(folder: Path, outcome: Outcome) -> list[str]:
+    confirmed_file = folder.with_suffix(".confirmed")
+    confirmed = [0, *map(int, confirmed_file.read_text().split())][-1] if confirmed_file.exists() else 0
+    if not folder.exists():
+        return ["the folder is gone"] if confirmed else []
+    problems = []
+    for path in folder.glob("*.pt"):
+        try:
+            state = load(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        step = state["progress"]["step"]
+        if not torch.equal(state["values"], torch.full((EIGHT_MB,), float(step))):
+            problems.append(f"{path}: values of another step")
+    temporary = [path.name for path in folder.iterdir() if not path.name.endswith(".pt")]
+    outcome.counts["left a temporary file"] += bool(temporary)
+    if len(temporary) > 1:
+        problems.append(f"{len(temporary)} temporary files")
+    store = CheckpointStore(folder, keep=3, background=False)
+    found = store.newest()
+    newest = found[1]["progress"]["step"] if found else 0
+    outcome.counts["checkpoints found"] += found is not None
+    if newest < confirmed:
+        problems.append(f"step {confirmed} was saved, but the newest is {newest}")
+    store.save({"values": torch.zeros(1)}, newest + 1)
+    if any(not path.name.endswith(".pt") for path in folder.iterdir()):
+        problems.append("the next start left the temporary file")
+    return problems
+
+
+@contextmanager
+def failing_disk(kind: str, at_byte: int) -> Iterator[None]:
+    """Writes of a checkpoint fail at a byte: by the kernel's own file size limit, or with ENOSPC or EIO."""
+    if kind == "EFBIG":
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, previous)
+        return
+    original = checkpoint._HashingWriter.write
+
+    def write(self: Any, data: bytes) -> int:
+        position = self._file.tell()
+        if position + len(data) > at_byte:
+            self._file.write(memoryview(data)[: max(0, at_byte - position)])
+            self.error = OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))
+            raise self.error
+        return original(self, data)
+
+    checkpoint._HashingWriter.write = write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        checkpoint._HashingWriter.write = original  # type: ignore[method-assign]
+
+
+def failing_writes(folder: Path, count: int, seed: int) -> Outcome:
+    """R5: the disk fails at a random byte. The previous checkpoint stays, the third failure in a row stops the run."""
+    rng = random.Random(seed)
+    with Outcome("R5", "disk full or failing at a random byte of the write", seed) as outcome:
+        for number in range(count):
+            here = folder / f"r5-{number}"
+            store = CheckpointStore(here, keep=2, background=bool(number % 2))
+            state = {"w": torch.randn(25_000, generator=torch.Generator().manual_seed(number))}
+            store.save(state, 1)
+            store.wait(final=True)
+            size = (here / "step-00000001.pt").stat().st_size
+            kind = rng.choice(["EFBIG", "ENOSPC", "EIO"])
+            outcome.counts[kind] += 1
+            outcome.check(*problems_of_failure(store, here, state, kind, rng.randrange(size)))
+            shutil.rmtree(here)
+    return outcome
+
+
+def problems_of_failure(store: CheckpointStore, folder: Path, state: Any, kind: str, at_byte: int) -> list[str]:
+    problems = []
+    try:
+        with failing_disk(kind, at_byte):
+            for step in (2, 3):
+                store.save(state, step)
+                store.wait()
+            found = store.newest()
+            if found is None or found[0].name != "step-00000001.pt" or not torch.equal(found[1]["w"], state["w"]):
+                problems.append("the previous checkpoint is not the newest")
+            if sorted(os.listdir(folder)) != ["step-00000001.pt"]:
+                problems.append(f"left {os.listdir(folder)}")
+            store.save(state, 4)
+            store.wait()
+        problems.append("three failures in a row did not stop")
+    except CheckpointError as error:
+        if "3 checkpoints in a row" not in str(error):
+            problems.append(str(error))
+    return problems
+
+
+def sample_checkpoint(path: Path) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    state: dict[str, Any] = {
+        "model": {f"layer{i}.weight": torch.randn(16, 16, 3, 3, generator=generator) for i in range(8)},
+        "progress": {"step": 7, "epoch": 1, "random": [{"cpu": torch.get_rng_state()}]},
+        "facts": {"classes": ["ant", "bee"], "model": "tiny"},
+    }
+    save(path, state)
+    return state
+
+
+def truncated(folder: Path, count: int, seed: int) -> Outcome:
+    """R6: each is detected, named, and the one before it is used."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    good, bad = folder / "step-00000001.pt", folder / "step-00000002.pt"
+    sample_checkpoint(good)
+    whole = good.read_bytes()
+    store = CheckpointStore(folder)
+    with Outcome("R6", "checkpoint truncated at a random length", seed) as outcome:
+        for number in range(count):
+            length = number if number < 10 else len(whole) - number + 9 if number < 20 else rng.randrange(len(whole))
+            bad.write_bytes(whole[:length])
+            outcome.check(*problems_of_fallback(store, bad, good))
+    return outcome
+
+
+def problems_of_fallback(store: CheckpointStore, bad: Path, good: Path) -> list[str]:
+    try:
+        load(bad)
+        return [f"{bad} was loaded"]
+    except CheckpointError as error:
+        problems = [] if str(bad) in str(error) else ["the message does not name the file"]
+    found = store.newest()
+    if found is None or found[0] != good or not (found[2] and str(bad) in found[2][0]):
+        problems.append("the one before it was not used, or the bad one not named")
+    return problems
+
+
+def flipped(folder: Path, count: int, seed: int) -> Outcome:
+    """R7: one bit anywhere in the file, padding too, is detected; beside random ones, each bit of a small file."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    good, bad = folder / "step-00000001.pt", folder / "step-00000002.pt"
+    sample_checkpoint(good)
+    whole = bytearray(good.read_bytes())
+    store = CheckpointStore(folder)
+    with Outcome("R7", "one bit flipped in a checkpoint", seed) as outcome:
+        for _ in range(count):
+            bit = rng.randrange(len(whole) * 8)
+            whole[bit // 8] ^= 1 << bit % 8
+            bad.write_bytes(whole)
+            whole[bit // 8] ^= 1 << bit % 8
+            outcome.check(*problems_of_fallback(store, bad, good))
+        if count >= 2000:
+            outcome.counts["each bit of a small file"] = flip_each_bit(folder / "small.pt", outcome)
+    return outcome
+
+
+def flip_each_bit(path: Path, outcome: Outcome) -> int:
+    save(path, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
+    whole = bytearray(path.read_bytes())
+    for bit in range(len(whole) * 8):
+        whole[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(whole)
+        whole[bit // 8] ^= 1 << bit % 8
+        try:
+            load(path)
+            outcome.check(f"bit {bit} of {path} was not noticed")
+        except CheckpointError:
+            outcome.check()
+    return len(whole) * 8
+
+
+class Evil:
+    """Leaves a marker file when it is unpickled."""
+
+    def __init__(self, how: str, marker: str) -> None:
+        self.how, self.marker = how, marker
+
+    def __reduce__(self) -> Any:
+        return {
+            "os.system": (os.system, (f"touch {self.marker}",)),
+            "eval": (eval, (f"open({self.marker!r}, 'w')",)),
+            "exec": (exec, (f"open({self.marker!r}, 'w')",)),
+            "subprocess": (subprocess.check_call, (["touch", self.marker],)),
+            "unknown global": (shutil.copy, ("/etc/hostname", self.marker)),
+            "nested torch.load": (torch.load, (self.marker,)),
+        }[self.how]
+
+
+def malicious(folder: Path, seed: int) -> Outcome:
+    """R19: pickles that run code, with a right digest and format: refused, the marker file absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Outcome("R19", "malicious checkpoint", seed) as outcome:
+        for how in ("os.system", "eval", "exec", "subprocess", "unknown global", "nested torch.load"):
+            for nested in (False, True):
+                marker = folder / "marker"
+                evil = Evil(how, str(marker))
+                checkpoint.write(folder / "evil.pt", {"model": {"w": [(evil,)]} if nested else evil})
+                try:
+                    load(folder / "evil.pt")
+                    outcome.check(f"{how} was loaded")
+                except CheckpointError:
+                    outcome.check(f"{how} ran" if marker.exists() else "")
+    return outcome

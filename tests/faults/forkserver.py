@@ -1,0 +1,174 @@
+"""Runs of the real train.py without three seconds of imports each: a server that has imported everything forks them.
+
+A run is a process of its own, with its own signals, files and death. The server has run no tensor operation and started
+no thread before a fork, so the child is as good as a fresh interpreter.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+
+
+class Run:
+    """One run of train.py, in a session of its own."""
+
+    def __init__(self, server: "ForkServer", pid: int, log: Path) -> None:
+        self._server, self.pid, self.log = server, pid, log
+        self._code: int | None = None
+
+    def send(self, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
+    def kill_group(self, signum: int = signal.SIGKILL) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signum)
+
+    def wait(self, timeout: float = 60.0) -> int | None:
+        """The exit code, -n after signal n; None where it still runs after `timeout` seconds."""
+        if self._code is None:
+            status = self._server.ask({"wait": self.pid, "timeout": timeout})["status"]
+            self._code = None if status is None else os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class ForkServer:
+    """Context manager around the server process."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}:{REPOSITORY}"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+        self._children: set[int] = set()
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # everything is imported: from here on, times are those of runs
+
+    def __enter__(self) -> "ForkServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        for pid in self._children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def start(self, words: list[str], log: Path, environment: dict[str, str] | None = None, hook: str = "") -> Run:
+        """Run train.py; `hook` is a `module:function` called in the child before it, to plant a fault."""
+        return self._fork({"words": words, "log": str(log), "environment": environment or {}, "hook": hook})
+
+    def call(self, function: str, arguments: list[Any], log: Path) -> Run:
+        """Run `module:function(*arguments)` in a process of its own."""
+        return self._fork({"call": function, "arguments": arguments, "log": str(log), "environment": {}})
+
+    def _fork(self, question: dict[str, Any]) -> Run:
+        pid = self.ask(question)["pid"]
+        log = Path(question["log"])
+        self._children.add(pid)
+        return Run(self, pid, log)
+
+
+def serve() -> None:
+    import tiny  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+
+    import cl_train.auto
+    import cl_train.loop  # noqa: F401
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = wait_for(question) if "wait" in question else {"pid": fork(question)}
+        print(json.dumps(answer), flush=True)
+
+
+def wait_for(question: dict[str, Any]) -> dict[str, Any]:
+    deadline = time.monotonic() + question["timeout"]
+    while True:
+        pid, status = os.waitpid(question["wait"], os.WNOHANG)
+        if pid:
+            return {"status": status}
+        if time.monotonic() > deadline:
+            return {"status": None}
+        time.sleep(0.005)
+
+
+def fork(question: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null), (1, log), (2, log)):
+            os.dup2(source, target)
+        os.environ.update(question["environment"])
+        if "call" in question:
+            named(question["call"])(*question["arguments"])
+        else:
+            run_program(question)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        leave(code)
+    return 0
+
+
+def leave(code: int) -> None:
+    """As the interpreter would: finish threads that are no daemons (a checkpoint being written), flush, and go."""
+    import threading
+
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def named(function: str) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(__import__(module), name)
+
+
+def run_program(question: dict[str, Any]) -> None:
+    import runpy
+
+    if question["hook"]:
+        named(question["hook"])()
+    sys.argv = [str(REPOSITORY / "train.py"), *question["words"]]
+    sys.path.insert(0, str(REPOSITORY))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve()

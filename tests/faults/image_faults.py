@@ -1,0 +1,267 @@
+"""R16, R17: fuzzed images through the loader, and ImageNet's odd files one by one."""
+
+import io
+import logging
+import os
+import random
+import shutil
+import struct
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from outcome import Outcome
+from PIL import Image
+
+from cl_train.config import AugmentConfig, DataConfig
+from cl_train.data import build_data
+from cl_train.data.decode import BadImage, Encoded, read_file
+from cl_train.data.device import DeviceFormat
+from cl_train.distributed import Dist
+
+CPU = torch.device("cpu")
+ALONE = Dist(0, 0, 1, CPU)
+MAX_SECONDS_PER_IMAGE = 2.0
+MAX_MEMORY_MIB = 1024
+
+
+def pixels(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    smooth = np.add.outer(np.arange(height), np.arange(width))[:, :, None] * np.array([1, 2, 3, 1])[:channels]
+    noise = np.random.default_rng(seed).integers(0, 40, (height, width, channels))
+    return ((smooth + noise) % 256).astype(np.uint8)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def seed_files() -> list[bytes]:
+    """JPEGs and PNGs of the kinds that ImageNet has: sampling, progressive, restart markers, EXIF, CMYK, palette."""
+    rgb = Image.fromarray(pixels(120, 90))
+    files = [encoded(rgb, quality=quality, subsampling=sampling) for quality in (8, 60, 95) for sampling in (0, 1, 2)]
+    files += [encoded(rgb, progressive=True), encoded(rgb, optimize=True), encoded(rgb, restart_marker_blocks=2)]
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "rotated"
+    files += [encoded(rgb, exif=exif), encoded(rgb, icc_profile=b"x" * 3000), encoded(rgb, comment=b"c" * 500)]
+    files += [encoded(rgb.convert(mode)) for mode in ("L", "CMYK")]
+    files += [encoded(rgb.convert(mode), "PNG") for mode in ("RGB", "L", "LA", "RGBA", "P", "1")]
+    files += [encoded(Image.fromarray(pixels(w, h))) for w, h in ((1, 1), (500, 1), (1, 500), (33, 500))]
+    return files
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Bit flips, cuts, splices, edits of the header and of the marker segments' lengths."""
+    result = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 5, 20))):
+        place = rng.randrange(len(result)) if rng.random() < 0.5 else rng.randrange(min(len(result), 700))
+        kind = rng.random()
+        if kind < 0.45:
+            result[place] ^= 1 << rng.randrange(8)
+        elif kind < 0.6:
+            result[place] = rng.choice((0x00, 0xFF, 0xD8, 0xD9, 0xC0, 0xC2, 0xDA, 0x80))
+        elif kind < 0.75:
+            result[place : place + 2] = struct.pack(">H", rng.choice((0, 1, 2, 0x7FFF, 0xFFFF)))
+        elif kind < 0.85:
+            del result[place : place + rng.randrange(1, 400)]
+        elif kind < 0.93:
+            other = rng.randrange(len(result))
+            result[place:place] = result[other : other + rng.randrange(1, 400)]
+        else:
+            del result[place:]
+        if not result:
+            return b"\xff"
+    return bytes(result)
+
+
+def fuzzed_images(folder: Path, count: int, seed: int, workers: int = 2) -> Outcome:
+    """R16: each image becomes pixels or a counted, named error; no crash, no hang, bounded memory.
+
+    Once image by image in this process (time of each), once through the real loader with worker processes.
+    """
+    rng = random.Random(seed)
+    root = folder / "r16"
+    files = seed_files()
+    for split, number in (("train", count), ("val", 8)):
+        (root / split / "a").mkdir(parents=True)
+        for i in range(number):
+            data = mutate(files[i % len(files)], rng) if split == "train" else files[0]
+            (root / split / "a" / f"{i:06d}.JPEG").write_bytes(data)
+    with Outcome("R16", "fuzzed images", seed) as outcome:
+        bad = decode_each(root, outcome)
+        through_loader(root, count, workers, bad, outcome)
+    shutil.rmtree(root)
+    return outcome
+
+
+def decode_each(root: Path, outcome: Outcome) -> int:
+    bad = 0
+    for path in sorted((root / "train/a").iterdir()):
+        started = time.monotonic()
+        problem = ""
+        try:
+            result = Encoded(read_file(path)).decode()
+            if result.dtype != np.uint8 or result.ndim != 3 or result.shape[2] != 3:
+                problem = f"{path.name}: decoded to {result.dtype} {result.shape}"
+        except BadImage as error:
+            bad += 1
+            if not str(error):
+                problem = f"{path.name}: refused without a reason"
+        seconds = time.monotonic() - started
+        if seconds > MAX_SECONDS_PER_IMAGE:
+            problem = f"{path.name}: took {seconds:.1f} s"
+        outcome.check(problem)
+    outcome.counts["refused with a reason"] = bad
+    outcome.counts["decoded"] = outcome.tried - bad
+    return bad
+
+
+def through_loader(root: Path, count: int, workers: int, expected_bad: int, outcome: Outcome) -> None:
+    """One epoch of the real loader: it must see and count exactly the images that cannot be decoded."""
+    logging.disable(logging.WARNING)
+    cfg = DataConfig(
+        name="folder", root=str(root), image_size=32, workers=workers, on_bad_image="skip", max_bad_images=10 * count
+    )
+    data = build_data(cfg, AugmentConfig(), batch_size=8, seed=0, dist=ALONE)
+    images, shared = 0, peak_mib(os.getpid(), "VmRSS")
+    try:
+        for batch in data.train(0, DeviceFormat(CPU, torch.float32, torch.channels_last)):
+            images += len(batch.images)
+            if not bool(batch.images.isfinite().all()):
+                outcome.lost.append("the loader gave pixels that are not finite")
+        skipped = data.skipped_images
+        # A fork shares its parent's pages, which count as its own: what matters is what it took on top of them.
+        grown = max(peak_mib(process.pid) for process in data._pool._processes) - shared
+    finally:
+        data.close()
+        logging.disable(logging.NOTSET)
+    outcome.counts["through the loader"] = images
+    outcome.counts["counted by the loader"] = skipped
+    if images != data.batches_per_epoch * 8:
+        outcome.lost.append(f"the loader gave {images} images, not {data.batches_per_epoch * 8}")
+    # A bad image is met a second time where it is tried in place of a bad neighbour; the last batch may be dropped.
+    if skipped < expected_bad - 8:
+        outcome.lost.append(f"the loader counted {skipped} bad images, {expected_bad} cannot be decoded")
+    outcome.counts["peak MiB of a worker"] = int(grown)
+    if grown > MAX_MEMORY_MIB:
+        outcome.lost.append(f"a worker took {grown:.0f} MiB")
+
+
+def peak_mib(pid: int, field: str = "VmHWM") -> float:
+    """Most resident memory of a process so far (or with VmRSS, now)."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(f"{field}:"))
+
+
+# --- R17: each odd file with what must come of it ---------------------------------------------------------------------
+
+
+def bomb_png(side: int) -> bytes:
+    """A PNG of side x side white pixels in a few kilobytes."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    rows = zlib.compress((b"\0" + b"\xff" * (side // 8)) * side, 9)
+    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def ycck() -> bytes:
+    """A CMYK JPEG whose Adobe marker says YCCK, as some of ImageNet's 22 do."""
+    data = encoded(Image.fromarray(pixels(64, 48)).convert("CMYK"))
+    place = data.index(b"Adobe")
+    return data[: place + 11] + b"\x02" + data[place + 12 :]
+
+
+def quirks() -> dict[str, tuple[Callable[[Path], None], tuple[int, int] | str]]:
+    """Name -> (make the file, the size of what it decodes to or a part of the reason for refusing it)."""
+    rgb = Image.fromarray(pixels(64, 48))
+    whole = encoded(rgb)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    sixteen = Image.fromarray((pixels(64, 48, 1)[:, :, 0].astype(np.uint16) << 8) + 7)
+
+    def content(data: bytes) -> Callable[[Path], None]:
+        return lambda path: path.write_bytes(data) and None
+
+    size = (48, 64)
+    return {
+        "ordinary": (content(whole), size),
+        "progressive": (content(encoded(rgb, progressive=True)), size),
+        "4:4:4": (content(encoded(rgb, subsampling=0)), size),
+        "4:2:0, quality 5": (content(encoded(rgb, quality=5, subsampling=2)), size),
+        "restart markers": (content(encoded(rgb, restart_marker_blocks=1)), size),
+        "trailing bytes": (content(whole + b"\0" * 100), size),
+        "trailing text": (content(whole + b"<html>" * 50), size),
+        "bytes before the end marker": (content(whole[:-2] + b"\xff\xd9"), size),
+        "EXIF orientation is ignored": (content(encoded(rgb, exif=exif)), size),
+        "corrupt EXIF": (content(encoded(rgb, exif=b"Exif\0\0II*\0\x08\0\0\0\x09\0" + b"\x31" * 30)), size),
+        "ICC profile of garbage": (content(encoded(rgb, icc_profile=b"garbage" * 100)), size),
+        "grey": (content(encoded(rgb.convert("L"))), size),
+        "CMYK": (content(encoded(rgb.convert("CMYK"))), size),
+        "YCCK": (content(ycck()), size),
+        "PNG named JPEG": (content(encoded(rgb, "PNG")), size),
+        "PNG with alpha": (content(encoded(rgb.convert("RGBA"), "PNG")), size),
+        "PNG grey and alpha": (content(encoded(rgb.convert("LA"), "PNG")), size),
+        "PNG palette": (content(encoded(rgb.convert("P"), "PNG")), size),
+        "PNG one bit": (content(encoded(rgb.convert("1"), "PNG")), size),
+        "PNG 16 bit grey": (content(encoded(sixteen, "PNG")), size),
+        "1 x 1": (content(encoded(Image.fromarray(pixels(1, 1)))), (1, 1)),
+        "500 x 1": (content(encoded(Image.fromarray(pixels(500, 1)))), (1, 500)),
+        "1 x 500": (content(encoded(Image.fromarray(pixels(1, 500)))), (500, 1)),
+        "33 x 500": (content(encoded(Image.fromarray(pixels(33, 500)))), (500, 33)),
+        "5000 x 4000": (content(encoded(Image.fromarray(pixels(5000, 4000)))), (4000, 5000)),
+        "BMP named JPEG": (content(encoded(rgb, "BMP")), "neither a JPEG nor a PNG"),
+        "GIF named JPEG": (content(encoded(rgb.convert("P"), "GIF")), "neither a JPEG nor a PNG"),
+        "WebP named JPEG": (content(encoded(rgb, "WEBP")), "neither a JPEG nor a PNG"),
+        "TIFF named JPEG": (content(encoded(rgb, "TIFF")), "neither a JPEG nor a PNG"),
+        "text named JPEG": (content(b"<html>404</html>" * 20), "neither a JPEG nor a PNG"),
+        "truncated": (content(whole[: len(whole) // 2]), "truncated"),
+        "only a header": (content(whole[:20]), ""),
+        "empty": (content(b""), "the file is empty"),
+        "decompression bomb": (content(bomb_png(20_000)), "pixels"),
+        "a JPEG header that claims 65,500 x 65,500": (content(claims(whole, 65_500)), "pixels"),
+        "a directory": (lambda path: path.mkdir(), "a directory"),
+        "a dangling link": (lambda path: path.symlink_to("nowhere"), "No such file"),
+        "a link loop": (lambda path: path.symlink_to(path.name), "symbolic links"),
+        "a FIFO": (lambda path: os.mkfifo(path), "a FIFO"),
+        "a device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    }
+
+
+def claims(data: bytes, side: int) -> bytes:
+    place = data.index(b"\xff\xc0") + 5
+    return data[:place] + struct.pack(">HH", side, side) + data[place + 4 :]
+
+
+def odd_files(folder: Path, seed: int) -> Outcome:
+    """R17: the expected outcome of each file, table-driven; nothing may hang."""
+    here = folder / "r17"
+    here.mkdir(parents=True)
+    with Outcome("R17", "ImageNet's odd files", seed) as outcome, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = quirks()
+        for number, (name, (make, expected)) in enumerate(table.items()):
+            path = here / f"{number:02d}.JPEG"
+            make(path)
+            outcome.check(problem_of(name, path, expected))
+    shutil.rmtree(here)
+    return outcome
+
+
+def problem_of(name: str, path: Path, expected: tuple[int, int] | str) -> str:
+    started = time.monotonic()
+    try:
+        result: tuple[int, int] | str = Encoded(read_file(path)).decode().shape[:2]
+    except BadImage as error:
+        result = str(error)
+    if time.monotonic() - started > MAX_SECONDS_PER_IMAGE:
+        return f"{name}: took {time.monotonic() - started:.1f} s"
+    fits = expected in result if isinstance(expected, str) and isinstance(result, str) else expected == result
+    return "" if fits else f"{name}: {result!r} instead of {expected!r}"

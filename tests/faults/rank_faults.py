@@ -1,0 +1,282 @@
+"""R3, R10, R15, and R12 over ranks: two processes, one of which is killed, stopped or given a NaN."""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+from forkserver import HERE, Run
+from outcome import Outcome
+from run_faults import Bench, newest_step, wait_for
+
+RANK_TIMEOUT_S = 4.0
+TORCHRUN_TIMEOUT_S = 15.0  # also the time in which both ranks must have imported torch
+ROLL_CALL_S = 5.0
+TORCHRUN_GRACE_S = 30.0  # torchrun sends SIGTERM, and SIGKILL half a minute later
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def start_ranks(
+    bench: Bench, run: Path, world: int, hook: str = "", plant: dict[str, str] | None = None, **settings: Any
+) -> list[Run]:
+    """What torchrun would start, without its five seconds of imports."""
+    port = str(free_port())
+    runs = []
+    for rank in range(world):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        words = tiny.words(bench.images, run, rank_timeout_s=RANK_TIMEOUT_S, **settings)
+        runs.append(
+            bench.server.start(words, bench.folder / f"{run.name}.rank{rank}.log", environment | (plant or {}), hook)
+        )
+    return runs
+
+
+def finish(ranks: list[Run], timeout: float = 60.0) -> list[int | None]:
+    return [rank.wait(timeout) for rank in ranks]
+
+
+def killed_ranks(bench: Bench, count: int, seed: int) -> Outcome:
+    """R3: one of two ranks is killed at a random instant. The other names it and ends; both resume exactly."""
+    rng = random.Random(seed)
+    reference = two_ranks(bench)
+    started = time.monotonic()
+    with Outcome("R3", "one of two ranks killed at a random instant", seed) as outcome:
+        assert finish(start_ranks(bench, bench.folder / "r3-timed", 2, batch_size=4)) == [0, 0]
+        seconds = time.monotonic() - started
+        number = 0
+        while outcome.tried < count and number < 10 * count + 10:
+            number += 1
+            run, victim = bench.folder / f"r3-{number}", rng.choice((0, 1))
+            ranks = start_ranks(bench, run, 2, batch_size=4)
+            time.sleep(rng.uniform(0.3, 0.9) * seconds)
+            ranks[victim].send(signal.SIGKILL)
+            code, killed_at = ranks[victim].wait(), time.monotonic()
+            other = ranks[1 - victim].wait(RANK_TIMEOUT_S + ROLL_CALL_S + 5)
+            outcome.counts["slowest end of the other, ms"] = max(
+                outcome.counts["slowest end of the other, ms"], int(1000 * (time.monotonic() - killed_at))
+            )
+            if code == 0 or other == 0:
+                outcome.counts["ended before the kill"] += 1
+                for rank in ranks:
+                    rank.kill_group()
+                bench.forget(run)
+                continue
+            problems = tiny.unloadable(run)
+            if other is None:
+                ranks[1 - victim].kill_group()
+                ranks[1 - victim].wait()
+                problems.append(f"{run.name}: the other rank still ran")
+            elif f"rank {victim} is dead or hangs" not in ranks[1 - victim].output():
+                outcome.counts["killed before the ranks met"] += "run folder" not in ranks[0].output()
+                if newest_step(run):
+                    problems.append(f"{run.name}: the rank is not named: {ranks[1 - victim].output()[-600:]}")
+            again = start_ranks(bench, run, 2, batch_size=4)
+            if finish(again) != [0, 0]:
+                problems.append(f"{run.name} did not resume: {again[0].output()[-500:]}")
+            else:
+                problems += bench.compare(run, reference)
+            outcome.check(*problems)
+            bench.forget(run)
+    return outcome
+
+
+def hung_ranks(bench: Bench, count: int, seed: int) -> Outcome:
+    """R15: one of two ranks is stopped (SIGSTOP). The other names it and ends within the timeout and the roll call."""
+    with Outcome("R15", "one of two ranks stopped (SIGSTOP)", seed) as outcome:
+        for number in range(count):
+            run, victim = bench.folder / f"r15-{number}", number % 2
+            ranks = start_ranks(bench, run, 2, "plants:slow_steps", {"PLANT_MS": "30"}, batch_size=4)
+            wait_for(run / "checkpoints", content=".pt")
+            ranks[victim].send(signal.SIGSTOP)
+            stopped = time.monotonic()
+            other = ranks[1 - victim].wait(RANK_TIMEOUT_S + ROLL_CALL_S + 10)
+            seconds = time.monotonic() - stopped
+            outcome.counts["slowest end of the other, ms"] = max(
+                outcome.counts["slowest end of the other, ms"], int(1000 * seconds)
+            )
+            ranks[victim].kill_group()
+            ranks[victim].wait()
+            output = ranks[1 - victim].output()
+            outcome.check(
+                "" if other == 1 else f"{run.name}: exit code {other}",
+                "" if f"rank {victim} is dead or hangs" in output else f"{run.name}: not named: {output[-700:]}",
+                *tiny.unloadable(run),
+            )
+            bench.forget(run)
+    return outcome
+
+
+def other_world_sizes(bench: Bench, seed: int, full: bool) -> Outcome:
+    """R10: 1 -> 2 -> 4 -> 1 ranks at the same global batch: the same order, losses equal to 1e-5."""
+    plain = {"model": "tiny:plain_model", "ema_decay": 0, "log_every": 1}
+    chains = [(1, 2), (2, 1)] + ([(1, 2, 4, 1), (4, 1), (2, 4), (1, 4)] if full else [])
+    with Outcome("R10", "resume with another number of ranks, same global batch", seed) as outcome:
+        reference = bench.reference(**plain)
+        for chain in chains:
+            run = bench.folder / f"r10-{'-'.join(map(str, chain))}"
+            problems = []
+            for place, world in enumerate(chain):
+                last = place == len(chain) - 1
+                plant = {"PLANT_STEP": str(2 * place + 2), "PLANT_SIGNAL": str(int(signal.SIGTERM)), "PLANT_MS": "10"}
+                ranks = start_ranks(
+                    bench, run, world, "" if last else "plants:signal_after_save", plant, batch_size=8 // world, **plain
+                )
+                codes = finish(ranks)
+                if codes != [0 if last else 143] * world:
+                    problems.append(f"{run.name}, {world} ranks: {codes} {ranks[0].output()[-600:]}")
+                    break
+            problems += [] if problems else close_losses(run, reference)
+            outcome.check(*problems)
+            bench.forget(run)
+    return outcome
+
+
+def close_losses(run: Path, reference: Path, tolerance: float = 1e-5) -> list[str]:
+    ours = {r["step"]: r["loss"] for r in tiny.records(run) if r["kind"] == "train"}
+    theirs = {r["step"]: r["loss"] for r in tiny.records(reference) if r["kind"] == "train"}
+    gaps = {step: abs(ours[step] - theirs[step]) / theirs[step] for step in ours.keys() & theirs.keys()}
+    far = {step: gap for step, gap in gaps.items() if gap > tolerance}
+    return [f"{run.name}: losses differ at steps {far}"] if len(far) > 0 or ours.keys() != theirs.keys() else []
+
+
+# --- under the real torchrun ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Torchrun:
+    """`torchrun --standalone --nproc-per-node=2 train.py ...`"""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id, from /proc."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                    if parent == self.process.pid:
+                        environment = (entry / "environ").read_bytes().split(b"\0")
+                        found[int(next(v for v in environment if v.startswith(b"RANK=")).split(b"=")[1])] = int(
+                            entry.name
+                        )
+                except (OSError, StopIteration, IndexError):
+                    continue
+        return found
+
+
+def torchrun(bench: Bench, run: Path, *options: str, slow_ms: int = 0, **settings: Any) -> Torchrun:
+    words = tiny.words(bench.images, run, rank_timeout_s=TORCHRUN_TIMEOUT_S, batch_size=4, **settings)
+    log = bench.folder / f"{run.name}.log"
+    program = str(HERE / "slow_train.py") if slow_ms else str(tiny.REPOSITORY / "train.py")
+    environment = os.environ | {
+        "PYTHONPATH": f"{HERE}:{tiny.REPOSITORY}",
+        "OMP_NUM_THREADS": "1",
+        "PLANT_MS": str(slow_ms),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options, program]
+    with log.open("ab") as file:
+        process = subprocess.Popen([*command, *words], stdout=file, stderr=file, env=environment)
+    return Torchrun(process, log)
+
+
+def restarts_only(bench: Bench, seed: int) -> Outcome:
+    """The quick part: a rank is killed, torchrun restarts both."""
+    with Outcome("R3", "a rank killed under torchrun --max-restarts", seed) as outcome:
+        outcome.check(*restarted_by_torchrun(bench, two_ranks(bench)))
+    return outcome
+
+
+def two_ranks(bench: Bench) -> Path:
+    """A run of two ranks that nothing disturbed."""
+    reference = bench.folder / "two-ranks"
+    if not reference.exists():
+        ranks = start_ranks(bench, reference, 2, batch_size=4)
+        assert finish(ranks) == [0, 0], ranks[0].output()
+    return reference
+
+
+def under_torchrun(bench: Bench, seed: int) -> Outcome:
+    """A rank killed, stopped or terminated, the agent killed, restarts by torchrun: bounded, named, resumed exactly."""
+    with Outcome(
+        "R3", "the same under torchrun: a rank killed, stopped, the agent killed, --max-restarts", seed
+    ) as outcome:
+        reference = two_ranks(bench)
+        for what, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP), ("terminated", signal.SIGTERM)):
+            for victim in (0, 1):
+                outcome.check(*one_rank_down(bench, reference, what, signum, victim, outcome))
+        outcome.check(*agent_killed(bench, reference))
+        outcome.check(*restarted_by_torchrun(bench, reference))
+    return outcome
+
+
+def one_rank_down(bench: Bench, reference: Path, what: str, signum: int, victim: int, outcome: Outcome) -> list[str]:
+    run = bench.folder / f"torchrun-{what}-{victim}"
+    job = torchrun(bench, run, slow_ms=100)
+    wait_for(run / "checkpoints", content=".pt", seconds=60)
+    ranks = job.ranks()
+    os.kill(ranks[victim], signum)
+    hit = time.monotonic()
+    limit = TORCHRUN_TIMEOUT_S + ROLL_CALL_S + TORCHRUN_GRACE_S + 15
+    try:
+        code: int | None = job.process.wait(limit)
+    except subprocess.TimeoutExpired:
+        code = None
+        job.process.kill()
+    outcome.counts[f"rank {victim} {what}: seconds to the end"] = int(time.monotonic() - hit)
+    problems = [] if code not in (None, 0) or signum == signal.SIGTERM else [f"{run.name}: exit code {code}"]
+    text = job.log.read_text(errors="replace")
+    named = re.search(rf"rank {victim} is dead or hangs|rank\s*:\s*{victim}\b", text)
+    problems += [] if named or signum == signal.SIGTERM else [f"{run.name}: rank {victim} is not named: {text[-1500:]}"]
+    for pid in ranks.values():
+        if Path(f"/proc/{pid}").exists() and "train.py" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
+            problems.append(f"{run.name}: process {pid} is left")
+            os.kill(pid, signal.SIGKILL)
+    problems += tiny.unloadable(run)
+    if torchrun(bench, run).process.wait(120) != 0:
+        return [*problems, f"{run.name} did not resume"]
+    return problems + bench.compare(run, reference)
+
+
+def agent_killed(bench: Bench, reference: Path) -> list[str]:
+    """torchrun itself is killed: its ranks are orphans, which must not be lost track of or write on for ever."""
+    run = bench.folder / "torchrun-agent"
+    job = torchrun(bench, run, slow_ms=100)
+    wait_for(run / "checkpoints", content=".pt", seconds=60)
+    ranks = job.ranks()
+    job.process.kill()
+    job.process.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    problems = [f"{run.name}: rank {rank} still runs" for rank, pid in ranks.items() if Path(f"/proc/{pid}").exists()]
+    if torchrun(bench, run).process.wait(120) != 0:
+        return [*problems, f"{run.name} did not resume"]
+    return problems + bench.compare(run, reference)
+
+
+def restarted_by_torchrun(bench: Bench, reference: Path) -> list[str]:
+    """--max-restarts=2 with resume=auto: a killed rank costs a restart and nothing else."""
+    run = bench.folder / "torchrun-restarts"
+    job = torchrun(bench, run, "--max-restarts=2", slow_ms=60)
+    wait_for(run / "checkpoints", content=".pt", seconds=60)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    if job.process.wait(120) != 0:
+        return [f"{run.name}: {job.log.read_text(errors='replace')[-1500:]}"]
+    return bench.compare(run, reference)

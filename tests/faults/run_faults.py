@@ -1,0 +1,289 @@
+"""R2, R4, R8, R11: whole training runs killed, stopped and resumed, held against a run that nothing disturbed."""
+
+import random
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+from forkserver import ForkServer, Run
+from outcome import Outcome
+
+from cl_train.checkpoint import CheckpointStore
+
+SLOW = {"PLANT_MS": "15"}
+
+
+@dataclass
+class Bench:
+    """What every row of training runs needs: the server, the images, a folder, and undisturbed runs to compare with."""
+
+    server: ForkServer
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.images = tiny.write_images(self.folder / "images")
+        self._references: dict[str, Path] = {}
+        self.seconds = 0.0
+
+    def start(self, run: Path, hook: str = "", environment: dict[str, str] | None = None, **settings: Any) -> Run:
+        log = self.folder / f"{run.name}.log"
+        return self.server.start(tiny.words(self.images, run, **settings), log, environment, hook)
+
+    def reference(self, **settings: Any) -> Path:
+        """A run that nothing disturbed."""
+        key = "-".join(f"{name}={value}" for name, value in settings.items())
+        if key not in self._references:
+            run = self.folder / f"reference-{len(self._references)}"
+            started = time.monotonic()
+            running = self.start(run, **settings)
+            assert running.wait() == 0, running.output()
+            self.seconds = time.monotonic() - started
+            self._references[key] = run
+        return self._references[key]
+
+    def compare(self, run: Path, reference: Path) -> list[str]:
+        """The final state and every logged number, bit by bit."""
+        problems = tiny.differences(tiny.final_state(run), tiny.final_state(reference))
+        ours, theirs = tiny.records(run), tiny.records(reference)
+        if ours != theirs:
+            odd = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
+            problems.append(f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {odd}")
+        return [f"{run.name}: {problem}" for problem in problems[:3]]
+
+    def forget(self, run: Path) -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        (self.folder / f"{run.name}.log").unlink(missing_ok=True)
+
+
+def newest_step(run: Path) -> int:
+    found = CheckpointStore(run / "checkpoints").newest()
+    return found[1]["progress"]["step"] if found else 0
+
+
+def killed_runs(bench: Bench, kills: int, seed: int) -> Outcome:
+    """R2: SIGKILL at random instants, `resume=auto` until done. A try is one kill of a live process."""
+    rng = random.Random(seed)
+    with Outcome("R2", "SIGKILL of a whole training run at a random instant", seed) as outcome:
+        number = 0
+        while outcome.tried < kills and number < 10 * kills + 10:
+            number += 1
+            layout = rng.choice(("true", "false"))
+            settings = {"channels_last": layout, "data__workers": rng.choice((0, 0, 1, 3))}
+            settings |= {"checkpoint__background": rng.choice(("true", "false"))}
+            reference = bench.reference(channels_last=layout, log_every=rng.choice((1, 3)))
+            run = bench.folder / f"r2-{number}"
+            kill_until_done(bench, run, rng, outcome, settings | {"log_every": log_every_of(reference)})
+            problems = bench.compare(run, reference)
+            outcome.counts["runs completed"] += 1
+            outcome.lost += problems[:1]
+            bench.forget(run)
+    return outcome
+
+
+def log_every_of(run: Path) -> str:
+    line = next(line for line in (run / "config.yaml").read_text().splitlines() if line.startswith("log_every"))
+    return line.split()[1]
+
+
+def kill_until_done(bench: Bench, run: Path, rng: random.Random, outcome: Outcome, settings: dict[str, Any]) -> None:
+    saved = 0
+    for _ in range(rng.choice((1, 2, 3))):
+        running = bench.start(run, **settings)
+        time.sleep(rng.uniform(0.0, bench.seconds * 1.1))
+        if rng.random() < 0.5:
+            running.kill_group()
+        running.send(signal.SIGKILL)
+        code = running.wait()
+        if code != -signal.SIGKILL:
+            outcome.counts["ended before the kill"] += 1
+            if code != 0:
+                outcome.lost.append(f"{run.name} ended with {code}: {running.output()[-500:]}")
+            continue
+        problems = tiny.unloadable(run)
+        now = newest_step(run)
+        if now < saved:
+            problems.append(f"{run.name}: step {saved} was there before, now the newest is {now}")
+        saved = now
+        outcome.counts["killed before the first checkpoint"] += now == 0
+        outcome.check(*problems)
+    running = bench.start(run, **settings)
+    code = running.wait()
+    if code != 0:
+        outcome.lost.append(f"{run.name} did not complete: {code}: {running.output()[-500:]}")
+
+
+def polite_stops(bench: Bench, count: int, seed: int) -> Outcome:
+    """R4: SIGTERM and SIGINT at a random instant of training: 143 or 130, saved at that step, resumed exactly."""
+    rng = random.Random(seed)
+    reference = bench.reference()
+    with Outcome("R4", "SIGTERM or SIGINT at a random step", seed) as outcome:
+        number = 0
+        while outcome.tried < count and number < 10 * count + 10:
+            number += 1
+            signum = rng.choice((signal.SIGTERM, signal.SIGINT))
+            run = bench.folder / f"r4-{number}"
+            running = bench.start(
+                run, "plants:slow_steps", SLOW, checkpoint__every_steps=0, data__workers=rng.choice((0, 2))
+            )
+            wait_for(run / "metrics.jsonl", content="train")
+            time.sleep(rng.uniform(0.0, 0.25))
+            sent = time.monotonic()
+            running.send(signum)
+            code = running.wait(30)
+            seconds = time.monotonic() - sent
+            outcome.counts["slowest exit, ms"] = max(outcome.counts["slowest exit, ms"], int(seconds * 1000))
+            if code == 0:
+                outcome.counts["ended before the signal"] += 1
+                bench.forget(run)
+                continue
+            problems = [] if code == 128 + signum else [f"{run.name}: exit code {code}: {running.output()[-300:]}"]
+            problems += [f"{run.name}: {seconds:.1f} s to exit"] if seconds > 5 else []
+            problems += problems_of_stop(run, running)
+            outcome.counts[f"stopped at step {newest_step(run):02d}"] += 1
+            again = bench.start(run, checkpoint__every_steps=0)
+            if again.wait() != 0:
+                problems.append(f"{run.name} did not resume: {again.output()[-500:]}")
+            else:
+                problems += bench.compare(run, reference)
+            outcome.check(*problems)
+            bench.forget(run)
+        outcome.check(*second_signal(bench))
+        outcome.check(*save_and_go_on(bench, reference))
+    return outcome
+
+
+def problems_of_stop(run: Path, running: Run) -> list[str]:
+    import json
+
+    summary = json.loads((run / "summary.json").read_text())
+    problems = [] if summary["status"] == "interrupted" else [f"{run.name}: status {summary['status']}"]
+    if summary["steps"] != newest_step(run):
+        problems.append(f"{run.name}: stopped at step {summary['steps']}, saved step {newest_step(run)}")
+    if "Traceback" in running.output():
+        problems.append(f"{run.name}: a traceback: {running.output()[-500:]}")
+    return problems
+
+
+def second_signal(bench: Bench) -> list[str]:
+    """The step takes three seconds; the second Ctrl-C does not wait for it."""
+    run = bench.folder / "r4-second"
+    running = bench.start(run, "plants:slow_steps", {"PLANT_MS": "3000"})
+    wait_for(run / "config.yaml")
+    time.sleep(0.5)
+    running.send(signal.SIGINT)
+    time.sleep(0.1)
+    sent = time.monotonic()
+    running.send(signal.SIGINT)
+    code, seconds = running.wait(20), time.monotonic() - sent
+    return [] if code == 130 and seconds < 1 else [f"second Ctrl-C: exit code {code} after {seconds:.1f} s"]
+
+
+def save_and_go_on(bench: Bench, reference: Path) -> list[str]:
+    """SIGUSR1: a checkpoint appears in mid-epoch, the run ends as if nothing had happened."""
+    run = bench.folder / "r4-usr1"
+    running = bench.start(
+        run, "plants:slow_steps", {"PLANT_MS": "60"}, checkpoint__every_steps=0, checkpoint__every_epochs=0
+    )
+    wait_for(run / "metrics.jsonl", content="train")
+    running.send(signal.SIGUSR1)
+    problems = [] if wait_for(run / "checkpoints", content=".pt") else ["SIGUSR1: no checkpoint"]
+    problems += [] if running.wait() == 0 else ["SIGUSR1: the run did not go on"]
+    return problems + bench.compare(run, reference)
+
+
+def wait_for(path: Path, content: str = "", seconds: float = 20.0) -> bool:
+    """Until `path` is there (a folder: a file with `content` in its name; a file: `content` in it)."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if path.is_dir() and any(content in item.name and not item.name.startswith(".") for item in path.iterdir()):
+            return True
+        if path.is_file() and content in path.read_text(errors="replace"):
+            return True
+        time.sleep(0.003)
+    return False
+
+
+def resume_everywhere(bench: Bench, seed: int, steps: list[int], workers: list[int]) -> Outcome:
+    """R8: ended at every step of a 2-epoch run, by SIGKILL and by SIGTERM, for each number of workers, then resumed."""
+    reference = bench.reference()
+    with Outcome("R8", "resume at every step of a 2-epoch run x workers", seed) as outcome:
+        for count in workers:
+            for step in steps:
+                for signum in (signal.SIGKILL, signal.SIGTERM):
+                    outcome.check(*resume_once(bench, reference, step, count, signum))
+                    outcome.counts[f"workers {count}"] += 1
+    return outcome
+
+
+def resume_once(bench: Bench, reference: Path, step: int, workers: int, signum: int) -> list[str]:
+    run = bench.folder / f"r8-{workers}-{step}-{signum}"
+    plant = {"PLANT_STEP": str(step), "PLANT_SIGNAL": str(int(signum))}
+    code = bench.start(run, "plants:signal_after_save", plant, data__workers=workers).wait()
+    expected = (-signal.SIGKILL,) if signum == signal.SIGKILL else (143, 0 if step == tiny.STEPS else 143)
+    problems = [] if code in expected else [f"{run.name}: exit code {code}"]
+    at = newest_step(run)
+    if not step <= at <= step + 1:
+        problems.append(f"{run.name}: newest checkpoint is step {at}")
+    again = bench.start(run, data__workers=workers)
+    if again.wait() != 0:
+        return [*problems, f"{run.name} did not resume: {again.output()[-500:]}"]
+    problems += bench.compare(run, reference)
+    bench.forget(run)
+    return problems
+
+
+def resume_in_another_form(bench: Bench, seed: int, full: bool) -> Outcome:
+    """R11: layout, precision and workers change at each resume; the checkpoint fits itself to the new run."""
+    channels = [("false", "true", "false"), ("true", "false", "true")]
+    precisions = [
+        ("fp32", "bf16", "fp32"),
+        ("bf16", "fp32", "bf16"),
+        ("fp32", "fp16_o2", "fp32"),
+        ("fp16", "fp32", "fp16"),
+    ]
+    with Outcome("R11", "resume in another layout, precision or number of workers", seed) as outcome:
+        for layouts in channels if full else channels[:1]:
+            outcome.check(*change_form(bench, [{"channels_last": layout} for layout in layouts], tolerance=1e-4))
+        for names in precisions if full else precisions[:1]:
+            outcome.check(*change_form(bench, [{"precision": name} for name in names], tolerance=0.1))
+        outcome.check(*change_form(bench, [{"data__workers": count} for count in (0, 3, 1)], tolerance=0.0))
+        if full:
+            outcome.check(
+                *change_form(bench, [{"data__memory_format": m} for m in ("channels_last", "contiguous")] * 2, 0.0)
+            )
+    return outcome
+
+
+def change_form(bench: Bench, forms: list[dict[str, Any]], tolerance: float) -> list[str]:
+    """Each form runs a few steps and is killed, the last one runs to the end; held against a run in the first form."""
+    name = "-".join(str(value) for form in forms for value in form.values())
+    run, reference = bench.folder / f"r11-{name}", bench.reference(**forms[0])
+    problems = []
+    for number, form in enumerate(forms):
+        last = number == len(forms) - 1
+        layout = "channels_last" if form.get("channels_last") == "true" else "contiguous_format"
+        plant = {"PLANT_STEP": str(3 * number + 3), "PLANT_SIGNAL": str(int(signal.SIGKILL)), "PLANT_FORMAT": layout}
+        hook = "run_faults:plant_kill_and_layout" if not last else "plants:check_layout"
+        running = bench.start(run, hook, plant, **form)
+        if running.wait() != (0 if last else -signal.SIGKILL):
+            problems.append(f"{name}, part {number}: {running.output()[-700:]}")
+    if tolerance == 0:
+        return problems or bench.compare(run, reference)
+    return problems or problems_of_losses(name, run, reference, tolerance)
+
+
+def plant_kill_and_layout() -> None:
+    import plants
+
+    plants.signal_after_save()
+    plants.check_layout()
+
+
+def problems_of_losses(name: str, run: Path, reference: Path, tolerance: float) -> list[str]:
+    ours, theirs = ([r["loss"] for r in tiny.records(folder) if r["kind"] == "train"] for folder in (run, reference))
+    gaps = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
+    return [f"{name}: losses differ by {max(gaps):.1e}"] if max(gaps) > tolerance else []

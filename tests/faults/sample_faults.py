@@ -1,0 +1,74 @@
+"""R9: every training image at most once per epoch, every validation image exactly once, whatever is resumed where."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import tiny
+import torch
+from outcome import Outcome
+
+from cl_train.config import AugmentConfig, DataConfig
+from cl_train.data import build_data
+from cl_train.data.device import DeviceFormat
+from cl_train.data.order import permutation, rank_share
+from cl_train.distributed import Dist
+
+CPU = torch.device("cpu")
+
+
+def sample_accounting(folder: Path, count: int, seed: int) -> Outcome:
+    """World size x number of images x batch x resume point, and once with the real loader and its validation split.
+
+    The rule: an epoch is floor(N / global batch) full batches, all images distinct, the rest dropped; another seed or
+    epoch is another order; evaluation counts N images.
+    """
+    rng = random.Random(seed)
+    with Outcome("R9", "which images an epoch sees", seed) as outcome:
+        for _ in range(count):
+            world, images, batch = rng.choice((1, 2, 3, 4)), rng.choice((97, 100, 101)), rng.choice((1, 7, 16))
+            outcome.check(*problems_of_epoch(world, images, batch, rng.randrange(2**32), rng.randrange(90), rng))
+        outcome.check(*problems_of_loader(folder / "r9"))
+    return outcome
+
+
+def problems_of_epoch(world: int, images: int, batch: int, seed: int, epoch: int, rng: random.Random) -> list[str]:
+    order = permutation(seed, epoch, images)
+    steps = images // (batch * world)
+    seen: list[int] = []
+    resumed_at, other_world = rng.randrange(steps + 1), world
+    if batch * world % 2 == 0:
+        other_world = world * 2 if batch % 2 == 0 else max(1, world // 2)
+    other_batch = batch * world // other_world
+    for step in range(steps):
+        w, b = (world, batch) if step < resumed_at else (other_world, other_batch)
+        shares = [rank_share(order, step, b, rank, w) for rank in range(w)]
+        seen += np.concatenate(shares).tolist()
+    problems = []
+    if len(seen) != steps * batch * world or len(set(seen)) != len(seen):
+        problems.append(f"{len(seen)} images, {len(set(seen))} distinct, {steps} steps of {batch} x {world}")
+    if seen != order[: len(seen)].tolist():
+        problems.append("another order after resuming with another world size")
+    if sorted(order.tolist()) != list(range(images)):
+        problems.append("not a permutation")
+    if images > 20 and (order == permutation(seed, epoch + 1, images)).all():
+        problems.append("two epochs have the same order")
+    return problems
+
+
+def problems_of_loader(folder: Path) -> list[str]:
+    root = tiny.write_images(folder)
+    problems = []
+    form = DeviceFormat(CPU, torch.float32, torch.contiguous_format)
+    cfg = DataConfig(name="folder", root=str(root), image_size=8, workers=0)
+    for world in (1, 2, 3, 4):
+        counted, labels = 0, []
+        for rank in range(world):
+            data = build_data(cfg, AugmentConfig(), batch_size=4, seed=0, dist=Dist(rank, rank, world, CPU))
+            for batch in data.validation(form):
+                counted += len(batch.images)
+                labels += batch.targets.tolist()
+            data.close()
+        if counted != 15 or sorted(labels) != [0] * 5 + [1] * 5 + [2] * 5:
+            problems.append(f"evaluation with {world} ranks counted {counted} of 15 images")
+    return problems

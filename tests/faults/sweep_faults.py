@@ -1,0 +1,68 @@
+"""R25: jobs of a sweep that raise, are killed or run out of memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+from forkserver import HERE
+from outcome import Outcome
+from run_faults import Bench
+
+MODELS = ("tiny:model", "tiny:raising_model", "tiny:killed_model", "tiny:out_of_memory_model")
+
+
+def failing_jobs(bench: Bench, seed: int, rounds: int) -> Outcome:
+    """The other jobs run, the record marks those that failed, the exit code says so, `resume_sweep` runs only them."""
+    with Outcome("R25", "a job of a sweep raises, is killed, runs out of memory", seed) as outcome:
+        for number in range(rounds):
+            models = MODELS if rounds > 1 else MODELS[:2]
+            outcome.check(*problems_of_sweep(bench, bench.folder / f"r25-{number}", models))
+            outcome.counts["jobs"] += len(models)
+            outcome.counts["jobs that failed"] += len(models) - 1
+    return outcome
+
+
+def problems_of_sweep(bench: Bench, folder: Path, models: tuple[str, ...]) -> list[str]:
+    broken = bench.folder / "broken"
+    broken.write_text("")
+    words = [word for word in tiny.words(bench.images, folder, model=None, resume=None) if not word.startswith("hydra")]
+    sweep = ["-m", f"model={','.join(models)}", "compare_by=model", f"hydra.sweep.dir={folder}", *words]
+    code, output = run_program(sweep, broken)
+    problems = [] if code == 1 else [f"exit code {code}: {output[-500:]}"]
+    first = jobs_of(folder)
+    for job in first:
+        expected = "completed" if job["number"] == 0 else "failed"
+        if job["status"] != expected or (expected == "failed" and not job["why"]):
+            problems.append(f"{job['name']}: {job['status']}, {job['why']}")
+    if len(first) != len(models):
+        return [*problems, f"{len(first)} jobs in the record"]
+    stamp = (folder / first[0]["name"] / "summary.json").stat().st_mtime_ns
+    broken.unlink()
+    code, output = run_program(["-m", f"resume_sweep={folder}"], broken)
+    problems += [] if code == 0 else [f"resume_sweep: exit code {code}: {output[-500:]}"]
+    problems += [
+        f"{job['name']}: {job['status']} in the end" for job in jobs_of(folder) if job["status"] != "completed"
+    ]
+    if (folder / first[0]["name"] / "summary.json").stat().st_mtime_ns != stamp:
+        problems.append("the completed job ran again")
+    return problems
+
+
+def run_program(words: list[str], broken: Path) -> tuple[int, str]:
+    environment = os.environ | {
+        "PYTHONPATH": f"{HERE}:{tiny.REPOSITORY}",
+        "OMP_NUM_THREADS": "1",
+        "PLANT_BROKEN": str(broken),
+    }
+    command = [sys.executable, str(tiny.REPOSITORY / "train.py"), *words]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tiny.REPOSITORY)
+    return result.returncode, result.stdout + result.stderr
+
+
+def jobs_of(folder: Path) -> list[dict[str, Any]]:
+    jobs: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["jobs"]
+    return jobs

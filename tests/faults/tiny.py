@@ -1,0 +1,170 @@
+"""A run small enough to be killed a hundred times: model, images, and the command line of the real program."""
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from cl_train.checkpoint import CheckpointStore, load
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+CLASSES = ("ant", "bee", "cat")
+STEPS_PER_EPOCH, EPOCHS = 6, 2
+STEPS = STEPS_PER_EPOCH * EPOCHS
+# What a record says about time (and how many images were timed); everything else must come out the same.
+CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wait_pct", "warmup", "peak_memory_gib"}
+
+
+def model(num_classes: int) -> nn.Module:
+    """Convolutions, BatchNorm (buffers), dropout (random numbers): all that a checkpoint must carry."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(16, num_classes),
+    )
+
+
+def plain_model(num_classes: int) -> nn.Module:
+    """No BatchNorm and no dropout: what it learns does not depend on how a global batch is shared out."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=4, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, num_classes),
+    )
+
+
+class Failing(nn.Module):
+    """A model whose job fails as long as the file PLANT_BROKEN is there."""
+
+    def __init__(self, num_classes: int, how: str) -> None:
+        super().__init__()
+        self.body, self.how = model(num_classes), how
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if os.path.exists(os.environ.get("PLANT_BROKEN", "")):
+            if self.how == "raise":
+                raise RuntimeError("planted in the forward pass")
+            if self.how == "memory":
+                raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.body(images)
+
+
+def raising_model(num_classes: int) -> nn.Module:
+    return Failing(num_classes, "raise")
+
+
+def killed_model(num_classes: int) -> nn.Module:
+    return Failing(num_classes, "kill")
+
+
+def out_of_memory_model(num_classes: int) -> nn.Module:
+    return Failing(num_classes, "memory")
+
+
+def write_images(root: Path, per_class: int = 17, val_per_class: int = 5) -> Path:
+    """`root/train` and `root/val`, 51 and 15 images: neither divides by the batch of 8."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", per_class), ("val", val_per_class)):
+        for label, name in enumerate(CLASSES):
+            folder = root / split / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                pixels = random.integers(0, 255, (40, 48, 3), dtype=np.uint8)
+                pixels[:, :, label] //= 4
+                buffer = io.BytesIO()
+                Image.fromarray(pixels).save(buffer, "JPEG")
+                (folder / f"{number:03d}.JPEG").write_bytes(buffer.getvalue())
+    return root
+
+
+def words(images: Path, run: Path, **settings: Any) -> list[str]:
+    """The command line of a tiny run; `settings` with `__` for the dot of a key."""
+    values: dict[str, Any] = {
+        "model": "tiny:model",
+        "data": "folder",
+        "data.root": f"'{images}'",
+        "data.image_size": 32,
+        "data.workers": 0,
+        "batch_size": 8,
+        "epochs": EPOCHS,
+        "precision": "fp32",
+        "device": "cpu",
+        "ema_decay": 0.9,
+        "log_every": 2,
+        "warmup_steps": 2,
+        "optim.lr": 0.5,
+        "checkpoint.every_steps": 1,
+        "checkpoint.keep": 3,
+        "resume": "auto",
+        "hydra.run.dir": f"'{run}'",
+    }
+    values |= {key.replace("__", "."): value for key, value in settings.items()}
+    return [f"{key}={value}" for key, value in values.items() if value is not None]
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what a clock says, and without the notes of resumes."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if key not in CLOCK_FIELDS}
+        for line in lines
+        if line["kind"] != "resume"
+    ]
+
+
+def final_state(run: Path) -> dict[str, Any]:
+    """The newest checkpoint, without what names the machine or the minute."""
+    found = CheckpointStore(run / "checkpoints").newest()
+    assert found is not None, f"{run} has no checkpoint"
+    _, state, skipped = found
+    assert not skipped, skipped
+    return {key: state[key] for key in ("model", "optimizer", "scaler", "average", "progress")}
+
+
+def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
+    """Where two states differ by as much as a bit."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return [] if ours.dtype == theirs.dtype and torch.equal(ours, theirs) else [where]
+    if type(ours) is not type(theirs):
+        return [f"{where}: {type(ours).__name__} and {type(theirs).__name__}"]
+    if isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            return [f"{where}: keys {sorted(ours.keys() ^ theirs.keys())}"]
+        return [line for key in ours for line in differences(ours[key], theirs[key], f"{where}.{key}")]
+    if isinstance(ours, list):
+        if len(ours) != len(theirs):
+            return [f"{where}: {len(ours)} and {len(theirs)} items"]
+        return [
+            line
+            for i, pair in enumerate(zip(ours, theirs, strict=True))
+            for line in differences(*pair, f"{where}[{i}]")
+        ]
+    return [] if ours == theirs else [f"{where}: {ours!r} and {theirs!r}"]
+
+
+def unloadable(run: Path) -> list[str]:
+    """Checkpoints of the run folder that cannot be loaded, with the reason. Only whole files may have that name."""
+    problems = []
+    for path in sorted((run / "checkpoints").glob("*.pt")) if (run / "checkpoints").is_dir() else []:
+        try:
+            load(path)
+        except RuntimeError as error:
+            problems.append(str(error))
+    return problems

@@ -1,0 +1,59 @@
+"""Small networks for tests, named on the command line as model=tests.networks:small."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def small(num_classes: int) -> nn.Module:
+    """Two convolutions with BatchNorm: every channel count above 1, so that no stride is ambiguous.
+
+    The running statistics follow fast, so that the few steps of a test are enough for evaluation.
+    """
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8, momentum=0.5),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.BatchNorm2d(16, momentum=0.5),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
+    )
+
+
+def without_batchnorm(num_classes: int) -> nn.Module:
+    """No layer mixes the images of a batch, so a batch may be split over processes without a change."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
+    )
+
+
+class _Faulty(nn.Module):
+    """A network whose output is NaN at one forward pass in training."""
+
+    def __init__(self, num_classes: int, bad_call: int) -> None:
+        super().__init__()
+        self.network = small(num_classes)
+        self.bad_call = bad_call
+        self.calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network(images)
+        if self.training:
+            self.calls += 1
+            if self.calls == self.bad_call:
+                logits = logits * float("nan")
+        return logits
+
+
+def nan_at_third_step(num_classes: int) -> nn.Module:
+    return _Faulty(num_classes, bad_call=3)

@@ -1,0 +1,301 @@
+"""On a GPU: parity, the CUDA graph, no waiting for the device, exact resume, streams. Skips itself where there is none.
+
+python -m pytest -m gpu tests/test_gpu.py
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cl_train.assembly import Assembly, assemble
+from cl_train.batch_size import settle_batch_size
+from cl_train.config import Config, load
+from cl_train.data import AugmentConfig, Batch, DataConfig, DeviceFormat, build_data
+from cl_train.data.device import HostBatch, Normalise, on_cuda
+from cl_train.distributed import Dist
+from cl_train.memory_format import classify
+from cl_train.models import build_model
+from cl_train.optim import set_lr
+from cl_train.precision import apply_tf32, resolve_precision
+from cl_train.run_state import collect, restore
+from tests.conftest import Run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "fp16_o2"]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Equal kernels for equal work, so that paths can be compared to the last bit; TF32 as before afterwards."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    benchmark = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+
+
+def alone() -> Dist:
+    return Dist(0, 0, 1, torch.device("cuda", 0))
+
+
+def settings(**words: object) -> Config:
+    data = {"name": "synthetic", "image_size": 64} | dict(words.pop("data", {}))  # type: ignore[call-overload]
+    return load({"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data, **words})
+
+
+def put_together(cfg: Config, classes: int = 10) -> Assembly:
+    torch.manual_seed(0)
+    precision = resolve_precision(cfg.precision, alone().device)
+    apply_tf32(precision)
+    return assemble(cfg, precision, classes, alone(), lr=0.0625)
+
+
+def batch_of(assembly: Assembly, seed: int, images: int = 16, channels: int = 3, classes: int = 10) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(images, channels, 64, 64, generator=generator)
+    if channels == 4:
+        pixels[:, 3] = 0
+    device = assembly.parts.device
+    return Batch(
+        pixels.to(device, assembly.parts.precision.input_dtype, memory_format=assembly.memory_format),
+        torch.randint(classes, (images,), generator=generator).to(device),
+    )
+
+
+def train(assembly: Assembly, steps: int, first: int = 0, **form: int) -> list[float]:
+    losses = []
+    for number in range(first, first + steps):
+        set_lr(assembly.parts.optimizer, 2.0 ** -(4 + number % 3))
+        losses.append(assembly.step([batch_of(assembly, number, **form)]).loss)
+    return torch.stack(losses).tolist()
+
+
+def state_of(assembly: Assembly) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in assembly.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("layout", [True, False])
+def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
+    """Loss of the first step and all gradients' direction, against the same network in float64 on the CPU."""
+    expected_model = None
+    for words in ({}, {"cuda_graph": True}, {"data": {"pad_channels": True}}):
+        cfg = settings(precision=name, channels_last=layout, **words)
+        assembly = put_together(cfg)
+        batch = batch_of(assembly, 1, channels=4 if cfg.data.pad_channels else 3)
+        if expected_model is None:
+            reference = copy.deepcopy(assembly.model).cpu().double().train()
+            expected_model = nn.functional.cross_entropy(
+                reference(batch.images[:, :3].cpu().double()), batch.targets.cpu()
+            ).item()
+        tolerance = {"fp32": 1e-4, "tf32": 2e-3}.get(name, 2e-2)
+        assert assembly.step([batch]).loss.item() == pytest.approx(expected_model, rel=tolerance), words
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) -> None:
+    words = {"precision": name, "optim": {"name": optimizer, "clip_norm": 1.0}, "label_smoothing": 0.1}
+    eager, graphed = put_together(settings(**words)), put_together(settings(**words, cuda_graph=True))
+    for group in eager.parts.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0, device="cuda")
+    for step in range(12):
+        assert train(eager, 1, first=step) == train(graphed, 1, first=step), f"step {step}"
+    assert graphed.step.is_recorded  # type: ignore[attr-defined]
+    for key, value in state_of(eager).items():
+        assert torch.equal(state_of(graphed)[key], value), key
+
+
+def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
+    assembly = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
+    train(assembly, 6)
+    before = assembly.model.conv1.weight.detach().clone()  # type: ignore[union-attr]
+    states = list(assembly.parts.optimizer.state.values())
+    momentum = [state["momentum_buffer"].clone() for state in states]
+    batch = batch_of(assembly, 6)
+    batch.images[0, 0, 0, 0] = float("inf")
+    assert assembly.step([batch]).skipped.item() == 1
+    assert torch.equal(assembly.model.conv1.weight, before)  # type: ignore[arg-type]
+    assert all(torch.equal(state["momentum_buffer"], old) for state, old in zip(states, momentum, strict=True))
+    assert assembly.parts.scaler.get_scale() == 512
+    assert assembly.step([batch_of(assembly, 7)]).skipped.item() == 0
+    assert not torch.equal(assembly.model.conv1.weight, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}])
+def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> None:
+    """With every extra that a step can have; copies in, learning rate and average included."""
+    cfg = settings(**words, ema_decay=0.9, optim={"clip_norm": 1.0}, accumulate_steps=2)
+    assembly = put_together(cfg)
+    batches = [batch_of(assembly, seed) for seed in range(4)]
+    for _ in range(15):  # warm-up and recording may wait
+        assembly.step(batches[:2])
+        assembly.update_average()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = []
+        for step in range(100):
+            set_lr(assembly.parts.optimizer, 0.001 * step)
+            sums.append(assembly.step(batches[step % 2 : step % 2 + 2]))
+            assembly.update_average()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(torch.stack([item.loss for item in sums])).all()
+
+
+def test_evaluation_between_replays_changes_nothing() -> None:
+    from cl_train.step import evaluate
+
+    plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
+    expected = train(plain, 12)
+    found = []
+    for step in range(12):
+        found += train(disturbed, 1, first=step)
+        batches = [batch_of(disturbed, 100 + step, images=7)]
+        evaluate(disturbed.model, batches, disturbed.parts.precision, disturbed.parts.device)
+    assert found == expected
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_resume_is_exact(graph: bool) -> None:
+    words = {"cuda_graph": graph, "optim": {"momentum": 0.9}}
+    whole = put_together(settings(**words))
+    expected = train(whole, 12)
+    first = put_together(settings(**words))
+    losses = train(first, 6)
+    state = collect(
+        model=first.model, optimizer=first.parts.optimizer, scaler=first.parts.scaler, progress={}, facts={}
+    )
+    second = put_together(settings(**words))
+    restore(state, model=second.model, optimizer=second.parts.optimizer, scaler=second.parts.scaler)
+    losses += train(second, 6, first=6)
+    assert losses == expected
+    for key, value in state_of(whole).items():
+        assert torch.equal(state_of(second)[key], value), key
+
+
+def test_channels_last_through_the_whole_network() -> None:
+    model = build_model("resnet50", num_classes=10).cuda().to(memory_format=torch.channels_last)
+    lost = []
+
+    def look(name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
+        def hook(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+            if output.dim() == 4 and classify(output) == "contiguous":
+                lost.append(name)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            module.register_forward_hook(look(name))
+    images = torch.randn(4, 3, 96, 96, device="cuda").to(memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.float16):
+        model(images).sum().backward()
+    assert lost == []
+    assert [n for n, p in model.named_parameters() if p.dim() == 4 and p.grad.stride() != p.stride()] == []
+
+
+def test_normalisation_is_one_kernel_per_batch_with_the_right_numbers() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    raw = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8, device="cuda").permute(0, 3, 1, 2)
+    form = DeviceFormat(torch.device("cuda", 0), torch.float16, torch.channels_last)
+    for padded in (False, True):
+        found = Normalise(mean, std, form, pad_channels=padded)(raw)
+        scale = torch.tensor(std, device="cuda").view(3, 1, 1)
+        expected = (raw.float() / 255 - torch.tensor(mean, device="cuda").view(3, 1, 1)) / scale
+        torch.testing.assert_close(found[:, :3].float(), expected, rtol=2e-3, atol=2e-3)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert not padded or found[:, 3].abs().max() == 0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
+    """The loader's memory is overwritten as soon as it is released, and the device is kept busy meanwhile."""
+    assembly = put_together(settings(cuda_graph=graph, precision="bf16"))
+    generator = torch.Generator().manual_seed(0)
+    pixels = [torch.randint(0, 256, (16, 64, 64, 3), dtype=torch.uint8, generator=generator) for _ in range(24)]
+    free = deque(torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory() for _ in range(6))
+    targets = torch.zeros(16, dtype=torch.int64).pin_memory()
+
+    def poison(slot: torch.Tensor) -> None:
+        free.append(slot.fill_(255))
+
+    def host_batches() -> Iterator[HostBatch]:
+        for number, numbers in enumerate(pixels):
+            slot = free.popleft()
+            slot.copy_(numbers)
+            yield HostBatch(slot.permute(0, 3, 1, 2), targets, number, partial(poison, slot))
+
+    form = DeviceFormat(assembly.parts.device, torch.bfloat16, torch.channels_last)
+    normalise = Normalise([0.5] * 3, [0.25] * 3, form)
+    seen = []
+    for batch in on_cuda(host_batches(), normalise, None, assembly.parts.device, 2):
+        torch.cuda._sleep(2_000_000)
+        assembly.step([batch])
+        seen.append(batch.images.float().mean())
+    expected = [((numbers.float() / 255 - 0.5) / 0.25).to(torch.bfloat16).float().mean().item() for numbers in pixels]
+    assert torch.stack(seen).tolist() == pytest.approx(expected, abs=1e-2)
+
+
+def test_batch_size_auto_fits() -> None:
+    cfg = settings(batch_size="auto", data={"synthetic_images": 512})
+    found = settle_batch_size(cfg, resolve_precision("fp16", alone().device), alone())
+    assert 8 <= found.batch_size <= 512
+    put_together(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True])
+def test_compiled_agrees_with_eager_and_never_recompiles(graph: bool) -> None:
+    eager, compiled = put_together(settings()), put_together(settings(compile=True, cuda_graph=graph))
+    expected = train(eager, 8)
+    found = train(compiled, 2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found += train(compiled, 6, first=2)
+    assert found == pytest.approx(expected, rel=5e-2)
+
+
+def test_a_run_on_jpegs_with_a_graph(train_on_gpu: Callable[..., Run]) -> None:
+    plain, graphed = train_on_gpu(), train_on_gpu("cuda_graph=true", "ema_decay=0.5")
+    assert graphed.losses == pytest.approx(plain.losses, rel=2e-2)
+    assert graphed.summary["val"]["images"] == 21 and graphed.exit_code == 0
+
+
+@pytest.fixture
+def train_on_gpu(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Run]:
+    from cl_train.loop import train as loop_train
+
+    def run(*words: str) -> Run:
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        shared = ["device=cuda", "precision=fp16", "channels_last=true", "epochs=4", "optim.lr=0.1"]
+        return Run(folder, loop_train(tiny(*shared, *words), folder))
+
+    return run
+
+
+def test_data_of_the_sample_reaches_the_device(image_folder: Path) -> None:
+    cfg = DataConfig(name="folder", root=str(image_folder), image_size=32, workers=0)
+    data = build_data(cfg, AugmentConfig(), batch_size=16, seed=0, dist=alone())
+    try:
+        form = DeviceFormat(alone().device, torch.float16, torch.channels_last)
+        batches = list(data.train(0, form))
+        assert {tuple(batch.images.stride()) for batch in batches} == {(3072, 1, 96, 3)}
+        assert all(batch.images.is_cuda and batch.images.dtype == torch.float16 for batch in batches)
+    finally:
+        data.close()
