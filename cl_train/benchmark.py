@@ -37,7 +37,7 @@ from cl_train.precision import (
 )
 from cl_train.step import StepParts, logits_of, train_step
 
-MIN_ROUNDS = 5
+MIN_ROUNDS = 8  # fewer, and an interval that looks narrow by luck ends the measurement too soon
 LEARNING_RATE = 1e-4  # costs what any other does, and random labels leave the weights where they are
 
 

@@ -37,6 +37,7 @@ from cl_train.environment import describe_environment, device_name
 from cl_train.machine_load import BUSY_PCT, TOO_BUSY_PCT
 from cl_train.parity import check_parity
 from cl_train.precision import resolve_precision
+from cl_train.stem import pad_stem
 
 SCHEMA_VERSION = 1
 MODES = ("train", "infer")
@@ -153,7 +154,7 @@ def run_case(case: Case, settings: BenchmarkSettings, device: torch.device) -> d
     torch.manual_seed(0)
     model = models.build_model(case.model, num_classes=settings.num_classes, image_size=case.image_size)
     if case.pad_channels:
-        pad_stem(model)
+        pad_stem(model, case.model)
     workload = Workload(
         batch_size=case.batch_size,
         image_size=case.image_size,
@@ -180,17 +181,6 @@ def run_case(case: Case, settings: BenchmarkSettings, device: torch.device) -> d
     if settings.detail:
         result["milliseconds_by_kind"] = {layout.name: _detail(model, layout, workload) for layout in layouts}
     return result
-
-
-def pad_stem(model: nn.Module, channels: int = 4) -> None:
-    """Widen the first convolution over 3 channels to `channels`, with zeros: the output stays the same."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.in_channels == 3:
-            extra = module.weight.new_zeros(module.out_channels, channels - 3, *module.kernel_size)
-            module.weight = nn.Parameter(torch.cat([module.weight.detach(), extra], dim=1))
-            module.in_channels = channels
-            return
-    raise ConfigError(f"{type(model).__name__} has no convolution over 3 channels to pad")
 
 
 def _parity(model: nn.Module, workload: Workload, layouts: list[Layout]) -> dict[str, Any]:

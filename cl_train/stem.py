@@ -44,7 +44,7 @@ def pad_stem(model: nn.Module, name: str) -> str:
     if len(found) != 1 or type(found[0][1]) is not nn.Conv2d or found[0][1].groups != 1:
         kinds = ", ".join(f"{path} ({type(module).__name__})" for path, module in found) or "none"
         raise ConfigError(
-            f"data.pad_channels=true needs a model with one plain Conv2d on three channels; {name} has {kinds}"
+            f"pad_channels=true needs a model with one plain Conv2d on three channels; {name} has {kinds}"
         )
     path, stem = found[0]
     stem.__class__ = PaddedStem  # same parameters, buffers and hooks; a new module would lose all but the first

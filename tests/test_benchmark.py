@@ -24,7 +24,6 @@ from cl_train.benchmark_suite import (
     check_settings,
     count_verdicts,
     describe,
-    pad_stem,
     run_case,
     run_suite,
 )
@@ -222,16 +221,6 @@ def test_a_busy_machine_makes_the_verdict_not_comparable(monkeypatch: pytest.Mon
     assert [result["pairs"][0]["verdict"] for result in document["results"]] == ["not_comparable"] * 2
     assert count_verdicts(document) == "not comparable 2"
     assert "other processes took 60 % of the cores" in describe(document["results"][0])
-
-
-def test_a_padded_stem_gives_the_same_output() -> None:
-    model, padded = network().eval(), network().eval()
-    pad_stem(padded)
-    images = torch.randn(2, 3, 8, 8)
-    wide = torch.cat([images, torch.randn(2, 1, 8, 8)], dim=1)
-    torch.testing.assert_close(padded(wide), model(images))
-    with pytest.raises(ConfigError, match="no convolution over 3 channels"):
-        pad_stem(nn.Linear(2, 2))
 
 
 def test_a_parity_failure_makes_the_verdict_not_comparable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ MATRIX: dict[str, Row] = {
         lambda b, f, s: checkpoint_faults.killed_writers(b.server, f, 25, s),
         lambda b, f, s: checkpoint_faults.killed_writers(b.server, f, 1000, s),
     ),
-    "R2": Row(lambda b, f, s: run_faults.killed_runs(b, 5, s), lambda b, f, s: run_faults.killed_runs(b, 120, s)),
-    "R3": Row(lambda b, f, s: rank_faults.killed_ranks(b, 1, s), lambda b, f, s: rank_faults.killed_ranks(b, 20, s)),
+    "R2": Row(lambda b, f, s: run_faults.killed_runs(b, 5, s), lambda b, f, s: run_faults.killed_runs(b, 200, s)),
+    "R3": Row(lambda b, f, s: rank_faults.killed_ranks(b, 1, s), lambda b, f, s: rank_faults.killed_ranks(b, 40, s)),
     "R3-torchrun": Row(
         lambda b, f, s: rank_faults.restarts_only(b, s), lambda b, f, s: rank_faults.under_torchrun(b, s)
     ),
@@ -77,11 +77,11 @@ MATRIX: dict[str, Row] = {
         lambda b, f, s: watch_faults.collapsing_scale(b, s, False),
         lambda b, f, s: watch_faults.collapsing_scale(b, s, True),
     ),
-    "R14": Row(lambda b, f, s: watch_faults.bad_workers(b, s, 1), lambda b, f, s: watch_faults.bad_workers(b, s, 6)),
-    "R15": Row(lambda b, f, s: rank_faults.hung_ranks(b, 1, s), lambda b, f, s: rank_faults.hung_ranks(b, 4, s)),
+    "R14": Row(lambda b, f, s: watch_faults.bad_workers(b, s, 1), lambda b, f, s: watch_faults.bad_workers(b, s, 10)),
+    "R15": Row(lambda b, f, s: rank_faults.hung_ranks(b, 1, s), lambda b, f, s: rank_faults.hung_ranks(b, 5, s)),
     "R16": Row(
         lambda b, f, s: image_faults.fuzzed_images(f, 1000, s),
-        lambda b, f, s: image_faults.fuzzed_images(f, 20_000, s),
+        lambda b, f, s: image_faults.fuzzed_images(f, 100_000, s),
     ),
     "R17": Row(lambda b, f, s: image_faults.odd_files(f, s), lambda b, f, s: image_faults.odd_files(f, s)),
     "R18": Row(
@@ -98,8 +98,8 @@ MATRIX: dict[str, Row] = {
         lambda b, f, s: place_faults.odd_surroundings(b, s), lambda b, f, s: place_faults.odd_surroundings(b, s)
     ),
     "R22": Row(lambda b, f, s: place_faults.shared_folders(b, s), lambda b, f, s: place_faults.shared_folders(b, s)),
-    "R23": Row(lambda b, f, s: place_faults.long_run(b, s, 600), lambda b, f, s: place_faults.long_run(b, s, 10_000)),
-    "R25": Row(lambda b, f, s: sweep_faults.failing_jobs(b, s, 1), lambda b, f, s: sweep_faults.failing_jobs(b, s, 2)),
+    "R23": Row(lambda b, f, s: place_faults.long_run(b, s, 1_500), lambda b, f, s: place_faults.long_run(b, s, 10_000)),
+    "R25": Row(lambda b, f, s: sweep_faults.failing_jobs(b, s, 1), lambda b, f, s: sweep_faults.failing_jobs(b, s, 7)),
 }
 # A try of R20-typos may be lost: no one can guess every word. The bar is the share.
 ENOUGH = {"R20-typos": 0.95}

@@ -153,10 +153,10 @@ def long_run(bench: Bench, seed: int, steps: int) -> Outcome:
         samples: list[tuple[int, int]] = []
         while running.wait(0) is None:
             samples += sample_of(running.pid)
-            time.sleep(0.5)
+            time.sleep(0.05)
         rss, files = [sample[0] for sample in samples], [sample[1] for sample in samples]
-        warm = len(samples) // 5
-        growth = max(rss[warm:]) - min(rss[warm : warm + 5])
+        warm = len(samples) // 3  # start-up, the first epochs and the first checkpoints come before it
+        growth = max(rss[warm:]) - rss[warm]
         events = sum(path.stat().st_size for path in run.glob("events.*"))
         checkpoints = len(list((run / "checkpoints").glob("*.pt")))
         outcome.counts.update({"MiB of growth": growth, "open files": max(files), "event KiB": events // 1024})

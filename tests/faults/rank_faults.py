@@ -54,16 +54,17 @@ def killed_ranks(bench: Bench, count: int, seed: int) -> Outcome:
     """R3: one of two ranks is killed at a random instant. The other names it and ends; both resume exactly."""
     rng = random.Random(seed)
     reference = two_ranks(bench)
-    started = time.monotonic()
+    slow = ("plants:slow_steps", {"PLANT_MS": "60"})  # so that most of a run's life is training, not start-up
     with Outcome("R3", "one of two ranks killed at a random instant", seed) as outcome:
-        assert finish(start_ranks(bench, bench.folder / "r3-timed", 2, batch_size=4)) == [0, 0]
+        started = time.monotonic()
+        assert finish(start_ranks(bench, bench.folder / "r3-timed", 2, *slow, batch_size=4)) == [0, 0]
         seconds = time.monotonic() - started
         number = 0
         while outcome.tried < count and number < 10 * count + 10:
             number += 1
             run, victim = bench.folder / f"r3-{number}", rng.choice((0, 1))
-            ranks = start_ranks(bench, run, 2, batch_size=4)
-            time.sleep(rng.uniform(0.3, 0.9) * seconds)
+            ranks = start_ranks(bench, run, 2, *slow, batch_size=4)
+            time.sleep(rng.uniform(0.2, 1.0) * seconds)
             ranks[victim].send(signal.SIGKILL)
             code, killed_at = ranks[victim].wait(), time.monotonic()
             other = ranks[1 - victim].wait(RANK_TIMEOUT_S + ROLL_CALL_S + 5)
@@ -77,6 +78,7 @@ def killed_ranks(bench: Bench, count: int, seed: int) -> Outcome:
                 bench.forget(run)
                 continue
             problems = tiny.unloadable(run)
+            outcome.counts["killed before the first checkpoint"] += newest_step(run) == 0
             if other is None:
                 ranks[1 - victim].kill_group()
                 ranks[1 - victim].wait()
