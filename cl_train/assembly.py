@@ -60,8 +60,15 @@ def assemble(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr
     Raises:
         ConfigError: the model, its weights or its layout cannot be had.
     """
-    model = models.build_model(cfg.model, num_classes=num_classes, weights=cfg.weights, image_size=cfg.data.image_size)
-    models.check_input(model, cfg.model, cfg.batch_size, cfg.data.image_size)
+    model = models.build_model(
+        cfg.model,
+        num_classes=num_classes,
+        weights=cfg.weights,
+        image_size=cfg.data.image_size,
+        keep_classifier=cfg.evaluate_only and cfg.resume is None,
+    )
+    training = not cfg.evaluate_only
+    models.check_input(model, cfg.model, cfg.batch_size, cfg.data.image_size, training=training)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")

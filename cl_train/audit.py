@@ -65,7 +65,7 @@ def audit(
         with autocast(precision, image.device), nullcontext() if backward else torch.no_grad():
             output = _call(model, batch)
             scalar = loss(output) if loss is not None else _mean_square(output)
-        if backward:
+        if backward and scalar.requires_grad:  # not so where all parameters are frozen, or the output is a choice
             scalar.backward()
 
     watch = _Watch(model, image.dim())
@@ -343,7 +343,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def _mean_square(output: Any) -> torch.Tensor:
     """A loss whose gradient has the output's layout: a plain mean's is a broadcast, which comes out contiguous."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return torch.stack([leaf.float().square().sum() / leaf.numel() for leaf in leaves]).sum()
+    return torch.stack([leaf.float().square().sum() / leaf.numel() for leaf in leaves] or [torch.zeros(())]).sum()
 
 
 @contextmanager

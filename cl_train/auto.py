@@ -37,7 +37,7 @@ from cl_train.benchmark import (
 )
 from cl_train.config import ConfigError, OptimConfig
 from cl_train.distributed import Dist, broadcast_object
-from cl_train.environment import describe_environment, device_name
+from cl_train.environment import cache_folder, describe_environment, device_name
 from cl_train.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -115,11 +115,10 @@ def _cached_or_measured(model: nn.Module, model_name: str, workload: Workload, t
     started_at = time.perf_counter()
     try:
         choice = _measure(model, workload, time_limit_s)
-    except (ConfigError, RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError | MemoryError) and not is_out_of_memory(error):
-            raise
-        # Two copies of the model did not fit where one may.
-        return Choice(False, "full", "contiguous: no memory left to measure the layouts", 0.0)
+    except Exception as error:  # whatever a user's model raises when it is copied: the run itself needs no copies
+        is_memory = isinstance(error, ConfigError) or is_out_of_memory(error)
+        why = "no memory left" if is_memory else f"{type(error).__name__} ({str(error)[:200]}) stands in the way"
+        return Choice(False, "full", f"contiguous: {why} to measure the layouts", 0.0)
     finally:
         random.setstate(generators[0])
         np.random.set_state(generators[1])
@@ -189,11 +188,6 @@ def _reason(winner: Layout, done: LayoutBenchmark, batch_size: int) -> str:
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """${XDG_CACHE_HOME:-~/.cache}/cl_train"""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cl_train"
 
 
 def _cache_key(model: nn.Module, model_name: str, workload: Workload) -> dict[str, Any]:

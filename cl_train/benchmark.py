@@ -133,7 +133,7 @@ def benchmark_layouts(
     batch_size = workload.batch_size
     while True:
         try:
-            with _switches(workload):
+            with switches(workload):
                 done = _benchmark(
                     model, replace(workload, batch_size=batch_size), layouts, effort or Effort(), slowdown
                 )
@@ -161,7 +161,7 @@ def release_memory(device: torch.device) -> None:
 
 
 @contextmanager
-def _switches(workload: Workload) -> Iterator[None]:
+def switches(workload: Workload) -> Iterator[None]:
     """Autotuning and TF32 as in training, and nothing of it, nor of the random numbers, left behind."""
     cuda = [workload.device] if workload.device.type == "cuda" else []
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32

@@ -28,6 +28,7 @@ from cl_train.benchmark import (
     Trial,
     Workload,
     benchmark_layouts,
+    switches,
 )
 from cl_train.compare import SMALLEST_DIFFERENCE
 from cl_train.config import PRECISIONS, ConfigError, OptimConfig, setting, suggest, to_mapping
@@ -35,14 +36,13 @@ from cl_train.costs import flops_per_image, matmul_tflops, time_by_kind
 from cl_train.distributed import choose_device
 from cl_train.environment import describe_environment, device_name
 from cl_train.machine_load import BUSY_PCT, TOO_BUSY_PCT
-from cl_train.parity import check_parity
+from cl_train.parity import check_parity, fitting_image_size
 from cl_train.precision import resolve_precision
 from cl_train.stem import pad_stem
 
 SCHEMA_VERSION = 1
 MODES = ("train", "infer")
 INCEPTION_IMAGE_SIZE = 299  # what it was made for; all others take 224
-PARITY_IMAGE_SIZE = 96
 BLIND_WIDTH = 0.1  # of an interval / ratio: wider, and a gain could fall by several percent unseen
 LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 
@@ -127,8 +127,9 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     for case in [case for case in cases(settings, device) for _ in range(settings.repetitions)]:
         try:
             results.append(run_case(case, settings, device))
-        except (ConfigError, RuntimeError) as error:
-            results.append({**asdict(case), "error": str(error).splitlines()[0], "pairs": []})
+        except Exception as error:  # whatever a model raises: the results of the others stay
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            results.append({**asdict(case), "error": why, "pairs": []})
         print(describe(results[-1]), flush=True)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -173,24 +174,27 @@ def run_case(case: Case, settings: BenchmarkSettings, device: torch.device) -> d
     effort = Effort(settings.target_ci, settings.time_limit_s)
     done = benchmark_layouts(model, workload, layouts, effort, slowdown=settings.slowdown_pct / 100)
     workload = replace(workload, batch_size=done.batch_size)
-    result |= _speeds(done, model, workload)
+    with switches(workload):
+        result |= _speeds(done, model, workload)
     is_too_busy = device.type == "cpu" and (done.others_pct or 0.0) >= TOO_BUSY_PCT
     if is_too_busy or result.get("parity", {}).get("passed") is False:
         for pair in result["pairs"]:
             pair["verdict"] = "not_comparable"
     if settings.detail:
-        result["milliseconds_by_kind"] = {layout.name: _detail(model, layout, workload) for layout in layouts}
+        with switches(workload):
+            result["milliseconds_by_kind"] = {layout.name: _detail(model, layout, workload) for layout in layouts}
     return result
 
 
 def _parity(model: nn.Module, workload: Workload, layouts: list[Layout]) -> dict[str, Any]:
-    """On a few images, no larger than need be: the layouts agree or differ whatever the size."""
+    """On a few small images."""
+    image_size = fitting_image_size(model, workload.image_size, workload.input_channels)
     said: dict[str, Any] = {"passed": None, "why": "no layout is converted", "first_divergence": None}
     for layout in layouts:
         if layout.channels_last and said["passed"] is not False:
             report = check_parity(
                 model,
-                image_size=min(workload.image_size, PARITY_IMAGE_SIZE),
+                image_size=image_size,
                 precision=workload.precision,
                 device=workload.device,
                 input_channels=workload.input_channels,
@@ -315,6 +319,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         version = document["schema_version"]
+        _ = document["settings"], document["device_name"], [result["pairs"] for result in document["results"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--baseline {path}: not a file that this program wrote ({error})") from None
     if version != SCHEMA_VERSION:
@@ -337,7 +342,10 @@ def check_gate(baseline: dict[str, Any], current: dict[str, Any]) -> list[str]:
     common = [key for key in before if key in now]
     if not common:
         raise ConfigError("the baseline has none of these combinations; without settings its own are measured")
-    return [line for key in common if (line := _fallen(key, before[key], now[key]))]
+    is_same_suite = baseline["settings"] == current["settings"]
+    missing = [f"{key}: not measured, it failed or ran at another batch" for key in before if key not in now]
+    fallen = [line for key in common if (line := _fallen(key, before[key], now[key]))]
+    return fallen + (missing if is_same_suite else [])
 
 
 def blind_spots(current: dict[str, Any]) -> list[str]:
@@ -361,6 +369,8 @@ def _pairs_by_case(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _fallen(case: str, before: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The two intervals are independent: their half widths (of the logarithms) add up as squares."""
+    if now["verdict"] == "not_comparable":
+        return f"{case}: not comparable (the machine is busy, or the layouts compute different things)"
     change = math.log(now["ratio"] / before["ratio"])
     halves = [math.log(pair["ci95"][1] / pair["ratio"]) if pair["ci95"][1] else math.inf for pair in (before, now)]
     if change >= -math.hypot(*halves) or change > -SMALLEST_DIFFERENCE:

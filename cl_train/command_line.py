@@ -15,7 +15,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -101,7 +101,7 @@ def _key_problems(override: Override) -> list[str]:
 
 def _choice_problems(group: str, override: Override) -> list[str]:
     choices = group_choices(group)
-    chosen = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
+    chosen = _swept_values(override) if override.is_sweep_override() else [override.value()]
     problems = []
     for value in chosen:
         if isinstance(value, dict):
@@ -139,7 +139,23 @@ def _axis(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
     as_typed = {"True": "true", "False": "false", "None": "null"}
-    return [f"{override.get_key_element()}={as_typed.get(v, v)}" for v in override.sweep_string_iterator()]
+    return [f"{override.get_key_element()}={as_typed.get(v, v)}" for v in _swept_values(override)]
+
+
+def _swept_values(override: Override) -> list[str]:
+    """The values of `a,b`, `range(...)`, `choice(...)` or, of a group, `glob(...)`.
+
+    Raises:
+        ConfigError: an interval, which takes a program that picks values from it.
+    """
+    value = override.value()
+    if isinstance(value, Glob):
+        return value.filter(group_choices(override.get_key_element().lstrip("+~")))
+    try:
+        return list(override.sweep_string_iterator())
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{override.input_line}: list the values, or use range() ({reason})") from None
 
 
 def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:

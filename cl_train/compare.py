@@ -150,14 +150,18 @@ _BOOKKEEPING = (
 )
 _BOOKKEEPING_GROUPS = ("checkpoint.",)
 # Facts of the summary that a comparison holds equal, beside the settings.
-_FACTS = ("precision", "world_size", "device", "device_name")
+_FACTS = ("precision", "world_size", "device", "device_name", "compile", "image_size", "global_batch_size")
+# A fact that is told by a setting, which then names the difference alone.
+_TOLD_BY = {"image_size": "data.image_size", "global_batch_size": "batch_size"}
 # What differs by definition when runs are compared by a key.
 _FOLLOWS = {
     "channels_last": ("memory_format", "conversion", "select"),
     "conversion": ("memory_format", "select"),
     "compile": ("compile_mode",),
     "device": ("device_name", "precision", "environment.cuda", "environment.cudnn", "environment.driver"),
-    "nproc": ("world_size",),
+    "nproc": ("world_size", "global_batch_size"),
+    "batch_size": ("global_batch_size",),
+    "data.image_size": ("image_size",),
 }
 
 
@@ -182,7 +186,7 @@ class Pair:
 def compare_runs(
     runs: Sequence[Run], by: str = "channels_last", parity_failures: Mapping[str, str] | None = None
 ) -> list[Pair]:
-    """Pair runs that are equal but for `by`; repeats are paired in the order in which they ran.
+    """Pair runs that are equal but for `by`; repeats are paired by their number, else in the order in which they ran.
 
     What finds no equal partner is paired with the most similar run of its model that is not `by`-equal, so that the
     report can say what differs: such a pair is never comparable. `parity_failures` are messages by model.
@@ -197,9 +201,23 @@ def compare_runs(
         values = sorted(group, key=_baseline_first)
         if len(values) == 1:
             lonely.append(group[values[0]])
-        couples = [(group[values[0]], group[value]) for value in values[1:]]
-        pairs += [compare_pair(*couple, by, failures.get(couple[0][0].fact("model"))) for couple in couples]
+        for value in values[1:]:
+            first, second = _same_repeats(group[values[0]], group[value])
+            pairs.append(compare_pair(first, second, by, failures.get(first[0].fact("model"))))
     return pairs + [compare_pair(*couple, by) for couple in _couples(lonely, by)]
+
+
+def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:
+    """The repeats that both sides have: those ran beside each other, which is what cancels drift.
+
+    Where a repeat of one side failed, its partner is left out; without any common number all runs stay, as they ran.
+    """
+    common = {run.repeat for run in baseline} & {run.repeat for run in candidate} - {None}
+    if not common:
+        return baseline, candidate
+    by_number = [{run.repeat: run for run in runs if run.repeat in common} for runs in (baseline, candidate)]
+    numbers = sorted(number for number in common if number is not None)
+    return [by_number[0][number] for number in numbers], [by_number[1][number] for number in numbers]
 
 
 def _baseline_first(value: str) -> tuple[bool, str]:
@@ -272,14 +290,17 @@ def compare_pair(
 def differences(first: Run, second: Run, by: str) -> list[tuple[str, Any, Any]]:
     """What differs and changes the cost of a step: (name, value of first, value of second)."""
     one, other = _held_equal(first, by), _held_equal(second, by)
-    return [(key, one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)]
+    differing = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    if not (first.summary and second.summary):  # a run that was killed has none, and so tells no facts
+        differing = [key for key in differing if key in first.settings or key in second.settings]
+    return [(key, one.get(key), other.get(key)) for key in differing if _TOLD_BY.get(key) not in differing]
 
 
 def _held_equal(run: Run, by: str) -> dict[str, Any]:
     """Everything that must be equal for a speed to be compared."""
     values = {key: value for key, value in run.settings.items() if not _is_free(key)}
     values |= {name: run.summary[name] for name in _FACTS if name in run.summary}
-    values |= {f"environment.{name}": value for name, value in run.summary.get("environment", {}).items()}
+    values |= {f"environment.{name}": value for name, value in (run.summary.get("environment") or {}).items()}
     for key in (by, *_FOLLOWS.get(by, ())):
         values.pop(key, None)
     return values

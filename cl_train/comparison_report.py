@@ -93,7 +93,9 @@ def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
         flat.append({**row, "ci95": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
         flat[-1]["ci95_low"] = flat[-1].pop("ci95")
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(flat[0]) if flat else ["verdict"])
+        # Rows have the keys that are equal within their pair: not all the same ones.
+        names = dict.fromkeys(name for row in flat for name in row)
+        writer = csv.DictWriter(file, fieldnames=list(names) or ["verdict"])
         writer.writeheader()
         writer.writerows(flat)
 

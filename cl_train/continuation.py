@@ -10,7 +10,7 @@ import torch.distributed
 
 from cl_train.assembly import Assembly
 from cl_train.checkpoint import CheckpointStore, load_for_resume, snapshot
-from cl_train.config import Config, to_mapping
+from cl_train.config import Config, ConfigError, to_mapping
 from cl_train.data import Data
 from cl_train.distributed import Dist, gather_objects
 from cl_train.health import TrainingFault
@@ -49,6 +49,8 @@ def resume(
     """
     found = load_for_resume(cfg.resume, store) if cfg.resume else None
     if found is None:
+        if cfg.evaluate_only and cfg.weights is None:
+            raise ConfigError("evaluate_only=true resume=auto: this run folder has no checkpoint to evaluate")
         return Progress(), []
     path, state, skipped = found
     for line in skipped:

@@ -61,6 +61,8 @@ def evaluate_exactly(
         raise TrainingFault(
             f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f} of {data.val_images}"
         )
+    if images == 0:
+        raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
     return {
         "loss": loss / images,
         "top1": 100 * correct1 / images,

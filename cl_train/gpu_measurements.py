@@ -130,7 +130,10 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        rows[tuple(row.get(key) for key in ("group", "model", "precision", "batch_size", "way"))] = row
+        key = tuple(row.get(name) for name in ("group", "model", "precision", "batch_size", "way"))
+        if row.get("peak_memory_gib") is None and key in rows:  # memory is measured alone, speed in turns
+            row["peak_memory_gib"] = rows[key].get("peak_memory_gib")
+        rows[key] = row
     return list(rows.values())
 
 

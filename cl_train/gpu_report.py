@@ -80,9 +80,11 @@ def _run_apart(group: Group, limit_s: float, settings: ReportSettings) -> str:
         )
         try:
             code = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # Ctrl-C too: the group must not stay on the device
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             return f"cut short after {limit_s:.0f} s (see {log.name}); what was measured by then is kept"
     if code != 0:
         return f"failed with exit code {code} (see {log.name})"

@@ -21,19 +21,15 @@ def as_markdown(report: dict[str, Any]) -> str:
         "| model | precision | batch | way | images/s | ms/step | ratio [95 %] | to | % of roofline | GiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    peaks = {_key(row): row["peak_memory_gib"] for row in report["rows"] if row.get("peak_memory_gib") is not None}
-    lines += [_row(row, peaks.get(_key(row))) for row in report["rows"] if "images_per_s" in row]
+    lines += [_row(row) for row in report["rows"] if "images_per_s" in row]
     lines += ["", "| group | outcome |", "|---|---|"]
     lines += [f"| {name} | {outcome} |" for name, outcome in report["groups"].items()]
     lines += [f"| {row['group']} | {row['outcome']} |" for row in report["rows"] if "outcome" in row]
     return "\n".join(lines)
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("model", "precision", "batch_size", "way"))
-
-
-def _row(row: dict[str, Any], peak_gib: float | None) -> str:
+def _row(row: dict[str, Any]) -> str:
+    peak_gib = row.get("peak_memory_gib")
     ratio = "" if row.get("ratio") is None else f"{row['ratio']:.3f}"
     if row.get("ci95"):
         ratio += f" [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"

@@ -88,13 +88,13 @@ class NonFinitePolicy:
         return "go on"
 
 
-def check_loss_scale(scale: float, min_scale: float, step: int) -> None:
+def check_loss_scale(scale: float | None, min_scale: float, step: int) -> None:
     """GradScaler has no floor (pytorch/pytorch#99640): below it a run goes on without learning.
 
     Raises:
         TrainingFault: the scale is below `min_scale`.
     """
-    if scale < min_scale:
+    if scale is not None and scale < min_scale:
         raise TrainingFault(
             f"the loss scale fell to {scale:g} at step {step} (amp.min_scale={min_scale:g}): gradients overflow "
             "fp16 at every scale. Lower optim.lr, add optim.clip_norm or schedule.warmup_epochs, or use precision=bf16"

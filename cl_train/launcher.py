@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -49,6 +50,7 @@ class Job:
     name: str  # of its folder
     overrides: list[str]
     nproc: int = 1
+    repeat: int = 1
     status: str = "pending"  # running, completed, failed, interrupted
     exit_code: int | None = None
     why: str | None = None
@@ -129,6 +131,9 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
     swept = {axis[0].partition("=")[0] for axis in varying} & {"repeats", "resume_sweep", "compare_by"}
     if swept:
         raise ConfigError([f"{key} belongs to the whole sweep and takes one value" for key in sorted(swept)])
+    twice = [axis[0].partition("=")[0] for axis in varying if len(set(axis)) < len(axis)]
+    if twice:
+        raise ConfigError([f"{key}: a value is listed twice; repeats=2 runs every job twice" for key in twice])
     settings = settings_from_arguments(Config, list(own.values()))
     folders = [word for word in fixed if word.startswith("hydra.sweep.dir=")]
     if any(word.startswith("hydra.run.dir=") for word in fixed):
@@ -148,6 +153,7 @@ def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings:
     compared = [axis for axis in varying if axis[0].partition("=")[0] == settings.compare_by]
     others = [axis for axis in varying if axis not in compared]
     jobs: list[Job] = []
+    taken: Counter[str] = Counter()
     for group in itertools.product(*others):
         sides = list(itertools.product(*compared))
         for repeat in range(1, settings.repeats + 1):
@@ -157,7 +163,9 @@ def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings:
                 nproc = [int(word.partition("=")[2]) for word in words if word.startswith("nproc=")]
                 words = [word for word in words if not word.startswith("nproc=")]
                 name = safe_name(",".join(names) or "run")
-                jobs.append(Job(len(jobs), name, [*fixed, *words], nproc[0] if nproc else settings.nproc))
+                taken[name] += 1
+                name += f"-{taken[name]}" if taken[name] > 1 else ""  # a/b and a_b are the same folder
+                jobs.append(Job(len(jobs), name, [*fixed, *words], nproc[0] if nproc else settings.nproc, repeat))
     return jobs
 
 
@@ -253,7 +261,8 @@ def _run_job(job: Job, folder: Path, program: Sequence[str]) -> int:
     command = [sys.executable]
     if job.nproc > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
-    command += [*program, *job.overrides, f"hydra.run.dir={_quoted(folder.absolute())}"]
+    overrides = _continued(job.overrides, folder) if has_checkpoint else job.overrides
+    command += [*program, *overrides, f"hydra.run.dir={_quoted(folder.absolute())}"]
     if has_checkpoint and not any(word.startswith("resume=") for word in job.overrides):
         command.append("resume=auto")
     with open(folder / LOG_NAME, "ab") as output:
@@ -265,6 +274,14 @@ def _run_job(job: Job, folder: Path, program: Sequence[str]) -> int:
         except Stopped as stop:
             _end(process, stop.signum)
             raise
+
+
+def _continued(overrides: Sequence[str], folder: Path) -> list[str]:
+    """`batch_size=auto` is measured once: a run that goes on keeps what was found, as its config.yaml has it."""
+    if "batch_size=auto" not in overrides:
+        return list(overrides)
+    found = re.search(r"^batch_size: (\d+)$", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    return [f"batch_size={found[1]}" if word == "batch_size=auto" and found else word for word in overrides]
 
 
 def _quoted(path: Path) -> str:
@@ -337,12 +354,21 @@ def _duration(seconds: float) -> str:
 # --- reporting --------------------------------------------------------------------------------------------------------
 
 
-def report(folder: Path, by: str | None = None, *, whole: bool = False) -> Comparison:
+def report(
+    folder: Path,
+    by: str | None = None,
+    *,
+    whole: bool = False,
+    output: Path | None = None,
+    parity_failures: Mapping[str, str] | None = None,
+) -> Comparison:
     """Compare the runs of a sweep, write the report into its folder, and say the verdict on the console's last line.
 
     Args:
         by: the key to compare by, other than the sweep's own.
         whole: print the page above that line.
+        output: another folder for the report.
+        parity_failures: messages by model, as of `compare_runs`.
     """
     sweep = read_sweep(folder)
     runs, remarks = [], []
@@ -354,18 +380,23 @@ def report(folder: Path, by: str | None = None, *, whole: bool = False) -> Compa
     for job in sweep.jobs:
         if job.status == "completed":
             try:
-                runs.append(replace(read_run(folder / job.name), others_pct=job.others_pct))
+                run = read_run(folder / job.name)
+                settings = run.settings | {"nproc": job.nproc}  # which no job is told: torchrun is
+                runs.append(replace(run, settings=settings, others_pct=job.others_pct, repeat=job.repeat))
             except ConfigError as error:
                 remarks += error.problems
     by = by or sweep.compare_by
-    comparison = Comparison(compare_runs(runs, by), failed, remarks)
-    verdict = write_report(comparison, folder)
-    write_dashboard_report(folder)
+    comparison = Comparison(compare_runs(runs, by, parity_failures), failed, remarks)
+    target = output or folder
+    target.mkdir(parents=True, exist_ok=True)
+    verdict = write_report(comparison, target)
+    if target == folder:
+        write_dashboard_report(folder)
     if whole:
         print(as_markdown(comparison))
     for missing in failed:
         print(f"not finished: job {missing.job} ({missing.overrides}): {missing.why}")
-    print(f"{verdict} Report: {folder / 'comparison.md'}", flush=True)
+    print(f"{verdict} Report: {target / 'comparison.md'}", flush=True)
     return comparison
 
 

@@ -83,6 +83,8 @@ def benchmark(settings: LoaderBenchmarkSettings) -> dict[str, Any]:
     root = Path(settings.root).expanduser() if settings.root else ensure_sample(DATA_DIR / "sample")
     split = read_folder(root).train
     cores = len(os.sched_getaffinity(0))
+    if any(count < 1 for count in settings.workers):
+        raise ConfigError("workers: at least 1 each")
     counts = settings.workers or [2**power for power in range(5) if 2**power <= cores]
     pipelines, missing = _pipelines(settings, root, counts)
     torch.set_num_threads(1)  # the pipelines' workers are what is measured
@@ -136,7 +138,7 @@ def _pipelines(
         try:
             pipelines.append(Pipeline(name, most, *build(load)))
         except Exception as error:  # somebody else's installation; the other pipelines are still worth measuring
-            missing[name] = f"does not start: {str(error).splitlines()[0]}"
+            missing[name] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
     return pipelines, missing
 
 

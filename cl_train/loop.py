@@ -153,6 +153,8 @@ def train(cfg: Config, folder: Path) -> int:
 
         # --- loop ------------------------------------------------------------------------------------------------
         while not (stop or cfg.evaluate_only or is_done(progress, plan)):
+            if not cfg.data.persistent_workers:
+                store.wait()  # new workers are forked: no thread should be writing then
             batches = data.train(progress.epoch, form, first_batch=progress.step_in_epoch * cfg.accumulate_steps)
             bar = ProgressBar(plan.steps_per_epoch, progress.step_in_epoch, progress.epoch, shown=dist.is_main)
             averages, times_before = EpochAverages(), dataclasses.replace(data.times)
@@ -179,7 +181,7 @@ def train(cfg: Config, folder: Path) -> int:
                     averages.add(latest)
                     tracker.write("train", progress.step, latest)
                     bar.write_line(console_line(latest, averages, progress.step_in_epoch, plan.steps_per_epoch))
-                    check_loss_scale(latest["loss_scale"] or math.inf, cfg.amp.min_scale, progress.step)
+                    check_loss_scale(latest["loss_scale"], cfg.amp.min_scale, progress.step)
                     verdict = policy.decide(troubles)
                     if troubles:
                         restore_statistics(statistics, assembly.model, average)
@@ -197,6 +199,7 @@ def train(cfg: Config, folder: Path) -> int:
                 if stop:
                     break
             bar.close()
+            batches.close()  # else batches on their way would be accounted to the evaluation
             if verdict == "roll back":
                 sums = roll_back(store, assembly, progress, tracker, dist)
             elif not stop:
@@ -206,8 +209,9 @@ def train(cfg: Config, folder: Path) -> int:
                 is_best = False
                 if is_evaluation_due(cfg, progress, plan):
                     is_best = evaluate_and_record(facts, data, form, assembly, progress, tracker, dist)
-                if save_now or is_save_due(cfg, progress, plan):
-                    save(store, assembly, progress, identity, sums, dist, best=is_best and cfg.checkpoint.save_best)
+                is_best = is_best and cfg.checkpoint.save_best
+                if save_now or is_best or is_save_due(cfg, progress, plan):
+                    save(store, assembly, progress, identity, sums, dist, best=is_best)
                     last_saved_at = time.monotonic()
 
         # --- finish ----------------------------------------------------------------------------------------------
@@ -218,6 +222,8 @@ def train(cfg: Config, folder: Path) -> int:
         facts |= summary.results(progress, meter, assembly, latest, cfg) | {
             "status": "interrupted" if stop else "completed"
         }
+        if not (latest or cfg.evaluate_only):  # the run had been finished before: what it found stays
+            facts |= summary.results_of_records(folder / "metrics.jsonl", cfg)
         tracker.write_summary(facts, summary.hparams_of(cfg, facts))
         if dist.is_main:
             log.info("%s", summary.closing_line(facts, folder))
@@ -240,7 +246,8 @@ def prepare_torch(cfg: Config, precision: Precision, dist: Dist) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
     if dist.world_size > 1 and dist.device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // dist.world_size))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
+        torch.set_num_threads(max(1, cores // ranks_here))
 
 
 def warn_of_space(folder: Path, assembly: Assembly, keep: int) -> None:

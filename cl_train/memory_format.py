@@ -255,7 +255,7 @@ def _unwrap(model: Any, report: ConversionReport) -> Any:
         report.notes.append("DataParallel loses the layout when it replicates (pytorch/pytorch#37484): use torchrun")
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         report.notes.append("compiled: strides are guards, so a call after this conversion compiles again")
-        return model._orig_mod
+        return _unwrap(model._orig_mod, report)
     return model
 
 
@@ -334,7 +334,14 @@ def _convolved_nodes(graph: torch.fx.Graph) -> Iterator[str]:
 
 
 def _groups_sharing_memory(named: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Tensors by memory: those whose bytes overlap come in one group, all others alone."""
+    """Tensors by memory: those whose bytes overlap come in one group, all others alone.
+
+    Raises:
+        ConfigError: a lazy module's parameter, which has no memory yet.
+    """
+    lazy = [name for name, tensor in named.items() if torch.nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(f"{lazy[0]} is lazy and has no shape yet: run one batch through the model first")
     strided = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
     by_address = sorted(strided.items(), key=lambda item: (str(item[1].device), item[1].data_ptr()))
     groups: list[dict[str, torch.Tensor]] = []

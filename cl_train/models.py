@@ -45,11 +45,20 @@ def check_model(name: str, weights: str | None = None) -> None:
         )
     if weights is not None and _is_file(weights) and not Path(weights).is_file():
         raise ConfigError(f"weights={weights}: no such file")
+    if weights is not None and not _is_file(weights) and ":" in name:
+        raise ConfigError(f"weights={weights}: a model of your own has no named weights; give a file")
     if weights is not None and not _is_file(weights) and ":" not in name and not name.startswith("timm/"):
         _torchvision_weights(name, weights)
 
 
-def build_model(name: str, *, num_classes: int, weights: str | None = None, image_size: int | None = None) -> nn.Module:
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    weights: str | None = None,
+    image_size: int | None = None,
+    keep_classifier: bool = False,
+) -> nn.Module:
     """Build a model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
 
     Args:
@@ -57,6 +66,7 @@ def build_model(name: str, *, num_classes: int, weights: str | None = None, imag
         weights: a weights name of the zoo (downloads them), or a file with a state dict; the classifier is replaced
             when its number of classes differs.
         image_size: side of the input in pixels; vision transformers are built for it.
+        keep_classifier: refuse weights of another number of classes: a new classifier has nothing to evaluate.
 
     Raises:
         ConfigError: unknown names, with suggestions; weights that do not fit.
@@ -71,15 +81,30 @@ def build_model(name: str, *, num_classes: int, weights: str | None = None, imag
             name.removeprefix("timm/"), pretrained=pretrained, num_classes=num_classes
         )
     else:
-        model = _build_torchvision_model(name, num_classes, None if from_file else weights, image_size)
+        try:
+            model = _build_torchvision_model(name, num_classes, None if from_file else weights, image_size)
+        except (AssertionError, ValueError) as error:  # a size that is no multiple of a transformer's patches
+            raise ConfigError(f"model={name} cannot be built for images of {image_size} px ({error})") from error
+    is_new = False
     if from_file:
         assert weights is not None
-        load_weights_file(model, Path(weights))
+        is_new = load_weights_file(model, Path(weights))
+    elif weights is not None:
+        is_new = num_classes != _zoo_classes(name, weights)
+    if is_new and keep_classifier:
+        raise ConfigError(f"weights={weights} have another number of classes than the data ({num_classes})")
     return model
 
 
-def check_input(model: nn.Module, name: str, batch_size: int, image_size: int) -> None:
-    """Refuse an image size (or a batch of one) that a zoo model cannot train with, in milliseconds and without memory.
+def _zoo_classes(name: str, weights: str) -> int:
+    """Classes of a zoo's pretrained weights."""
+    if name.startswith("timm/"):
+        return int(_import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes)
+    return len(_torchvision_weights(name, weights).meta["categories"])
+
+
+def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *, training: bool = True) -> None:
+    """Refuse an image size (or a batch of one) that a zoo model cannot take, in milliseconds and without memory.
 
     Shapes alone are computed, on the meta device; a user's own model may hold what that device lacks and is not tried.
 
@@ -88,13 +113,14 @@ def check_input(model: nn.Module, name: str, batch_size: int, image_size: int) -
     """
     if ":" in name:
         return
-    shapes_only = copy.deepcopy(model).to("meta").train()
+    shapes_only = copy.deepcopy(model).to("meta").train(training)
     try:
         shapes_only(torch.empty(batch_size, 3, image_size, image_size, device="meta"))
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        purpose = "train on" if training else "evaluate"
         raise ConfigError(
-            f"model={name} cannot train on batches of {batch_size} images of {image_size} px ({reason}); "
+            f"model={name} cannot {purpose} batches of {batch_size} images of {image_size} px ({reason}); "
             "change data.image_size or batch_size"
         ) from error
 
@@ -176,10 +202,10 @@ def _is_file(weights: str) -> bool:
     return Path(weights).suffix in (".pt", ".pth", ".bin", ".safetensors") or Path(weights).is_file()
 
 
-def load_weights_file(model: nn.Module, path: Path) -> None:
+def load_weights_file(model: nn.Module, path: Path) -> bool:
     """Load a file of weights of any kind that `saved_models` reads into `model`, whose layout stays.
 
-    A classifier of another number of classes is left as it was initialised.
+    A classifier of another number of classes is left as it was initialised; True then.
 
     Raises:
         ConfigError: not a file of weights, or shapes that do not fit.
@@ -204,6 +230,7 @@ def load_weights_file(model: nn.Module, path: Path) -> None:
         )
     if new_head:
         log.info("weights=%s: the classifier has other classes and starts anew (%s)", path, ", ".join(sorted(new_head)))
+    return bool(new_head)
 
 
 def _classifier_parameters(model: nn.Module) -> set[str]:
@@ -224,8 +251,9 @@ def _user_function(name: str) -> Callable[..., nn.Module]:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the user's package lies where they stand
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"model={name}: cannot import '{module_name}' from here ({error})") from error
+    except Exception as error:  # whatever the user's own code does when it is imported
+        what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model={name}: cannot import '{module_name}' from here ({what})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         near = suggest(function_name, [known for known in vars(module) if not known.startswith("_")])
@@ -234,7 +262,10 @@ def _user_function(name: str) -> Callable[..., nn.Module]:
 
 
 def _build_user_model(name: str, num_classes: int) -> nn.Module:
-    model = _user_function(name)(num_classes=num_classes)
+    try:
+        model = _user_function(name)(num_classes=num_classes)
+    except TypeError as error:
+        raise ConfigError(f"model={name} must be a function that takes num_classes ({error})") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model

@@ -34,6 +34,7 @@ TOLERANCE = 4.0
 # Relative rounding that any fp32 kernel is granted: long sums (a batch's mean, the gradient of a bias) are added up
 # pairwise in one layout and one after the other in the other.
 ROUNDING_OF_SUMS = 64 * torch.finfo(torch.float32).eps
+PARITY_IMAGE_SIZE = 96  # no larger than need be: layouts agree or differ whatever the size
 LEARNING_RATE = 0.01
 LOSS_SCALE = 128.0  # small enough that fp16 never overflows, for then a step would be skipped and sides diverge
 _RANDOM_LAYERS = ("Dropout", "DropPath", "StochasticDepth")
@@ -79,6 +80,22 @@ class ParityReport:
             f"{first.what} is {first.channels_last_error:.1e} from float64 (contiguous {first.contiguous_error:.1e}); "
             f"{len(self.failed)} checks failed"
         )
+
+
+def fitting_image_size(model: nn.Module, image_size: int, channels: int = 3) -> int:
+    """The smaller of `PARITY_IMAGE_SIZE` and `image_size` where the model takes it, else `image_size`.
+
+    Tried on shapes alone: transformers take one size only, and Inception's auxiliary head has a smallest one.
+    """
+    small = min(image_size, PARITY_IMAGE_SIZE)
+    shapes_only = copy.deepcopy(model).to("meta").train()
+    dtype = next(shapes_only.parameters()).dtype
+    try:
+        with torch.no_grad():
+            shapes_only(torch.empty(2, channels, small, small, device="meta", dtype=dtype))
+    except Exception:  # whatever a model raises where the size is not its own
+        return image_size
+    return small
 
 
 def check_parity(

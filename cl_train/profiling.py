@@ -34,11 +34,14 @@ def profile(cfg: Config, folder: Path, dist: Dist) -> Iterator[torch.profiler.pr
         yield NoProfile()
         return
 
+    written: list[bool] = []
+
     def write(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(folder / "trace.json.gz"))
         key = "self_device_time_total" if dist.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=key, row_limit=40)
         (folder / "operators.txt").write_text(table, encoding="utf-8")
+        written.append(True)
         log.info("profile of %d steps: %s (open it at ui.perfetto.dev)", TRACED_STEPS, folder / "trace.json.gz")
 
     with torch.profiler.profile(
@@ -47,3 +50,6 @@ def profile(cfg: Config, folder: Path, dist: Dist) -> Iterator[torch.profiler.pr
         record_shapes=True,
     ) as profiler:
         yield profiler
+    if not written:
+        steps = SKIPPED_STEPS + WARMUP_STEPS + TRACED_STEPS
+        log.warning("profile=true: no profile was taken, as that needs a run of at least %d steps", steps)

@@ -26,6 +26,7 @@ class Run:
     losses: dict[int, float]  # training loss by step
     started_at: float  # unix time of the first window
     others_pct: float | None = None  # share of the cores that other processes took, where the launcher saw to it
+    repeat: int | None = None  # which repeat of its settings it is, where a sweep made it
 
     def fact(self, name: str) -> Any:
         """What the summary found (`precision=auto` became bf16), else what was asked for."""
@@ -33,30 +34,57 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read `config.yaml`, `metrics.jsonl` and, where the run got so far, `summary.json`.
+    """Read `metrics.jsonl`, and `config.yaml` and `summary.json` where they are.
+
+    Fields that a record lacks count as unknown, settings that `config.yaml` lacks are taken from the summary.
 
     Raises:
-        ConfigError: not a run folder, or a run that never closed a window.
+        ConfigError: not a run folder, a file in it that cannot be read, or a run that never closed a window.
     """
     try:
-        settings = _flat(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{folder} is not a run folder: no {Path(error.filename).name}") from None
-    records = [record for record in map(_parsed, lines) if record.get("kind") == "train"]
+        summary = _parsed(_text_of(folder / "summary.json"))
+        settings = yaml.safe_load(_text_of(folder / "config.yaml")) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is not a run folder: no metrics.jsonl") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{folder} is not a run folder that can be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{folder}/config.yaml holds no settings")
+    records = [record for record in map(_parsed, lines) if _is_window(record)]
     if not records:
         raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
-    measured = [record for record in records if not record["warmup"]]
-    summary_path = folder / "summary.json"
+    measured = [record for record in records if not record.get("warmup")]
+    waits = [record["data_wait_pct"] for record in measured if _is_finite(record.get("data_wait_pct"))]
     return Run(
         folder=folder,
-        settings=settings,
-        summary=_parsed(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {},
+        settings=_settings_of_summary(summary) | _flat(settings),
+        summary=summary,
         images_per_s=[record["images_per_s"] for record in measured],
-        data_wait_pct=statistics.median(record["data_wait_pct"] for record in measured) if measured else math.nan,
-        losses={record["step"]: record["loss"] for record in records if record["loss"] is not None},
-        started_at=records[0]["time"],
+        data_wait_pct=statistics.median(waits) if waits else summary.get("data_wait_pct") or 0.0,
+        losses={record["step"]: record["loss"] for record in records if _is_finite(record.get("loss"))},
+        started_at=records[0].get("time", 0.0),
     )
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _is_window(record: dict[str, Any]) -> bool:
+    return record.get("kind", "train") == "train" and "step" in record and _is_finite(record.get("images_per_s"))
+
+
+def _is_finite(value: Any) -> bool:
+    """A diverged run logs NaN, which no report could hold."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _settings_of_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a summary tells, by their names in config.yaml."""
+    names = {"model": "model", "precision": "precision", "compile": "compile", "image_size": "data.image_size"}
+    names |= {"channels_last_requested": "channels_last", "seed": "seed", "epochs": "epochs"}
+    return {setting: summary[name] for name, setting in names.items() if name in summary}
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -169,6 +169,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], precision: Precision, d
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
+        if len(batch.images) == 0:  # all of them bad: a mean over nothing is NaN
+            continue
         with autocast(precision, device):
             logits = logits_of(model(batch.images))
             loss = loss_of(logits, batch.targets)

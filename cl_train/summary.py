@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import resource
 import shlex
 import sys
@@ -78,6 +79,25 @@ def results(
         "amp": {"scale": scaler.get_scale() if scaler.is_enabled() else None, "skipped_steps": progress.skipped_steps},
         **throughput_facts(meter.measured(), cfg.data.name == "synthetic"),
     }
+
+
+def results_of_records(metrics: Path, cfg: Config) -> dict[str, Any]:
+    """What a finished run found, read back from its records: the same command again has nothing left to train."""
+    records = (
+        [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.is_file() else []
+    )
+    last = {record["kind"]: record for record in records}
+    trained = [record for record in records if record["kind"] == "train"]
+    names = [field.name for field in dataclasses.fields(Window)]
+    windows = [Window(**{name: record.get(name, 0) for name in names}) for record in trained if not record["warmup"]]
+    found: dict[str, Any] = throughput_facts(windows, cfg.data.name == "synthetic")
+    for kind in ("val", "val_average"):
+        if kind in last:
+            found[kind] = {name: last[kind][name] for name in ("loss", "top1", "top5", "images")}
+    if trained:
+        found["train"] = {"loss": trained[-1]["loss"]}
+        found["peak_memory_gib"] = round(max(record["peak_memory_gib"] for record in trained), 4)
+    return found
 
 
 def hparams_of(cfg: Config, facts: dict[str, Any]) -> dict[str, str | int | float | bool]:

@@ -1,32 +1,61 @@
-"""One step on blank images before the first epoch, so that a batch that does not fit fails in seconds."""
+"""One step on blank images before the first epoch: what cannot train fails in seconds, with one message."""
 
 from __future__ import annotations
+
+import copy
+import dataclasses
+import traceback
 
 import torch
 
 from cl_train.assembly import Assembly
-from cl_train.config import Config
-from cl_train.health import dry_run
+from cl_train.config import Config, ConfigError
+from cl_train.health import TrainingFault, dry_run
 from cl_train.precision import autocast
 from cl_train.run_state import random_state, restore_random_state
-from cl_train.step import loss_of
+from cl_train.step import logits_of, loss_of
 
 
 def try_one_step(cfg: Config, assembly: Assembly, num_classes: int) -> None:
-    """On a GPU, run forward and backward once on blank images, so that a batch that does not fit fails in seconds.
+    """Run forward and backward once on blank images; weights, statistics and random numbers are as before.
 
-    Weights, statistics and random numbers are as before. A CPU has no memory of its own to run out of.
+    On a GPU with the whole batch, so that one that does not fit fails in seconds. On a CPU, which has no memory of its
+    own to run out of, two images do, and only for a user's own model: the zoo's are tried on shapes alone.
 
     Raises:
         TrainingFault: with a batch size that was tried and fits.
+        ConfigError: the model cannot take the images, or has fewer outputs than there are classes.
     """
     device = assembly.parts.device
-    if device.type == "cuda" and not cfg.evaluate_only:
-        channels = 4 if cfg.data.pad_channels else 3
-        dry_run(
-            lambda size: blank_step(assembly, size, cfg.data.image_size, num_classes, channels), cfg.batch_size, device
-        )
-        torch.cuda.reset_peak_memory_stats(device)
+    is_own = ":" in cfg.model
+    if cfg.evaluate_only or not (device.type == "cuda" or is_own):
+        return
+    channels = 4 if cfg.data.pad_channels else 3
+
+    def step(batch_size: int) -> None:
+        blank_step(assembly, batch_size, cfg.data.image_size, num_classes, channels)
+
+    try:
+        if device.type == "cuda":
+            dry_run(step, cfg.batch_size, device)
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            # On a copy: a model of one's own may keep count of its calls.
+            twin = dataclasses.replace(assembly, model=copy.deepcopy(assembly.model))
+            blank_step(twin, min(cfg.batch_size, 2), cfg.data.image_size, num_classes, channels)
+    except (TrainingFault, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the user's own code raises
+        raise ConfigError(
+            f"model={cfg.model} cannot train on {cfg.data.image_size} px images: {type(error).__name__}: {error} "
+            f"({_place(error)})"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """The last line of Python that is not torch's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
 def blank_step(assembly: Assembly, batch_size: int, image_size: int, num_classes: int, channels: int = 3) -> None:
@@ -39,7 +68,11 @@ def blank_step(assembly: Assembly, batch_size: int, image_size: int, num_classes
     try:
         with autocast(parts.precision, parts.device):
             targets = torch.zeros(batch_size, dtype=torch.int64, device=parts.device)
-            loss = loss_of(model(images), targets)
+            output = model(images)
+            outputs = logits_of(output).shape[1]
+            if outputs < num_classes:
+                raise ValueError(f"{outputs} outputs for {num_classes} classes")
+            loss = loss_of(output, targets)
         parts.scaler.scale(loss).backward()
     finally:
         model.zero_grad(set_to_none=True)

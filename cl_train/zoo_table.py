@@ -65,12 +65,12 @@ def markdown(table: dict[str, Any]) -> str:
         "Measured by `python scripts/zoo.py`. parity: forward, loss, gradients and BatchNorm statistics of both "
         "layouts against float64. lost: operators that got channels_last and returned contiguous, with the number of "
         "calls. moved: bytes moved to change the layout, of all bytes of a training step.\n\n"
-        f"{markdown_table([_flat(row) for row in table['rows']])}\n"
+        f"{markdown_table(_flat_rows(table))}\n"
     )
 
 
 def as_csv(table: dict[str, Any]) -> str:
-    rows = [_flat(row) for row in table["rows"]]
+    rows = _flat_rows(table)
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -78,8 +78,12 @@ def as_csv(table: dict[str, Any]) -> str:
     return out.getvalue()
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a row, the same for every row."""
+def _flat_rows(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """One dictionary per row, with the same columns in each, also where a model failed."""
+    return [_flat(row, with_speed=table["look"]["speed"]) for row in table["rows"]]
+
+
+def _flat(row: dict[str, Any], *, with_speed: bool) -> dict[str, Any]:
     audit, parity = row.get("audit", {}), row.get("parity", {})
     flat: dict[str, Any] = {
         "model": row["model"],
@@ -103,11 +107,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
             f"{mode} GiB": _memory(speed),
         }
     flat["verdict"] = row.get("verdict") or f"error: {row.get('error')}"
-    return flat if any("ratio" in row.get(mode, {}) for mode in ("train", "infer")) else _without_speed(flat)
-
-
-def _without_speed(flat: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in flat.items() if not key.startswith(("train ", "infer "))}
+    return {key: value for key, value in flat.items() if with_speed or not key.startswith(("train ", "infer "))}
 
 
 def _words(counts: dict[str, int] | None) -> str:

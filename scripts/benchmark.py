@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
         print(f"written: {options.output}")
     fallen = check_gate(baseline, document) if baseline is not None else []
     for line in fallen:
-        print(f"the gain fell: {line}")
+        print(f"the gate is not passed: {line}")
     for line in blind_spots(document) if baseline is not None else []:
         print(f"too noisy to see a small loss: {line}")
     if baseline is not None and not fallen:

@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/compare.py` from a bare checkout
 
 from cl_train.compare import Pair, compare_pair, compare_runs
-from cl_train.comparison_report import Comparison, as_markdown, write_report
-from cl_train.config import ConfigError, stop_with
+from cl_train.comparison_report import Comparison, FailedJob, as_markdown, write_report
+from cl_train.config import PRECISIONS, Config, ConfigError, setting_fields, stop_with, suggest
 from cl_train.run_records import Run, read_run
 
 
@@ -36,26 +36,41 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     if not options.folders and not options.parity:
         raise ConfigError("nothing to compare: name a sweep's folder, two run folders, or --parity MODEL")
+    check_words(options.by, options.precision)
     failures = parity_failures(options.parity, options.precision, options.image_size) if options.parity else {}
     if options.folders:
         report(options.folders, options.by, options.output, failures)
     return 1 if failures else 0
 
 
+def check_words(by: str | None, precision: str) -> None:
+    """Refuse a key or a precision that train.py does not know."""
+    keys = list(setting_fields(Config))
+    problems = []
+    if by is not None and by not in keys:
+        problems.append(f"--by {by}: not a setting{suggest(by, keys)}")
+    if precision not in PRECISIONS:
+        problems.append(f"--precision {precision}: must be one of {', '.join(PRECISIONS)}")
+    if problems:
+        raise ConfigError(problems)
+
+
 def report(folders: list[Path], by: str | None, output: Path | None, failures: dict[str, str]) -> None:
     """Pair, judge, write and print."""
-    is_sweep = len(folders) == 1 and (folders[0] / "sweep.json").is_file()
-    if is_sweep and output is None and not failures:
+    if len(folders) == 1 and (folders[0] / "sweep.json").is_file():
         from cl_train.launcher import report as report_sweep
 
-        report_sweep(folders[0], by, whole=True)
+        report_sweep(folders[0], by, whole=True, output=output, parity_failures=failures)
         return
-    runs = [read_run(folder) for folder in (run_folders(folders[0]) if len(folders) == 1 else folders)]
-    if len(runs) < 2:
-        raise ConfigError(f"{folders[0]}: a comparison needs two runs or more, there is {len(runs)}")
     by = by or "channels_last"
+    if len(folders) == 1:
+        runs, failed = runs_inside(folders[0])
+    else:
+        runs, failed = [read_run(folder) for folder in folders], []
+    if len(runs) + len(failed) < 2:
+        raise ConfigError(f"{folders[0]}: a comparison needs two runs or more, there is {len(runs)}")
     pairs = [compare_two(runs[0], runs[1], by, failures)] if len(runs) == 2 else compare_runs(runs, by, failures)
-    comparison = Comparison(pairs, [], [])
+    comparison = Comparison(pairs, failed, [])
     folder = output or (folders[0] if len(folders) == 1 else folders[-1])
     folder.mkdir(parents=True, exist_ok=True)
     verdict = write_report(comparison, folder)
@@ -70,12 +85,23 @@ def compare_two(first: Run, second: Run, by: str, failures: dict[str, str]) -> P
     return compare_pair([baseline], [candidate], by, failures.get(str(first.fact("model"))))
 
 
-def run_folders(folder: Path) -> list[Path]:
-    """The run folders inside `folder`, by name."""
+def runs_inside(folder: Path) -> tuple[list[Run], list[FailedJob]]:
+    """The run folders inside `folder`, by name; those that failed or cannot be read are listed, not compared."""
     found = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
     if not found:
         raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of runs (*/metrics.jsonl)")
-    return found
+    runs, failed = [], []
+    for number, path in enumerate(found):
+        try:
+            run = read_run(path)
+        except ConfigError as error:
+            failed.append(FailedJob(number, path.name, str(error)))
+            continue
+        if run.summary.get("status") == "failed":
+            failed.append(FailedJob(number, path.name, "the run failed"))
+        else:
+            runs.append(run)
+    return runs, failed
 
 
 def parity_failures(model_name: str, precision_name: str, image_size: int) -> dict[str, str]:

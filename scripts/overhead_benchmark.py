@@ -28,7 +28,7 @@ from cl_train.distributed import choose_device
 from cl_train.environment import describe_environment, device_name
 from cl_train.loop import train
 from cl_train.models import build_model
-from cl_train.precision import autocast, resolve_precision
+from cl_train.precision import autocast, build_scaler, resolve_precision
 
 
 @dataclass
@@ -39,8 +39,7 @@ class Settings:
     precision: str = setting("auto", "precision of both sides", choices=("auto", "fp32", "tf32", "bf16"))
     batch_size: int = setting(32, "images per step", minimum=1)
     image_size: int = setting(224, "pixels", minimum=8)
-    steps: int = setting(10, "measured steps per round and side", minimum=2)
-    warmup_steps: int = setting(3, "steps before them", minimum=1)
+    steps: int = setting(10, "measured steps per round and side, after as many to warm up", minimum=2)
     rounds: int = setting(7, "pairs of blocks", minimum=1)
     device: str = setting("auto", "cuda or cpu", choices=("auto", "cpu", "cuda"))
     output: str | None = setting(None, "a JSON file to write")
@@ -57,14 +56,16 @@ def bare_step_ms(settings: Settings) -> float:
     images = torch.randn(settings.batch_size, 3, settings.image_size, settings.image_size, device=device)
     images = images.to(precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.randint(1000, (settings.batch_size,), device=device)
-    for step in range(settings.warmup_steps + settings.steps):
-        if step == settings.warmup_steps:
+    scaler = build_scaler(precision, device)
+    for step in range(2 * settings.steps):
+        if step == settings.steps:
             wait_for(device)
             start = time.perf_counter()
         with autocast(precision, device):
             loss = torch.nn.functional.cross_entropy(model(images).float(), targets)
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
     wait_for(device)
     return 1000 * (time.perf_counter() - start) / settings.steps
@@ -78,7 +79,7 @@ def harness_step_ms(settings: Settings) -> float:
                 "data": {
                     "name": "synthetic",
                     "image_size": settings.image_size,
-                    "synthetic_images": settings.batch_size * (settings.warmup_steps + settings.steps),
+                    "synthetic_images": settings.batch_size * 2 * settings.steps,
                 },
                 "model": settings.model,
                 "precision": settings.precision,
@@ -87,9 +88,9 @@ def harness_step_ms(settings: Settings) -> float:
                 "device": settings.device,
                 "epochs": 1,
                 "evaluate_every": -1,
-                "max_steps": settings.warmup_steps + settings.steps,
-                "log_every": 1,
-                "warmup_steps": settings.warmup_steps,
+                "max_steps": 2 * settings.steps,  # a window that warms up, and one that counts
+                "log_every": settings.steps,
+                "warmup_steps": 1,
             }
         )
         with contextlib.redirect_stdout(io.StringIO()):  # its lines of progress

@@ -57,3 +57,15 @@ class _Faulty(nn.Module):
 
 def nan_at_third_step(num_classes: int) -> nn.Module:
     return _Faulty(num_classes, bad_call=3)
+
+
+def too_few_outputs(num_classes: int) -> nn.Module:
+    return small(num_classes - 1)
+
+
+def raising(num_classes: int) -> nn.Module:
+    class Raising(nn.Conv2d):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise ValueError("planted")
+
+    return nn.Sequential(small(num_classes), Raising(3, 3, 1))

@@ -280,3 +280,17 @@ def test_scripted_and_traced_models_are_audited_alike(make: Any) -> None:
         convert(model)
         totals.append(audit(model, channels_last_images(2, 3, 64, 64)).totals)
     assert totals[0] == totals[1] and totals[0]["lost"] == 33
+
+
+def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Conv2d(3, 8, 3)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.body(images).mean((2, 3)).argmax(1)
+
+    frozen = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).to(memory_format=torch.channels_last).requires_grad_(False)
+    for model in (frozen, nn.Sequential(nn.ReLU()), Choice().to(memory_format=torch.channels_last)):
+        assert audit(model, channels_last_images(2, 3, 8, 8)).calls

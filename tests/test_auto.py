@@ -149,14 +149,15 @@ def test_an_unwritable_cache_does_not_stop_the_run(
     assert "cannot be cached" in caplog.text
 
 
-def test_out_of_memory_means_contiguous_and_other_errors_are_errors(outcome: dict[str, Any]) -> None:
+def test_what_cannot_be_measured_means_contiguous_and_is_said(outcome: dict[str, Any]) -> None:
     outcome["result"] = torch.OutOfMemoryError("CUDA out of memory")
     assert choose(network()) == Choice(False, "full", "contiguous: no memory left to measure the layouts", 0.0)
     outcome["result"] = ConfigError("not even one image fits")
     assert not choose(network()).channels_last
-    outcome["result"] = RuntimeError("shapes do not fit")
-    with pytest.raises(RuntimeError, match="shapes"):
-        choose(network())
+    outcome["result"] = RuntimeError("only leaf tensors can be copied")
+    choice = choose(network())
+    assert not choice.channels_last and "RuntimeError (only leaf tensors can be copied)" in choice.reason
+    assert not choice.cached and not choose(network()).cached, "the next run tries again"
 
 
 def test_without_convolutions_there_is_nothing_to_measure(outcome: dict[str, Any]) -> None:

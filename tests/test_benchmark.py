@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train import benchmark, costs
+from cl_train import benchmark, benchmark_suite, costs
 from cl_train.benchmark import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Effort, Trial, Workload, benchmark_layouts
 from cl_train.benchmark_suite import (
     BenchmarkSettings,
@@ -29,6 +29,7 @@ from cl_train.benchmark_suite import (
 )
 from cl_train.config import ConfigError
 from cl_train.memory_format import model_memory_format
+from cl_train.parity import fitting_image_size
 from cl_train.precision import resolve_precision
 
 CPU = torch.device("cpu")
@@ -104,10 +105,10 @@ def test_blocks_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "step_times", step_times)
     done = benchmark_layouts(network(), workload(), effort=Effort(time_limit_s=60))
     measured = order[4:]  # after two calls of warm-up each
-    assert measured == ["contiguous", "channels_last", "channels_last", "contiguous"] * 5
+    assert measured == ["contiguous", "channels_last", "channels_last", "contiguous"] * 8
     assert done.speeds[1].versus_first.ratio == pytest.approx(2.0)
     assert done.speeds[1].verdict == "faster"
-    assert (done.rounds, done.stopped_by) == (5, "target_ci")
+    assert (done.rounds, done.stopped_by) == (8, "target_ci")
     assert done.of(CHANNELS_LAST).step_ms == pytest.approx(10.0)
 
 
@@ -249,6 +250,7 @@ def document(ratio: float, low: float, high: float, device_name: str = "a GPU") 
     return {
         "schema_version": 1,
         "device_name": device_name,
+        "settings": {},
         "results": [{**case, "compile": False, "pad_channels": False, "pairs": [pair]}],
     }
 
@@ -281,10 +283,53 @@ def test_the_command_writes_a_file_and_passes_its_own_gate(tmp_path: Path) -> No
     path.write_text(json.dumps(raised))
     done = run_command("--baseline", str(path))
     assert done.returncode == 1
-    assert "the gain fell: squeezenet1_1 train fp32 2 32 channels_last" in done.stdout
+    assert "the gate is not passed: squeezenet1_1 train fp32 2 32 channels_last" in done.stdout
     assert run_command("model=resnt").returncode == 2
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/benchmark.py", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+class OneSize(nn.Module):
+    """As a transformer: built for images of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 126 * 126, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        torch._assert(images.shape[-1] == 128, "wrong size")
+        return self.head(self.conv(images).flatten(1))
+
+
+def test_parity_takes_small_images_where_the_model_does() -> None:
+    assert fitting_image_size(OneSize(), 128) == 128
+    assert fitting_image_size(network(), 224) == 96
+    assert fitting_image_size(network(), 32) == 32
+
+
+def test_a_model_that_fails_leaves_the_others_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fails_once(*arguments: Any) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise AssertionError("wrong size")
+        return original(*arguments)
+
+    original = benchmark_suite.run_case
+    monkeypatch.setattr(benchmark_suite, "run_case", fails_once)
+    first, second = run_suite(settings(repetitions=2))["results"]
+    assert first["error"] == "wrong size" and second["pairs"]
+
+
+def test_the_gate_does_not_pass_what_it_could_not_compare() -> None:
+    baseline, busy = document(1.8, 1.78, 1.82), document(1.8, 1.78, 1.82)
+    busy["results"][0]["pairs"][0]["verdict"] = "not_comparable"
+    assert "not comparable" in check_gate(baseline, busy)[0]
+    other = document(1.8, 1.78, 1.82)
+    other["results"].append({**other["results"][0], "model": "alexnet"})
+    [line] = check_gate(other, baseline)
+    assert "alexnet" in line and "not measured" in line

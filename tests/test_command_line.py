@@ -170,3 +170,12 @@ def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Pa
     (tmp_path / "images" / "train").mkdir(parents=True)
     done = run_program("data=folder", f"data.root={tmp_path}/images", f"hydra.run.dir={tmp_path}/run")
     assert done.returncode == 2 and "has no folder 'val'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_glob_takes_all_choices_of_a_group() -> None:
+    assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {"sgd", "adamw", "rmsprop"}
+
+
+def test_an_interval_is_refused_as_nobody_picks_from_it() -> None:
+    with pytest.raises(ConfigError, match=r"optim.lr=interval.*list the values"):
+        check_command_line(["-m", "optim.lr=interval(0.1,0.2)"])

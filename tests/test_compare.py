@@ -242,8 +242,58 @@ def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
 
 
 def test_no_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not a run folder: no config.yaml"):
+    with pytest.raises(ConfigError, match=r"not a run folder: no metrics.jsonl"):
         read_run(tmp_path)
+
+
+def test_a_folder_of_summary_and_metrics_alone_will_do(tmp_path: Path) -> None:
+    """No config.yaml, fields missing, an environment of null, a loss of NaN: unknown, not a crash."""
+    for name, layout, speed in (("a", "false", 100), ("b", "true", 150)):
+        (tmp_path / name).mkdir()
+        summary = {"status": "completed", "model": "resnet18", "precision": "bf16", "global_batch_size": 32}
+        summary |= {"channels_last_requested": layout, "environment": None, "data_wait_pct": 40.0}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+        lines = [{"step": step, "loss": math.nan, "images_per_s": speed + step % 2} for step in range(12)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    runs = [read_run(tmp_path / name) for name in "ab"]
+    [pair] = compare_runs(runs)
+    assert (pair.baseline, pair.candidate, pair.verdict, pair.bottleneck) == (
+        *("contiguous", "channels_last"),
+        "faster",
+        "loader",
+    )
+    assert pair.loss_gap is None
+    runs[1].summary["global_batch_size"] = 64
+    [pair] = compare_runs(runs)
+    assert pair.verdict == "not_comparable"
+    assert any("global_batch_size differs: 32 (contiguous) and 64" in note for note in pair.notes)
+
+
+def test_a_difference_is_named_by_its_setting_alone() -> None:
+    pair = compare_pair([run_of()], [run_of(batch_size=64)])
+    assert [note for note in pair.notes if "differs:" in note] == [
+        "batch_size differs: 32 (contiguous A) and 64 (contiguous B)"
+    ]
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "\x00"])
+def test_an_unreadable_config_is_refused(tmp_path: Path, text: str) -> None:
+    write_run(tmp_path, [50.0, 100.0])
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        read_run(tmp_path)
+
+
+def test_repeats_are_paired_by_their_number() -> None:
+    """A1 B1 B2 A2 with B1 failed: A2 and B2 ran beside each other, A1 has no partner."""
+    runs = [
+        replace(run_of(90.0), repeat=1, started_at=1.0),
+        replace(run_of(150.0, channels_last="true"), repeat=2, started_at=3.0),
+        replace(run_of(100.0), repeat=2, started_at=4.0),
+    ]
+    [pair] = compare_runs(runs)
+    assert pair.interval is not None and pair.interval.n == 1
+    assert pair.interval.ratio == pytest.approx(1.5, abs=0.01)
 
 
 def write_run(folder: Path, speeds: list[float]) -> None:
@@ -328,3 +378,24 @@ def test_settings_of_a_real_config_are_known_to_the_comparison() -> None:
         assert key in known, key
     for group in (*compare._OTHER_TRAINING_GROUPS, *compare._BOOKKEEPING_GROUPS):
         assert group.rstrip(".") in known, group
+
+
+def test_pairs_that_hold_different_things_equal_have_one_table(tmp_path: Path) -> None:
+    other_batch = compare_pair([run_of()], [run_of(channels_last="true", batch_size=64)])
+    other_precision = compare_pair([run_of()], [run_of(channels_last="true", precision="fp32")])
+    write_report(Comparison([other_batch, other_precision], [], []), tmp_path)
+    header, *rows = (tmp_path / "comparison.csv").read_text().splitlines()
+    assert {"batch_size", "precision"} <= set(header.split(",")) and len(rows) == 2
+
+
+def test_failed_runs_of_a_folder_are_listed(tmp_path: Path) -> None:
+    from scripts.compare import runs_inside
+
+    for name in ("a", "b", "broken", "empty"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, [50.0, 100.0, 101.0, 99.0, 100.0])
+    (tmp_path / "broken" / "summary.json").write_text('{"status": "failed"}')
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    runs, failed = runs_inside(tmp_path)
+    assert [run.folder.name for run in runs] == ["a", "b"]
+    assert [job.overrides for job in failed] == ["broken", "empty"]

@@ -298,3 +298,42 @@ def test_contiguous_state_leaves_the_model_alone() -> None:
 def test_writing_records_a_layout_of_its_own(files: dict[str, Path], tmp_path: Path) -> None:
     write(read(files["scripted"]), tmp_path / "mixed.pt", "mixed")
     assert read(tmp_path / "mixed.pt").memory_format == "mixed"
+
+
+def bias_before_head(num_classes: int) -> nn.Module:
+    """The last bias is not the classifier's."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes, False))
+
+
+def test_the_number_of_classes_is_found(tmp_path: Path) -> None:
+    torch.save(bias_before_head(5).state_dict(), tmp_path / "in.pt")
+    done = convert_file(tmp_path / "in.pt", tmp_path / "out.pt", model_name="tests.test_convert:bias_before_head")
+    assert done.difference is not None and done.difference < 1e-5
+
+
+def test_nan_weights_are_copied_faithfully(tmp_path: Path) -> None:
+    torch.save({"weight": torch.tensor([1.0, torch.nan])}, tmp_path / "in.pt")
+    assert convert_file(tmp_path / "in.pt", tmp_path / "out.pt").values_equal
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
+def test_a_script_for_other_images_is_converted_without_a_comparison(tmp_path: Path) -> None:
+    torch.jit.script(nn.Sequential(nn.Conv2d(1, 4, 3))).save(tmp_path / "in.pt")
+    done = convert_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert done.difference is None and "give input=" in done.note
+
+
+def test_an_export_with_named_and_nested_inputs(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, pair: list[torch.Tensor], *, scale: torch.Tensor) -> torch.Tensor:
+            return self.conv(pair[0] + pair[1]) * scale
+
+    images = torch.randn(2, 3, 8, 8)
+    program = torch.export.export(Model(), ([images, images],), {"scale": torch.tensor(2.0)})
+    torch.export.save(program, tmp_path / "in.pt2")
+    done = convert_file(tmp_path / "in.pt2", tmp_path / "out.pt2")
+    assert done.difference is not None and done.difference < 1e-5

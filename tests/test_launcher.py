@@ -232,3 +232,30 @@ def test_a_sweep_of_the_real_program(tmp_path: Path, image_folder: Path) -> None
     assert (pair["baseline"], pair["candidate"]) == ("contiguous", "channels_last")
     assert abs(pair["loss_gap"]) < 1e-3, "equal weights, data and order: the layouts must learn the same"
     assert done.stdout.splitlines()[-1].endswith("comparison.md")
+
+
+def test_a_value_that_is_listed_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="channels_last: a value is listed twice"):
+        plan_sweep(["-m", "channels_last=false,false"])
+
+
+def test_names_that_come_out_alike_are_told_apart() -> None:
+    planned = plan_sweep(["-m", "weights=a/b.pth,a_b.pth"])
+    assert len({job.name for job in planned.jobs}) == 2
+
+
+def test_a_measured_batch_size_is_kept_when_a_job_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: resnet18\nbatch_size: 96\n")
+    assert launcher._continued(["batch_size=auto", "seed=1"], tmp_path) == ["batch_size=96", "seed=1"]
+
+
+def test_numbers_of_processes_are_compared(stand_in: Path, tmp_path: Path) -> None:
+    """Jobs do not hear of nproc, torchrun does; the report must know it all the same."""
+    folder = tmp_path / "sweep"
+    assert sweep(stand_in, folder, "repeats=2", "model=resnet18", "channels_last=false,true") == 0
+    record = json.loads((folder / "sweep.json").read_text())
+    for job in record["jobs"]:
+        job["nproc"] = 2 if "true" in job["name"] else 1
+    (folder / "sweep.json").write_text(json.dumps(record))
+    [pair] = launcher.report(folder, "nproc").pairs
+    assert (pair.baseline, pair.candidate) == ("nproc=1", "nproc=2")

@@ -189,3 +189,55 @@ def test_every_run_of_a_sweep_is_checked(tiny: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError) as caught:
         check([tiny("model=resnet18"), tiny("model=resnt18"), tiny("model=vgg99")])
     assert len(caught.value.problems) == 2
+
+
+def test_the_best_is_kept_also_where_no_checkpoint_is_due(train: Train) -> None:
+    done = train("checkpoint.every_epochs=0", "epochs=3", "optim.lr=0.4")
+    best = max(record["top1"] for record in done.records("val"))
+    assert done.checkpoint("best.pt")["progress"]["best_top1"] == best
+    first = next(record["step"] for record in done.records("val") if record["top1"] == best)
+    assert done.checkpoint("best.pt")["progress"]["step"] == first
+
+
+def test_the_same_command_after_the_end_changes_nothing(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "twice"
+    first = train("resume=auto", folder=folder).summary
+    again = train("resume=auto", folder=folder).summary
+    same = ("status", "steps", "images_seen", "images_per_s", "step_ms", "data_wait_pct", "train", "val")
+    assert {name: again[name] for name in same} == {name: first[name] for name in same}
+
+
+def test_nothing_to_evaluate_is_refused(train: Train) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint to evaluate"):
+        train("evaluate_only=true", "resume=auto")
+
+
+def test_a_bad_image_ahead_of_the_step_does_not_count_in_the_evaluation(train: Train, tmp_path: Path) -> None:
+    """The epoch ends before its last batches, which the loader had prepared already: one holds a broken file."""
+    images = tmp_path / "images"
+    write_images(images, {"train": 32, "val": 7})
+    for number in range(0, 32, 4):
+        (images / "train" / "red" / f"{number:03d}.JPEG").write_bytes(b"\xff\xd8 no picture")
+    words = (f"data.root={images}", "data.on_bad_image=skip", "max_steps=5", "batch_size=8", "epochs=1")
+    for workers in (0, 1):
+        done = train(*words, f"data.workers={workers}", f"data.persistent_workers={str(bool(workers)).lower()}")
+        assert done.exit_code == 0 and done.summary["val"]["images"] == 21
+
+
+def test_a_batch_of_bad_validation_images_does_not_spoil_the_loss(train: Train, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    write_images(images, {"train": 32, "val": 7})
+    (images / "val" / "red" / "006.JPEG").write_bytes(b"")
+    words = (f"data.root={images}", "data.on_bad_image=skip", "batch_size=4", "max_steps=2")
+    done = train(*words)
+    assert done.summary["val"]["images"] == 20 and done.summary["val"]["loss"] > 0
+    for path in (images / "val").rglob("*.JPEG"):
+        path.write_bytes(b"")
+    with pytest.raises(TrainingFault, match="none of the 21 validation images"):
+        train(*words)
+
+
+@pytest.mark.parametrize(("name", "said"), [("too_few_outputs", "2 outputs for 3 classes"), ("raising", "planted")])
+def test_a_users_model_that_cannot_train_is_refused_before_the_first_step(train: Train, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model=tests.networks:{name} cannot train .*{said}.*networks.py|{said}"):
+        train(f"model=tests.networks:{name}")

@@ -127,3 +127,31 @@ def test_a_model_function_must_return_a_module() -> None:
 
 def not_a_model(num_classes: int) -> list[nn.Module]:
     return []
+
+
+def test_a_size_that_a_transformer_cannot_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vit_b_16 cannot be built for images of 100 px"):
+        build_model("vit_b_16", num_classes=10, image_size=100)
+
+
+def test_ones_own_model_has_no_named_weights() -> None:
+    with pytest.raises(ConfigError, match="a model of your own has no named weights"):
+        check_model("tests.networks:small", "DEFAULT")
+
+
+@pytest.mark.parametrize("name", [":small", ".networks:small", "tests.does_not_parse:small"])
+def test_modules_that_cannot_be_imported_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot import"):
+        check_model(name)
+
+
+def test_weights_of_other_classes_are_nothing_to_evaluate(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(build_model("squeezenet1_1", num_classes=7).state_dict(), path)
+    build_model("squeezenet1_1", num_classes=7, weights=str(path), keep_classifier=True)
+    with pytest.raises(ConfigError, match="another number of classes"):
+        build_model("squeezenet1_1", num_classes=3, weights=str(path), keep_classifier=True)
+
+
+def test_a_batch_of_one_at_one_pixel_can_be_evaluated() -> None:
+    check_input(build_model("resnet18", num_classes=3), "resnet18", 1, 32, training=False)

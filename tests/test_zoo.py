@@ -127,3 +127,12 @@ def test_the_command_runs_resumes_and_times(tmp_path: Path) -> None:
 def test_wrong_words() -> None:
     wrong = command("--models", "resnet19")
     assert wrong.returncode == 2 and "did you mean resnet1" in wrong.stderr
+
+
+def test_a_failed_model_in_front_has_the_columns_of_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.json"
+    table = zoo_table.start(path, {**LOOK, "speed": True}, ENVIRONMENT)
+    zoo_table.add(path, table, {"model": "a", "error": "out of memory"})
+    zoo_table.add(path, table, row("b", train=SPEED, infer=SPEED))
+    lines = list(csv.DictReader(path.with_suffix(".csv").read_text().splitlines()))
+    assert [line["train ratio"] for line in lines] == ["", "1.5"]

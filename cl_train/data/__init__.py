@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -41,7 +41,7 @@ class Data(Protocol):
     skipped_images: int  # with on_bad_image=skip
     times: Times  # seconds that the workers spent, by part
 
-    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Iterator[Batch]:
+    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
         ...
 
@@ -154,7 +154,7 @@ def _loader_settings(cfg: DataConfig, batch_size: int, dist: Dist, *, has_policy
         worker_type="thread" if cfg.worker_type == "thread" else "process",
         prefetch=cfg.prefetch,
         device_prefetch=cfg.device_prefetch,
-        pin_memory=cfg.pin_memory if cfg.pin_memory is not None else dist.device.type == "cuda",
+        pin_memory=cfg.pin_memory is not False and dist.device.type == "cuda",
         persistent_workers=cfg.persistent_workers,
         channels_last=cfg.memory_format == "channels_last",
         skip_bad_images=cfg.on_bad_image == "skip",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -47,7 +47,7 @@ class DeviceDecodedData(FolderData):
 
     decoder: Decoder
 
-    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Iterator[Batch]:
+    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
         s = self._settings
         order = permutation(self._seed, epoch, self.train_images)

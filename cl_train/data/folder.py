@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cl_train.config import ConfigError
+from cl_train.environment import cache_folder
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _CACHED_FROM = 50_000  # images: below this, listing takes less than a second
@@ -95,8 +96,7 @@ def _list_folder(root: Path) -> Folder:
 
 def index_path(root: Path) -> Path:
     """Where the list of `root` is kept: in the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "cl_train" / f"index-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.npz"
+    return cache_folder() / f"index-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.npz"
 
 
 def write_index(cache: Path, root: Path, folder: Folder) -> None:
@@ -137,10 +137,15 @@ def _stored_split(stored: Mapping[str, Any], root: Path, name: str) -> Split:
 
 
 def _folders_of(root: Path, folder: Folder) -> list[bytes]:
-    """Both split folders and everything below them that is a folder: a new image changes one of their times."""
+    """Both split folders and everything below them that is a folder: a new image changes one of their times.
+
+    Class folders are walked one by one, as any of them may be a link.
+    """
     found = []
     for split in (folder.train, folder.val):
-        found += [os.fsencode(path) for path, _, _ in os.walk(split.folder)]
+        found.append(os.fsencode(split.folder))
+        for name in folder.classes:
+            found += [os.fsencode(path) for path, _, _ in os.walk(split.folder / name)]
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,6 +95,9 @@ class Ring:
         if not self._pinned:
             result = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.bytes, 0)
             self._pinned = int(result) == 0  # where the system refuses, copies still work, only slower
+            if not self._pinned:
+                with contextlib.suppress(RuntimeError):  # the refusal stays behind as the next kernel's error: take it
+                    torch.zeros(1, device="cuda")
 
     def unpin(self) -> None:
         if self._pinned:
@@ -186,6 +189,7 @@ class FolderData:
         self.batches_per_epoch = self.train_images // (settings.batch_size * settings.world_size)
         self.workers = settings.workers
         self.skipped_images = 0
+        self._bad_files: set[str] = set()
         self.times = Times()
         self._seed = form.seed
         self._ring: Ring | None = None
@@ -193,7 +197,7 @@ class FolderData:
         self._tickets = 0
         self._flights: dict[int, _Flight] = {}
 
-    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Iterator[Batch]:
+    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
         mix = self._mix_of(epoch)
         yield from self._to_device(self.train_host(epoch, first_batch), form, mix)
@@ -210,9 +214,11 @@ class FolderData:
             rank_share(order, batch, s.batch_size, s.rank, s.world_size)
             for batch in range(first_batch, self.batches_per_epoch)
         )
-        yield from self._stream(shares, training=True, epoch=epoch, first_batch=first_batch)
-        if not s.persistent_workers:
-            self._close_pool()
+        try:
+            yield from self._stream(shares, training=True, epoch=epoch, first_batch=first_batch)
+        finally:
+            if not s.persistent_workers:
+                self._close_pool()
 
     def validation_host(self) -> Iterator[HostBatch]:
         """As `validation`, uint8 in the loader's memory."""
@@ -317,10 +323,11 @@ class FolderData:
         if not s.skip_bad_images:
             self._close_pool()
             raise BadImageError(f"'{path}' cannot be decoded: {reason}. Repair it, or use data.on_bad_image=skip")
-        if self.skipped_images > s.max_bad_images:
+        self._bad_files |= {path for _, path, _ in done.bad}  # each counts once, however many epochs there are
+        if len(self._bad_files) > s.max_bad_images:
             self._close_pool()
             raise BadImageError(
-                f"{self.skipped_images} images could not be decoded, more than data.max_bad_images={s.max_bad_images};"
+                f"{len(self._bad_files)} images could not be decoded, more than data.max_bad_images={s.max_bad_images};"
                 f" the last: '{path}': {reason}"
             )
         replaced = dict(done.replaced)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 
@@ -27,7 +27,7 @@ class SyntheticData:
         self._seed = seed
         self._batches: dict[DeviceFormat, Batch] = {}
 
-    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Iterator[Batch]:
+    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         batch = self._batch(form)
         for _ in range(first_batch, self.batches_per_epoch):
             yield batch

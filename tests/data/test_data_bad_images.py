@@ -1,5 +1,6 @@
 """Unusual and broken files: the expected outcome of each, without a hang or a crash."""
 
+import contextlib
 import io
 import os
 import struct
@@ -236,3 +237,18 @@ def test_fuzzed_files_end_in_pixels_or_a_reason():
             outcomes["refused"] += 1
     watchdog.cancel()
     assert min(outcomes.values()) > 50, outcomes
+
+
+def test_a_bad_image_counts_once_however_many_epochs(tmp_path):
+    root = write_folder(tmp_path, train=12, val=4)
+    (root / "train" / "class_0" / "0000.jpg").write_bytes(b"")
+    with contextlib.closing(folder_data(root, on_bad_image="skip", max_bad_images=1)) as data:
+        for epoch in range(5):
+            train_batches(data, epoch)
+        assert data.skipped_images >= 4
+    (root / "train" / "class_0" / "0002.jpg").write_bytes(b"")
+    said = r"2 images could not be decoded, more than data\.max_bad_images=1"
+    data = folder_data(root, on_bad_image="skip", max_bad_images=1)
+    with contextlib.closing(data), pytest.raises(BadImageError, match=said):
+        for epoch in range(3):
+            train_batches(data, epoch)

@@ -153,3 +153,20 @@ def test_a_folder_that_changed_just_now_is_not_kept(tmp_path):
     root = write_folder(tmp_path / "data", train=2, val=2)
     write_index(tmp_path / "index.npz", root, read_folder(root))
     assert not (tmp_path / "index.npz").exists()
+
+
+def test_a_new_image_behind_a_link_is_seen(tmp_path, monkeypatch):
+    """Class folders may be links, which os.walk does not follow."""
+    stored, root = write_folder(tmp_path / "stored", train=6, val=4), tmp_path / "data"
+    for split in ("train", "val"):
+        (root / split).mkdir(parents=True)
+        for name in ("class_0", "class_1"):
+            (root / split / name).symlink_to(stored / split / name)
+    for folder in (stored, root):
+        for path, _, _ in os.walk(folder):
+            os.utime(path, (time.time() - 100, time.time() - 100))
+    monkeypatch.setattr(folder_module, "_CACHED_FROM", 1)
+    cache = tmp_path / "cache" / "index.npz"
+    assert len(read_folder(root, cache).train) == 6 and cache.is_file()
+    (stored / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    assert len(read_folder(root, cache).train) == 7

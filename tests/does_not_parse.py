@@ -1,0 +1,1 @@
+raise RuntimeError("as any mistake in a user's module does")
