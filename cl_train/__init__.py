@@ -5,4 +5,4 @@ import os
 __version__ = "0.1.0"
 
 # torch's profiler writes start, stop and "no GPU" lines to stderr otherwise; read when torch is imported.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
