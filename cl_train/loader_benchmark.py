@@ -55,6 +55,7 @@ class LoaderBenchmarkSettings:
     workers: list[int] = setting([], "worker counts to try; empty = 1, 2, 4, ... up to the cores")
     others: bool = setting(True, "also the torchvision reference, timm, FFCV and DALI where they are installed")
     device: str = setting("auto", "for the copy to the device", choices=("auto", "cpu", "cuda"))
+    output: str | None = setting(None, "write the result there, such as results/loader-NAME.json")
     gpu_images_per_s: float = setting(5400.0, "the rate that the training needs; says how many cores feed it", above=0)
 
 

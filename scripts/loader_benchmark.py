@@ -4,7 +4,7 @@
     python scripts/loader_benchmark.py root=/datasets/imagenet workers=1,2,8,16 images=4096
     python scripts/loader_benchmark.py gpu_images_per_s=7000               how many cores would feed that rate
 
-The last line is the result as JSON. Keys: see LoaderBenchmarkSettings in cl_train/loader_benchmark.py.
+The last line is the result as JSON; output=FILE writes it there too. Keys: see LoaderBenchmarkSettings in cl_train/loader_benchmark.py.
 Exit codes: 0 done, 2 wrong usage.
 """
 
@@ -25,8 +25,11 @@ def main(words: list[str]) -> int:
         return 0
     from cl_train.loader_benchmark import LoaderBenchmarkSettings, benchmark, table
 
-    result = benchmark(settings_from_arguments(LoaderBenchmarkSettings, words))
+    settings = settings_from_arguments(LoaderBenchmarkSettings, words)
+    result = benchmark(settings)
     print(table(result))
+    if settings.output:
+        Path(settings.output).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
     return 0
 

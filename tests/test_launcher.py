@@ -198,7 +198,9 @@ def test_under_torchrun_it_refuses_in_one_line(
 
 
 def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Path) -> None:
-    stand_in.write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)")
+    stand_in.write_text(
+        'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())'
+    )
     planned = plan_sweep(["-m", "nproc=2", "model=resnet18"])
     assert launcher._run_job(planned.jobs[0], tmp_path / "job", [str(stand_in)]) == 0
     log = (tmp_path / "job" / launcher.LOG_NAME).read_text()
