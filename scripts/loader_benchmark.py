@@ -4,7 +4,8 @@
     python scripts/loader_benchmark.py root=/datasets/imagenet workers=1,2,8,16 images=4096
     python scripts/loader_benchmark.py gpu_images_per_s=7000               how many cores would feed that rate
 
-The last line is the result as JSON; output=FILE writes it there too. Keys: see LoaderBenchmarkSettings in cl_train/loader_benchmark.py.
+The last line is the result as JSON; output=FILE writes it there too. Keys: see LoaderBenchmarkSettings in
+cl_train/loader_benchmark.py.
 Exit codes: 0 done, 2 wrong usage.
 """
 
