@@ -17,6 +17,7 @@ import argparse
 import fnmatch
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/zoo.py` from a bare checkout
 
@@ -49,6 +51,8 @@ def main() -> int:
     table = zoo_table.start(path, asdict(look), environment)
     missing = [name for name in names if not zoo_table.is_done(table, name)]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, leave_at_once)
     jobs = 1 if look.speed or device.type == "cuda" else options.jobs  # timings need the machine for themselves
     for row in rows(missing, look, jobs, options.timeout):
         zoo_table.add(path, table, row)
@@ -56,6 +60,13 @@ def main() -> int:
     bad = [row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False]
     print(f"written: {path} and .md, .csv, .svg" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return 1 if bad else 0
+
+
+def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    """End with the models that are being measured; the rows so far are on the disk."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(128 + signum)
 
 
 def _options() -> argparse.Namespace:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.parity import check_parity
-from cl_train.precision import resolve_precision
+from cl_train import parity
+from cl_train.parity import Check, ParityReport, check_parity
+from cl_train.precision import Precision, resolve_precision
 
 CPU = torch.device("cpu")
 
@@ -116,3 +117,21 @@ def test_models_of_the_zoo_agree(model_name: str) -> None:
     model = build_model(model_name, num_classes=100)
     report = check_parity(model, image_size=64, precision=resolve_precision("fp32", CPU), device=CPU, steps=2)
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(("what", "tries"), [("gradient of 0.weight", 3), ("output of 0", 1)])
+def test_other_images_are_tried_where_gradients_alone_differ(
+    monkeypatch: pytest.MonkeyPatch, what: str, tries: int
+) -> None:
+    """An activation on a kink flips for few images; a wrong output is wrong whatever the images."""
+    seen = []
+
+    def compare_sides(model: nn.Module, images: torch.Tensor, *rest: object) -> ParityReport:
+        seen.append(images)
+        check = Check(what, 1, 1e-6, 1e-2, 1e-5)
+        return ParityReport(False, "fp32", 1, "0", check, [check])
+
+    monkeypatch.setattr(parity, "_compare_sides", compare_sides)
+    report = check_parity(nn.Conv2d(3, 8, 3), image_size=8, precision=Precision("fp32"), device=torch.device("cpu"))
+    assert not report.passed and len(seen) == tries
+    assert all(not torch.equal(seen[0], other) for other in seen[1:])
