@@ -42,7 +42,7 @@ from cl_train.precision import Precision
 
 log = logging.getLogger(__name__)
 
-TIME_LIMIT_S = 25.0  # with warm-up under 5 % of a run of ten minutes
+TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
 NOISY_WIDTH = 0.2  # of the ratio's interval: a tie this wide may be anything
 _FORMAT_VERSION = 1
 

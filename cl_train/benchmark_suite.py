@@ -42,7 +42,6 @@ from cl_train.stem import pad_stem
 
 SCHEMA_VERSION = 1
 MODES = ("train", "infer")
-INCEPTION_IMAGE_SIZE = 299  # what it was made for; all others take 224
 BLIND_WIDTH = 0.1  # of an interval / ratio: wider, and a gain could fall by several percent unseen
 LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 
@@ -145,7 +144,7 @@ def cases(settings: BenchmarkSettings, device: torch.device) -> Iterator[Case]:
     what = itertools.product(settings.model, settings.mode, settings.precision, settings.batch_size)
     how = list(itertools.product(settings.compile, settings.pad_channels))
     for (model, mode, precision, batch_size), (compile_, pad_channels) in itertools.product(what, how):
-        size = settings.image_size or (INCEPTION_IMAGE_SIZE if model == "inception_v3" else 224)
+        size = settings.image_size or models.usual_image_size(model)
         resolved = resolve_precision(precision, device).name
         yield Case(model, mode, resolved, batch_size, size, compile_, pad_channels)
 

@@ -25,6 +25,11 @@ def model_names() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)
 
 
+def usual_image_size(name: str) -> int:
+    """Pixels a side that `name` was made for: 299 of inception_v3, 224 of all others."""
+    return 299 if name == "inception_v3" else 224
+
+
 def check_model(name: str, weights: str | None = None) -> None:
     """Refuse an unknown model or weights before any work.
 

@@ -42,7 +42,7 @@ TIMM = (
 )
 
 GROUPS = ("tutorial", "torchvision", "timm")
-SMALL, FIXED, INCEPTION = 64, 224, 299
+SMALL, FIXED = 64, 224
 # These are built for their image size; all others take a small one.
 _FIXED_SIZE = ("vit_", "maxvit", "timm/vit_", "timm/mobilevit")
 _MOST_PARITY_PARAMETERS = 200e6  # parity keeps four copies, one in float64
@@ -68,7 +68,7 @@ def group_names(group: str) -> list[str]:
 def image_size_of(name: str, look: Look) -> int:
     """Side of the images that `name` is looked at with, pixels."""
     if name == "inception_v3":
-        return INCEPTION
+        return models.usual_image_size(name)
     if name.startswith(_FIXED_SIZE):
         return FIXED
     return look.image_size or SMALL

@@ -32,7 +32,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the report goes")
     parser.add_argument("--parity", metavar="MODEL", help="check that both layouts of this model compute the same")
     parser.add_argument("--precision", default="fp32", metavar="NAME", help="of --parity (default: fp32)")
-    parser.add_argument("--image-size", type=int, default=96, metavar="PIXELS", help="of --parity (default: 96)")
+    parser.add_argument(
+        "--image-size", type=int, metavar="PIXELS", help="of --parity (default: 96, or the model's own)"
+    )
     options = parser.parse_args(words)
     if not options.folders and not options.parity:
         raise ConfigError("nothing to compare: name a sweep's folder, two run folders, or --parity MODEL")
@@ -104,20 +106,23 @@ def runs_inside(folder: Path) -> tuple[list[Run], list[FailedJob]]:
     return runs, failed
 
 
-def parity_failures(model_name: str, precision_name: str, image_size: int) -> dict[str, str]:
+def parity_failures(model_name: str, precision_name: str, image_size: int | None) -> dict[str, str]:
     """What the report says of a model whose layouts differ; empty where they agree. Prints the outcome."""
     import torch
 
     from cl_train.distributed import choose_device
-    from cl_train.models import build_model
-    from cl_train.parity import check_parity
+    from cl_train.models import build_model, usual_image_size
+    from cl_train.parity import check_parity, fitting_image_size
     from cl_train.precision import resolve_precision
 
     device = choose_device("auto")
     torch.manual_seed(0)
-    model = build_model(model_name, num_classes=100, image_size=image_size)
+    size = image_size or usual_image_size(model_name)
+    model = build_model(model_name, num_classes=100, image_size=size)
+    if image_size is None:
+        size = fitting_image_size(model, size)
     precision = resolve_precision(precision_name, device)
-    outcome = check_parity(model, image_size=image_size, precision=precision, device=device)
+    outcome = check_parity(model, image_size=size, precision=precision, device=device)
     print(f"{model_name}: {outcome}")
     return {} if outcome.passed else {model_name: str(outcome)}
 
