@@ -77,9 +77,7 @@ class DataConfig:
     worker_type: str = setting("auto", "what a worker is", choices=("auto", "process", "thread"))
     decoder: str = setting("auto", "JPEG decoder", choices=("auto", "simplejpeg", "pillow"))
     decode: str = setting("cpu", "where images are decoded; gpu needs torchcodec", choices=("cpu", "gpu"))
-    exact_decode: bool = setting(
-        True, "false: coarser DCT and colours; large images at 1/2 to 1/8 where the crop allows it"
-    )
+    exact_decode: bool = setting(True, "false: decode large images at 1/2, 1/4, 1/8 where the crop allows it")
     memory_format: str = setting(
         "channels_last", "layout of the uint8 batches of the loader", choices=("channels_last", "contiguous")
     )

@@ -95,35 +95,25 @@ class Encoded:
             raise BadImage(_reason(error)) from None
         self.width, self.height = self._image.size
 
-    def decode(self, factor: int = 1, scratch: Pixels | None = None, *, exact: bool = True) -> Pixels:
+    def decode(self, factor: int = 1, scratch: Pixels | None = None) -> Pixels:
         """The pixels, uint8 [h, w, 3], h and w at least the size / `factor` (1, 2, 4 or 8; only JPEGs shrink).
 
-        `scratch`: a flat buffer that may hold the result, valid until the next call with it. `exact=False`: as
-        TensorFlow's ImageNet pipelines do, with the integer DCT of lower accuracy and with colours repeated instead of
-        interpolated. Raises BadImage.
+        `scratch`: a flat buffer that may hold the result, valid until the next call with it. Raises BadImage.
         """
         if self._image is None:
             try:
-                return self._decode_jpeg(factor, scratch, exact)
+                return self._decode_jpeg(factor, scratch)
             except ValueError:  # strict: also what libjpeg only warns about; Pillow then decides
                 self._open_with_pillow()
         assert self._image is not None
         return _decode_with_pillow(self._image, factor)
 
-    def _decode_jpeg(self, factor: int, scratch: Pixels | None, exact: bool) -> Pixels:
+    def _decode_jpeg(self, factor: int, scratch: Pixels | None) -> Pixels:
         least = (-(-self.height // factor), -(-self.width // factor)) if factor > 1 else (0, 0)
         need = self.height * self.width * 3
         buffer = scratch[:need] if scratch is not None and scratch.size >= need else None
         pixels: Pixels = simplejpeg.decode_jpeg(
-            self._data,
-            "RGB",
-            fastdct=not exact,
-            fastupsample=not exact,
-            min_height=least[0],
-            min_width=least[1],
-            min_factor=factor,
-            buffer=buffer,
-            strict=True,
+            self._data, "RGB", min_height=least[0], min_width=least[1], min_factor=factor, buffer=buffer, strict=True
         )
         return pixels
 

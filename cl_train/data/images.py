@@ -97,9 +97,8 @@ class ImageReader:
 
     def _decode(self, encoded: Encoded, box: crops.Box, target: int) -> tuple[Pixels, crops.Box]:
         start = perf_counter()
-        exact = self._form.exact_decode
-        factor = 1 if exact else shrink_factor(box, target)
-        pixels = encoded.decode(factor, self._pixels, exact=exact)
+        factor = 1 if self._form.exact_decode else shrink_factor(box, target)
+        pixels = encoded.decode(factor, self._pixels)
         self.times.decode_s += perf_counter() - start
         self.times.images += 1
         if pixels.shape[:2] == (encoded.height, encoded.width):

@@ -81,9 +81,9 @@ def test_the_pillow_decoder_gives_the_same_pixels_within_one_level(folder):
 
 @pytest.mark.parametrize("decoder", [True, False])
 def test_decoding_less_stays_near_the_exact_pixels(folder, decoder):
-    """3 of 255 levels over all images, 4 in the worst one, and 2 where the decoder shrank; with Pillow only there."""
+    """Where the decoder shrank: 2 of 255 levels over all images, 4 in the worst one. Equal where it did not shrink."""
     exact, less = row(), row()
-    differences, coarser = [], []
+    differences = []
     for index in range(len(folder.train)):
         for epoch in range(6):
             image = pillow_image(folder.train, index)
@@ -94,12 +94,10 @@ def test_decoding_less_stays_near_the_exact_pixels(folder, decoder):
             reader.train(less, folder.train, index, epoch, numbers_of=index)
             difference = (exact.float() - less.float()).abs().mean()
             if shrink_factor(box, 96) == 1:
-                assert decoder or difference == 0
-                coarser.append(float(difference))
+                assert difference == 0
             else:
                 differences.append(float(difference))
     assert len(differences) > 5
-    assert np.mean(coarser) < 3 and max(coarser) < 4
     assert np.mean(differences) < 2 and max(differences) < 4
 
 
