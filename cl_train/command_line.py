@@ -65,6 +65,11 @@ def check_command_line(arguments: Sequence[str]) -> list[Config]:
             if any(getattr(cfg, name) > 1 for cfg in configs):
                 other = "torchrun --standalone --nproc-per-node=N train.py ..." if name == "nproc" else "multirun (-m)"
                 problems.append(f"{name} is a setting of multirun and has no effect here; use {other}")
+        problems += [
+            f"{word}: a setting of multirun; use python train.py -m {word}"
+            for word in flags.overrides
+            if word.startswith(("resume_sweep=", "compare_by="))
+        ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return [] if flags.cfg else configs

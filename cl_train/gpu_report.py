@@ -43,7 +43,8 @@ def run_report(settings: ReportSettings) -> int:
     """Every group in turn; returns 0 when all ran to their end, 1 when one failed or was left out."""
     folder = Path(settings.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.jsonl").unlink(missing_ok=True)
+    if not settings.groups:  # a part is added to what is there
+        (folder / "rows.jsonl").unlink(missing_ok=True)
     started_at = time.monotonic()
     outcomes: dict[str, str] = {}
     for group in plan_groups(dry_run=settings.dry_run):

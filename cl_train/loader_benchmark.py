@@ -8,8 +8,11 @@ the machine disturb less, stands beside the rates.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +33,7 @@ from cl_train.data.folder import Split, read_folder
 from cl_train.data.loader import FolderData
 from cl_train.data.sample import ensure_sample
 from cl_train.distributed import Dist, choose_device
+from cl_train.environment import describe_environment
 from cl_train.reference_loaders import MEAN, STD, Close, Load, Run
 
 REFERENCE = "torchvision reference"
@@ -141,6 +145,15 @@ def _pipelines(
         except Exception as error:  # somebody else's installation; the other pipelines are still worth measuring
             missing[name] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
     return pipelines, missing
+
+
+def _versions_of_others() -> dict[str, str | None]:
+    """Of the other loaders that are there; DALI's package has the CUDA version in its name."""
+    found: dict[str, str | None] = {}
+    for name in ("simplejpeg", "pillow", "timm", "ffcv", "nvidia-dali-cuda120", "nvidia-dali-cuda130"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _is_installed(module: str) -> bool:
@@ -286,9 +299,13 @@ def _result(
     per_core = max(pipeline.images_per_s / min(cores, pipeline.workers) for pipeline in ours)
     return {
         "schema_version": 1,
+        "command": shlex.join(sys.argv),
+        "environment": {**describe_environment(torch.device("cpu")), **_versions_of_others()},
         "root": str(root),
         "images": len(split),
         "image_size": settings.image_size,
+        "batch_size": settings.batch_size,
+        "rounds": settings.rounds,
         "cores": cores,
         "default_workers": default_workers(1),
         "rows": rows,

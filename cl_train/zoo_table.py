@@ -62,7 +62,8 @@ def markdown(table: dict[str, Any]) -> str:
     return (
         f"# channels_last over a zoo: torch {environment['torch']}, {environment['device_name']}, "
         f"{look['precision']}{speed}\n\n"
-        "Measured by `python scripts/zoo.py`. parity: forward, loss, gradients and BatchNorm statistics of both "
+        f"Measured by `python scripts/zoo.py{'' if look['speed'] else ' --no-speed'} --precision {look['precision']}`. "
+        "parity: forward, loss, gradients and BatchNorm statistics of both "
         "layouts against float64. lost: operators that got channels_last and returned contiguous, with the number of "
         "calls. moved: bytes moved to change the layout, of all bytes of a training step.\n\n"
         f"{markdown_table(_flat_rows(table))}\n"

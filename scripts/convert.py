@@ -1,7 +1,7 @@
 """Convert a saved model: contiguous on disk, its layout recorded, its outputs compared before and after.
 
     python scripts/convert.py resnet50.pth resnet50-nhwc.pth model=resnet50      a file of weights
-    python scripts/convert.py outputs/run/checkpoints/last.pt resnet50.safetensors   a checkpoint's weights
+    python scripts/convert.py outputs/run/checkpoints/best.pt resnet50.safetensors   a checkpoint's weights
     python scripts/convert.py scripted.pt scripted-nhwc.pt input=8,3,224,224     TorchScript
     python scripts/convert.py program.pt2 program-nhwc.pt2                       an exported program
     python scripts/convert.py a.pth b.pth memory_format=contiguous               and back

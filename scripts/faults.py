@@ -1,6 +1,6 @@
 """Run the fault matrix in full and write its table into results/.
 
-    python scripts/faults.py                          all rows, about half an hour on two cores
+    python scripts/faults.py                          all rows, about 45 minutes on two cores
     python scripts/faults.py rows=R1,R2 counts=quick  some rows, with the counts of the ordinary tests
 
 Every row plants one kind of fault many times, with real processes and signals; tests/faults/matrix.py says how often.
@@ -16,7 +16,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ class FaultSettings:
     rows: list[str] = setting([], "rows of tests/faults/matrix.py, such as R1,R2; all when empty")
     counts: str = setting("full", "how often each fault is planted", choices=("full", "quick"))
     seed: int = setting(1, "of every random choice", minimum=0)
-    name: str = setting("", "of the files in results/; empty = faults-<counts>-<date>")
+    name: str = setting("", "of the files in results/; empty = faults-<counts>")
 
 
 def main(settings: FaultSettings) -> int:
@@ -48,7 +47,7 @@ def main(settings: FaultSettings) -> int:
     if unknown:
         raise ConfigError(f"rows={','.join(unknown)}: no such row (there are {', '.join(MATRIX)})")
     logging.disable(logging.WARNING)
-    name = settings.name or f"faults-{settings.counts}-{time.strftime('%Y-%m-%d')}"
+    name = settings.name or f"faults-{settings.counts}"
     path = REPOSITORY / "results" / f"{name}.json"
     done = earlier_rows(path, settings)
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:

@@ -6,8 +6,8 @@
     python scripts/zoo.py --models timm               ten families of timm
     python scripts/zoo.py --models 'resnet*,timm/convnext_atto' --device cuda --precision fp16 --batch 256
 
-Writes zoo-<device>-torch<version>.json, .md, .csv and .svg into --out after each model (other groups are named in it,
-and tables without speeds: zoo-<group>-layout-...); called again, it goes on with the models that are missing or failed.
+Writes zoo-<precision>-<device>-torch<version>.json, .md, .csv and .svg into --out after each model (other groups are
+named, and tables without speeds: zoo-<group>-layout-...); called again, it goes on with what is missing or failed.
 Exit code 1: a model failed or its layouts differ; 2: wrong usage.
 """
 
@@ -46,7 +46,7 @@ def main() -> int:
     look = zoo.Look(device.type, precision.name, options.batch, options.image_size, options.speed, options.seconds)
     names = chosen_models(options.models)
     group = options.models if options.models in zoo.GROUPS else "chosen"
-    path = Path(options.out) / f"{stem(group, device, look.speed)}.json"
+    path = Path(options.out) / f"{stem(group, device, look.speed, precision.name)}.json"
     environment = {**describe_environment(device), "device_name": device_name(device)}
     table = zoo_table.start(path, asdict(look), environment)
     missing = [name for name in names if not zoo_table.is_done(table, name)]
@@ -88,11 +88,11 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def stem(group: str, device: torch.device, has_speed: bool) -> str:
-    """For instance "zoo-cpu-torch2.15"; groups other than the tutorial's are named, and tables without speeds."""
+def stem(group: str, device: torch.device, has_speed: bool, precision: str) -> str:
+    """For instance "zoo-bf16-cpu-torch2.15"; groups other than the tutorial's are named, and tables without speeds."""
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     named = ("" if group == "tutorial" else f"-{group}") + ("" if has_speed else "-layout")
-    return f"zoo{named}-{device.type}-torch{version}"
+    return f"zoo{named}-{precision}-{device.type}-torch{version}"
 
 
 def chosen_models(words: str) -> list[str]:

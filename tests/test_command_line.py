@@ -179,3 +179,9 @@ def test_a_glob_takes_all_choices_of_a_group() -> None:
 def test_an_interval_is_refused_as_nobody_picks_from_it() -> None:
     with pytest.raises(ConfigError, match=r"optim.lr=interval.*list the values"):
         check_command_line(["-m", "optim.lr=interval(0.1,0.2)"])
+
+
+@pytest.mark.parametrize("word", ["resume_sweep=multirun/x", "compare_by=precision"])
+def test_settings_of_multirun_need_multirun(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word}: a setting of multirun; use python train.py -m {word}"):
+        check_command_line([word])

@@ -113,7 +113,7 @@ def test_the_command_runs_resumes_and_times(tmp_path: Path) -> None:
     done = command(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
-    table = json.loads((tmp_path / f"zoo-chosen-cpu-torch{version}.json").read_text())
+    table = json.loads((tmp_path / f"zoo-chosen-fp32-cpu-torch{version}.json").read_text())
     (entry,) = table["rows"]
     for mode in ("train", "infer"):
         assert entry[mode]["contiguous_images_per_s"] > 0 and entry[mode]["ci95"][0] <= entry[mode]["ratio"]
