@@ -40,9 +40,9 @@ def try_one_step(cfg: Config, assembly: Assembly, num_classes: int) -> None:
             dry_run(step, cfg.batch_size, device)
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            # On a copy: a model of one's own may keep count of its calls.
-            twin = dataclasses.replace(assembly, model=copy.deepcopy(assembly.model))
-            blank_step(twin, min(cfg.batch_size, 2), cfg.data.image_size, num_classes, channels)
+            twin = _twin(assembly)
+            if twin is not None:
+                blank_step(twin, min(cfg.batch_size, 2), cfg.data.image_size, num_classes, channels)
     except (TrainingFault, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the user's own code raises
@@ -50,6 +50,14 @@ def try_one_step(cfg: Config, assembly: Assembly, num_classes: int) -> None:
             f"model={cfg.model} cannot train on {cfg.data.image_size} px images: {type(error).__name__}: {error} "
             f"({_place(error)})"
         ) from error
+
+
+def _twin(assembly: Assembly) -> Assembly | None:
+    """With a copy of the model, as one's own may keep count of its calls; None where it cannot be copied."""
+    try:
+        return dataclasses.replace(assembly, model=copy.deepcopy(assembly.model))
+    except Exception:  # tensors that are results, handles of files, locks: the run needs no copy
+        return None
 
 
 def _place(error: BaseException) -> str:

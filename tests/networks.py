@@ -69,3 +69,10 @@ def raising(num_classes: int) -> nn.Module:
             raise ValueError("planted")
 
     return nn.Sequential(small(num_classes), Raising(3, 3, 1))
+
+
+def uncopyable(num_classes: int) -> nn.Module:
+    """Holds a tensor that is a result, as torch.nn.utils.weight_norm's modules do: it cannot be deep-copied."""
+    model = small(num_classes)
+    model.result = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
+    return model

@@ -241,3 +241,8 @@ def test_a_batch_of_bad_validation_images_does_not_spoil_the_loss(train: Train, 
 def test_a_users_model_that_cannot_train_is_refused_before_the_first_step(train: Train, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"model=tests.networks:{name} cannot train .*{said}.*networks.py|{said}"):
         train(f"model=tests.networks:{name}")
+
+
+def test_a_users_model_that_cannot_be_copied_trains(train: Train) -> None:
+    assert train("model=tests.networks:uncopyable").exit_code == 0
+    assert train("model=tests.networks:uncopyable", "channels_last=auto").summary["memory_format"] == "contiguous"
