@@ -20,9 +20,12 @@ from cl_train.run_folder import check_writable
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(raw: DictConfig) -> None:
     from cl_train.loop import run
+    from cl_train.signals import ignore_stop_signals
 
     try:
-        sys.exit(run(load(raw), run_folder()))
+        code = run(load(raw), run_folder())
+        ignore_stop_signals()
+        sys.exit(code)
     except ConfigError as error:  # here, because Hydra would print a traceback
         stop_with(error)
 
@@ -43,3 +46,6 @@ if __name__ == "__main__":
         main()
     except ConfigError as error:
         stop_with(error)
+    except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
+        print("stopped before the first step", file=sys.stderr)
+        sys.exit(130)

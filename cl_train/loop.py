@@ -110,6 +110,8 @@ def train(cfg: Config, folder: Path) -> int:
         TrainingFault, CheckpointError, BadImageError, WorkerError: the run cannot go on.
     """
     with ExitStack() as stack:
+        signals = StopRequest()
+        stack.push(signals)  # entered below, left last of all: closing workers and files is not to be interrupted
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         folder = Path(broadcast_object(str(folder.absolute()), dist))
         if dist.is_main:
@@ -142,7 +144,7 @@ def train(cfg: Config, folder: Path) -> int:
         meter = ThroughputMeter(cfg.warmup_steps)
         stack.push(write_failure(facts, tracker, progress, meter))
         try_one_step(cfg, assembly, data.num_classes)
-        signals = stack.enter_context(StopRequest())
+        signals.__enter__()
         profiler = stack.enter_context(profile(cfg, folder, dist))
         policy = NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite)
         average = assembly.average.module if assembly.average is not None else None

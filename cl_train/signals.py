@@ -47,6 +47,12 @@ def _reset_in_child() -> None:
 os.register_at_fork(after_in_child=_reset_in_child)
 
 
+def ignore_stop_signals() -> None:
+    """For a program that has written everything and is about to leave: nothing is left to stop."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 class StopRequest:
     """Context manager; enter it in the main thread. Read `stop` and `save_requested` between steps.
 
@@ -91,6 +97,8 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _active
+        if _active is not self:  # never entered
+            return
         _active = None
         signal.set_wakeup_fd(self._previous_fd)
         for signum, handler in self._previous.items():

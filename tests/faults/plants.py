@@ -169,3 +169,13 @@ def clock_jumps_back() -> None:
         return original() - 3600.0 * readings[0]
 
     time.time = now
+
+
+def slow_data() -> None:
+    """Reading the list of images takes half a minute."""
+
+    def build_data(*arguments: Any, **named: Any) -> Any:
+        print("reading the data", flush=True)
+        time.sleep(30)
+
+    cl_train.loop.build_data = build_data

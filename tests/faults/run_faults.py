@@ -149,6 +149,7 @@ def polite_stops(bench: Bench, count: int, seed: int) -> Outcome:
             outcome.check(*problems)
             bench.forget(run)
         outcome.check(*second_signal(bench))
+        outcome.check(*early_signal(bench))
         outcome.check(*save_and_go_on(bench, reference))
     return outcome
 
@@ -177,6 +178,17 @@ def second_signal(bench: Bench) -> list[str]:
     running.send(signal.SIGINT)
     code, seconds = running.wait(20), time.monotonic() - sent
     return [] if code == 130 and seconds < 1 else [f"second Ctrl-C: exit code {code} after {seconds:.1f} s"]
+
+
+def early_signal(bench: Bench) -> list[str]:
+    """Ctrl-C before the first step: one line, no traceback."""
+    run = bench.folder / "r4-early"
+    running = bench.start(run, "plants:slow_data")
+    wait_for(running.log, content="reading the data")
+    running.send(signal.SIGINT)
+    code, output = running.wait(20), running.output()
+    is_well = code == 130 and "stopped before the first step" in output and "Traceback" not in output
+    return [] if is_well else [f"Ctrl-C before the first step: exit code {code}: {output[-400:]}"]
 
 
 def save_and_go_on(bench: Bench, reference: Path) -> list[str]:
