@@ -54,7 +54,7 @@ class LoaderBenchmarkSettings:
     root: str | None = setting(None, "folder with train/<class>/* and val/<class>/*; null = the sample data")
     image_size: int = setting(224, "side of the crops, pixels", minimum=8)
     batch_size: int = setting(64, "images per batch", minimum=1)
-    images: int = setting(1024, "images per pipeline and round, at most one epoch", minimum=1)
+    images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
     rounds: int = setting(5, "interleaved rounds, after one warm-up round", minimum=1)
     workers: list[int] = setting([], "worker counts to try; empty = 1, 2, 4, ... up to the cores")
     others: bool = setting(True, "also the torchvision reference, timm, FFCV and DALI where they are installed")
