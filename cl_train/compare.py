@@ -208,16 +208,19 @@ def compare_runs(
 
 
 def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:
-    """The repeats that both sides have: those ran beside each other, which is what cancels drift.
+    """The repeats (and seeds) that both sides have: those ran beside each other, which is what cancels drift.
 
-    Where a repeat of one side failed, its partner is left out; without any common number all runs stay, as they ran.
+    Where one side's run failed, its partner is left out. Where nothing tells its runs apart, they pair as they ran.
     """
-    common = {run.repeat for run in baseline} & {run.repeat for run in candidate} - {None}
-    if not common:
+    sides = [{_repeat_of(run): run for run in runs} for runs in (baseline, candidate)]
+    common = [key for key in sides[0] if key in sides[1]]
+    if not common or len(sides[0]) < len(baseline) or len(sides[1]) < len(candidate):
         return baseline, candidate
-    by_number = [{run.repeat: run for run in runs if run.repeat in common} for runs in (baseline, candidate)]
-    numbers = sorted(number for number in common if number is not None)
-    return [by_number[0][number] for number in numbers], [by_number[1][number] for number in numbers]
+    return [sides[0][key] for key in common], [sides[1][key] for key in common]
+
+
+def _repeat_of(run: Run) -> str:
+    return json.dumps([run.repeat, {key: value for key, value in run.settings.items() if _changes_training(key)}])
 
 
 def _baseline_first(value: str) -> tuple[bool, str]:

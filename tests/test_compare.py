@@ -296,6 +296,18 @@ def test_repeats_are_paired_by_their_number() -> None:
     assert pair.interval.ratio == pytest.approx(1.5, abs=0.01)
 
 
+def test_seeds_are_repeats_too() -> None:
+    """seed=0,1,2 beside channels_last: three runs a side, all of them the first repeat."""
+    runs = [
+        replace(run_of(speed, channels_last=layout, seed=seed), repeat=1, started_at=float(number))
+        for number, (layout, speed, seed) in enumerate(
+            [("false", 100.0, 0), ("true", 150.0, 0), ("true", 152.0, 1), ("false", 101.0, 1), ("true", 151.0, 2)]
+        )
+    ]
+    [pair] = compare_runs(runs)
+    assert pair.interval is not None and pair.interval.n == 2, "seed 2 has no partner"
+
+
 def write_run(folder: Path, speeds: list[float]) -> None:
     (folder / "config.yaml").write_text(to_yaml(Config()))
     records = [
