@@ -123,6 +123,8 @@ def fork(question: dict[str, Any]) -> int:
     code = 1
     try:
         os.setsid()
+        # As from a terminal: a shell starts its background jobs, such as these tests, with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, log), (2, log)):
