@@ -219,7 +219,8 @@ def test_normalisation_is_one_kernel_per_batch_with_the_right_numbers() -> None:
     raw = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8, device="cuda").permute(0, 3, 1, 2)
     form = DeviceFormat(torch.device("cuda", 0), torch.float16, torch.channels_last)
     for padded in (False, True):
-        found = Normalise(mean, std, form, pad_channels=padded)(raw)
+        normalise = Normalise(mean, std, form, pad_channels=padded)
+        found = normalise(normalise.to_device(raw))
         scale = torch.tensor(std, device="cuda").view(3, 1, 1)
         expected = (raw.float() / 255 - torch.tensor(mean, device="cuda").view(3, 1, 1)) / scale
         torch.testing.assert_close(found[:, :3].float(), expected, rtol=2e-3, atol=2e-3)

@@ -55,10 +55,23 @@ class Normalise:
         self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat, pad_channels: bool = False
     ) -> None:
         self._form, self._channels = form, 4 if pad_channels else 3
-        self._scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=form.device)
-        self._offset = torch.tensor(
-            [-m / s for m, s in zip(mean, std, strict=True)], dtype=torch.float32, device=form.device
+        # Zeros for a fourth channel: whatever is read there becomes zero.
+        scale = [1 / (255 * s) for s in std] + [0.0]
+        offset = [-m / s for m, s in zip(mean, std, strict=True)] + [0.0]
+        self._scale, self._offset = (
+            torch.tensor(values[: self._channels], dtype=torch.float32, device=form.device)
+            for values in (scale, offset)
         )
+
+    def to_device(self, images: Tensor) -> Tensor:
+        """uint8 [N, 3, H, W] from the host's memory in a copy on the device, asynchronously.
+
+        A byte of slack lies behind a copy that is to have four channels: see `four_channel_view`.
+        """
+        if self._channels == 3:
+            return images.to(self._form.device, non_blocking=True)
+        memory = torch.empty(images.numel() + 1, dtype=torch.uint8, device=self._form.device)
+        return memory.as_strided(images.shape, images.stride()).copy_(images, non_blocking=True)
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 [N, 3, H, W] on the device -> float [N, 3 or 4, H, W]; a fourth channel is zero."""
@@ -70,28 +83,46 @@ class Normalise:
             device=form.device,
             memory_format=form.memory_format,
         )
+        wide = four_channel_view(images) if self._channels == 4 else None
         if form.device.type == "cpu":
             self._on_cpu(images, out[:, :3])
         else:
-            self.in_one_kernel(images, out[:, :3])
-        if self._channels == 4:
+            self.in_one_kernel(images if wide is None else wide, out if wide is not None else out[:, :3])
+        if self._channels == 4 and (wide is None or form.device.type == "cpu"):
             out[:, 3].zero_()
         return out
 
     def in_one_kernel(self, images: Tensor, out: Tensor) -> None:
         """uint8 in, `out`'s dtype and layout out, float32 between: on CUDA without any intermediate tensor."""
-        torch.addcmul(self._offset.view(3, 1, 1), images, self._scale.view(3, 1, 1), out=out)
+        shape = (images.shape[1], 1, 1)
+        offset, scale = (values[: images.shape[1]].view(shape) for values in (self._offset, self._scale))
+        torch.addcmul(offset, images, scale, out=out)
 
     def _on_cpu(self, images: Tensor, out: Tensor) -> None:
         """The same in pieces that fit the cache, over rows of W*3 numbers: a broadcast over 3 channels would leave the
         vector units idle, at seven times the price."""
         count, width = images.shape[0], images.shape[3]
-        scale, offset = self._scale.repeat(width), self._offset.repeat(width)
+        scale, offset = self._scale[:3].repeat(width), self._offset[:3].repeat(width)
         for first in range(0, count, _CPU_PIECE):
             piece = images[first : first + _CPU_PIECE].permute(0, 2, 3, 1)
             rows = piece.reshape(-1, width * 3).to(torch.float32)
             torch.addcmul(offset, rows, scale, out=rows)
             out[first : first + _CPU_PIECE].copy_(rows.view(piece.shape).permute(0, 3, 1, 2))
+
+
+def four_channel_view(images: Tensor) -> Tensor | None:
+    """uint8 [N, 3, H, W] in channels_last as [N, 4, H, W] over the same bytes: the fourth is the next pixel's first.
+
+    So one kernel can read three channels and write four. None where the layout is another, or where the last pixel has
+    no byte behind it.
+    """
+    count, channels, height, width = images.shape
+    end = images.storage_offset() + images.numel()
+    if images.stride() != (height * width * channels, 1, width * channels, channels):
+        return None
+    if images.untyped_storage().nbytes() <= end:
+        return None
+    return images.as_strided((count, channels + 1, height, width), images.stride())
 
 
 def on_cpu(batches: Iterator[HostBatch], normalise: Normalise, mix: MixBatch | None) -> Iterator[Batch]:
@@ -112,7 +143,7 @@ def on_cuda(
 
     def start(host: HostBatch) -> None:
         with torch.cuda.stream(side):
-            raw = host.images.to(device, non_blocking=True)
+            raw = normalise.to_device(host.images)
             targets = host.targets.to(device, non_blocking=True)
             after_copy = torch.cuda.Event()
             after_copy.record(side)

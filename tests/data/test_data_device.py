@@ -6,7 +6,7 @@ from torchvision.transforms import v2
 
 from cl_train.config import AugmentConfig, DataConfig
 from cl_train.data import DeviceFormat, build_data
-from cl_train.data.device import Normalise
+from cl_train.data.device import Normalise, four_channel_view
 from cl_train.distributed import Dist
 from tests.data.image_folders import CPU, folder_data, write_folder
 
@@ -57,6 +57,24 @@ def test_a_fourth_channel_is_zero(target):
     four = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, target), pad_channels=True)(raw)
     assert four.shape == (19, 4, 13, 17) and four.is_contiguous(memory_format=target)
     assert torch.equal(four[:, :3], three) and not four[:, 3].any()
+
+
+def test_four_channels_are_written_by_one_kernel_from_three():
+    """What a GPU runs, here on the CPU: the fourth channel reads the next pixel, and the last one the byte of slack."""
+    images = torch.randint(0, 256, (3, 5, 7, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    normalise = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, torch.channels_last), pad_channels=True)
+    copied = normalise.to_device(images)
+    wide = four_channel_view(copied)
+    assert torch.equal(copied, images) and wide.shape == (3, 4, 5, 7)
+    out = torch.full((3, 4, 5, 7), torch.nan).to(memory_format=torch.channels_last)
+    normalise.in_one_kernel(wide, out)
+    torch.testing.assert_close(out, normalise(images), rtol=0, atol=1e-6)
+    assert not out[:, 3].any()
+
+
+def test_without_slack_or_in_another_layout_there_is_no_fourth_channel_to_read():
+    assert four_channel_view(torch.zeros(3, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2)) is None
+    assert four_channel_view(torch.zeros(4, 3, 5, 7, dtype=torch.uint8)[:3]) is None
 
 
 @pytest.mark.parametrize("target", FORMATS)
