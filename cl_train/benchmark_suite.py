@@ -175,13 +175,12 @@ def run_case(case: Case, settings: BenchmarkSettings, device: torch.device) -> d
     workload = replace(workload, batch_size=done.batch_size)
     with switches(workload):
         result |= _speeds(done, model, workload)
+        if settings.detail:
+            result["milliseconds_by_kind"] = {layout.name: _detail(model, layout, workload) for layout in layouts}
     is_too_busy = device.type == "cpu" and (done.others_pct or 0.0) >= TOO_BUSY_PCT
     if is_too_busy or result.get("parity", {}).get("passed") is False:
         for pair in result["pairs"]:
             pair["verdict"] = "not_comparable"
-    if settings.detail:
-        with switches(workload):
-            result["milliseconds_by_kind"] = {layout.name: _detail(model, layout, workload) for layout in layouts}
     return result
 
 

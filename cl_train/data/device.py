@@ -55,13 +55,11 @@ class Normalise:
         self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat, pad_channels: bool = False
     ) -> None:
         self._form, self._channels = form, 4 if pad_channels else 3
-        # Zeros for a fourth channel: whatever is read there becomes zero.
-        scale = [1 / (255 * s) for s in std] + [0.0]
-        offset = [-m / s for m, s in zip(mean, std, strict=True)] + [0.0]
-        self._scale, self._offset = (
-            torch.tensor(values[: self._channels], dtype=torch.float32, device=form.device)
-            for values in (scale, offset)
-        )
+        # Of four channels, the fourth with zeros: whatever is read there becomes zero.
+        scale = [*(1 / (255 * s) for s in std), 0.0]
+        offset = [*(-m / s for m, s in zip(mean, std, strict=True)), 0.0]
+        self._scale = torch.tensor(scale, dtype=torch.float32, device=form.device)
+        self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
     def to_device(self, images: Tensor) -> Tensor:
         """uint8 [N, 3, H, W] from the host's memory in a copy on the device, asynchronously.
@@ -83,12 +81,16 @@ class Normalise:
             device=form.device,
             memory_format=form.memory_format,
         )
-        wide = four_channel_view(images) if self._channels == 4 else None
-        if form.device.type == "cpu":
+        is_cpu = form.device.type == "cpu"
+        wide = four_channel_view(images) if self._channels == 4 and not is_cpu else None
+        if wide is not None:
+            self.in_one_kernel(wide, out)
+            return out
+        if is_cpu:
             self._on_cpu(images, out[:, :3])
         else:
-            self.in_one_kernel(images if wide is None else wide, out if wide is not None else out[:, :3])
-        if self._channels == 4 and (wide is None or form.device.type == "cpu"):
+            self.in_one_kernel(images, out[:, :3])
+        if self._channels == 4:
             out[:, 3].zero_()
         return out
 

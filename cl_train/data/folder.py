@@ -78,7 +78,7 @@ def read_folder(root: Path, cache: Path | None = None) -> Folder:
         return known
     folder = _list_folder(root)
     if cache is not None and len(folder.train) + len(folder.val) >= _CACHED_FROM:
-        write_index(cache, root, folder)
+        write_index(cache, folder)
     return folder
 
 
@@ -99,9 +99,9 @@ def index_path(root: Path) -> Path:
     return cache_folder() / f"index-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.npz"
 
 
-def write_index(cache: Path, root: Path, folder: Folder) -> None:
+def write_index(cache: Path, folder: Folder) -> None:
     """Keep the list, with every folder's modification time. Without a word where the cache cannot be written."""
-    folders = _folders_of(root, folder)
+    folders = _folders_of(folder)
     times = _modified_ns(folders)
     if time.time_ns() - int(times.max()) < _SETTLED_NS:  # a change within the clock's grain would go unseen
         return
@@ -136,7 +136,7 @@ def _stored_split(stored: Mapping[str, Any], root: Path, name: str) -> Split:
     return Split(root / name, stored[f"{name}_names"].tobytes(), stored[f"{name}_starts"], stored[f"{name}_labels"])
 
 
-def _folders_of(root: Path, folder: Folder) -> list[bytes]:
+def _folders_of(folder: Folder) -> list[bytes]:
     """Both split folders and everything below them that is a folder: a new image changes one of their times.
 
     Class folders are walked one by one, as any of them may be a link.

@@ -151,7 +151,7 @@ def test_a_broken_index_is_no_index(settled):
 
 def test_a_folder_that_changed_just_now_is_not_kept(tmp_path):
     root = write_folder(tmp_path / "data", train=2, val=2)
-    write_index(tmp_path / "index.npz", root, read_folder(root))
+    write_index(tmp_path / "index.npz", read_folder(root))
     assert not (tmp_path / "index.npz").exists()
 
 
