@@ -4,7 +4,8 @@
     python train.py -m channels_last=true,false repeats=3    compare the layouts; ends in a verdict
     torchrun --standalone --nproc-per-node=8 train.py data=imagenet data.root=/datasets/imagenet model=resnet50
 
-`python train.py --help` lists the settings. This file is short on purpose: the program is `train` in cl_train/loop.py.
+`python train.py --help` lists the settings. This file is short on purpose: the loop is `train` in
+cl_train/training/loop.py.
 """
 
 import sys
@@ -12,15 +13,15 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from cl_train.command_line import check_command_line, requested_folder, run_folder
-from cl_train.config import ConfigError, load, stop_with
-from cl_train.run_folder import check_writable
+from cl_train.config.command_line import check_command_line, requested_folder, run_folder
+from cl_train.config.schema import ConfigError, load, stop_with
+from cl_train.system.run_folder import check_writable
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(raw: DictConfig) -> None:
-    from cl_train.loop import run
-    from cl_train.signals import ignore_stop_signals
+    from cl_train.system.signals import ignore_stop_signals
+    from cl_train.training.loop import run
 
     try:
         code = run(load(raw), run_folder())
@@ -34,11 +35,11 @@ if __name__ == "__main__":
     try:
         runs = check_command_line(sys.argv[1:])
         if runs:  # none for --help, --cfg and tab completion, which should not wait for torch
-            from cl_train import loop
+            from cl_train.training import loop
 
             loop.check(runs)
             if "-m" in sys.argv or "--multirun" in sys.argv:
-                from cl_train.launcher import run_sweep
+                from cl_train.comparison.sweep import run_sweep
 
                 sys.exit(run_sweep(sys.argv[1:]))
             check_writable(requested_folder(sys.argv[1:]))  # Hydra itself would fail with a traceback

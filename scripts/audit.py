@@ -24,11 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scrip
 import torch
 from torch import nn
 
-from cl_train import memory_format, models, operator_table
-from cl_train.audit import audit
-from cl_train.averaging import WeightAverage
-from cl_train.compiled_layout import compiled_graphs
-from cl_train.config import (
+from cl_train.config.schema import (
     AugmentConfig,
     ConfigError,
     DataConfig,
@@ -40,12 +36,25 @@ from cl_train.config import (
 from cl_train.data import build_data
 from cl_train.data.augment import label_mix
 from cl_train.data.device import DeviceFormat
-from cl_train.distributed import Dist, choose_device
-from cl_train.layout_report import LayoutReport, markdown_table
-from cl_train.optim import build_optimizer
-from cl_train.precision import MasterWeights, Precision, autocast, cast_model, resolve_precision, trainable_parameters
-from cl_train.step import loss_of
-from cl_train.surroundings import Mix, surroundings
+from cl_train.memory_format import convert as memory_format
+from cl_train.memory_format import operators as operator_table
+from cl_train.memory_format.audit import audit
+from cl_train.memory_format.audit_report import LayoutReport, markdown_table
+from cl_train.memory_format.inductor import compiled_graphs
+from cl_train.memory_format.training_path import Mix, surroundings
+from cl_train.models import registry as models
+from cl_train.step.ema import WeightAverage
+from cl_train.step.optim import build_optimizer
+from cl_train.step.precision import (
+    MasterWeights,
+    Precision,
+    autocast,
+    cast_model,
+    resolve_precision,
+    trainable_parameters,
+)
+from cl_train.step.train_step import loss_of
+from cl_train.system.distributed import Dist, choose_device
 
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 

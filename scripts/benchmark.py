@@ -8,7 +8,7 @@
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is narrow enough
 (target_ci) or the time is over (time_limit_s). The step is training's own, loss scaling included. Before that the
 layouts are checked to compute the same. The last line is the result as JSON.
-Settings: see BenchmarkSettings in cl_train/benchmark_suite.py; --help lists them.
+Settings: see BenchmarkSettings in cl_train/comparison/suite.py; --help lists them.
 Exit codes: 0 done, 1 a combination failed or a gain fell below the baseline, 2 wrong usage.
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/benchmark.py` from a bare checkout
 
-from cl_train.config import ConfigError, from_mapping, setting_fields, settings_from_arguments, stop_with
+from cl_train.config.schema import ConfigError, from_mapping, setting_fields, settings_from_arguments, stop_with
 
 
 def main(words: list[str]) -> int:
-    from cl_train.benchmark_suite import (
+    from cl_train.comparison.suite import (
         BenchmarkSettings,
         blind_spots,
         check_gate,

@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/compare.py` from a bare checkout
 
-from cl_train.compare import Pair, compare_pair, compare_runs
-from cl_train.comparison_report import Comparison, FailedJob, as_markdown, write_report
-from cl_train.config import PRECISIONS, Config, ConfigError, setting_fields, stop_with, suggest
-from cl_train.run_records import Run, read_run
+from cl_train.comparison.pairs import Pair, compare_pair, compare_runs
+from cl_train.comparison.report import Comparison, FailedJob, as_markdown, write_report
+from cl_train.comparison.run_records import Run, read_run
+from cl_train.config.schema import PRECISIONS, Config, ConfigError, setting_fields, stop_with, suggest
 
 
 def main(words: list[str]) -> int:
@@ -60,7 +60,7 @@ def check_words(by: str | None, precision: str) -> None:
 def report(folders: list[Path], by: str | None, output: Path | None, failures: dict[str, str]) -> None:
     """Pair, judge, write and print."""
     if len(folders) == 1 and (folders[0] / "sweep.json").is_file():
-        from cl_train.launcher import report as report_sweep
+        from cl_train.comparison.sweep import report as report_sweep
 
         report_sweep(folders[0], by, whole=True, output=output, parity_failures=failures)
         return
@@ -110,10 +110,10 @@ def parity_failures(model_name: str, precision_name: str, image_size: int | None
     """What the report says of a model whose layouts differ; empty where they agree. Prints the outcome."""
     import torch
 
-    from cl_train.distributed import choose_device
-    from cl_train.models import build_model, usual_image_size
-    from cl_train.parity import check_parity, fitting_image_size
-    from cl_train.precision import resolve_precision
+    from cl_train.comparison.parity import check_parity, fitting_image_size
+    from cl_train.models.registry import build_model, usual_image_size
+    from cl_train.step.precision import resolve_precision
+    from cl_train.system.distributed import choose_device
 
     device = choose_device("auto")
     torch.manual_seed(0)

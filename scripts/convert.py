@@ -6,7 +6,7 @@
     python scripts/convert.py program.pt2 program-nhwc.pt2                       an exported program
     python scripts/convert.py a.pth b.pth memory_format=contiguous               and back
 
-`cl_train.file_conversion.load_model(path)` loads a file in its recorded layout. Exit codes: 1, values or outputs
+`cl_train.models.convert_file.load_model(path)` loads a file in its recorded layout. Exit codes: 1, values or outputs
 differ; 2, wrong usage or an unreadable file.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/convert.py` from a bare checkout
 
-from cl_train.config import ConfigError, setting, settings_from_arguments, stop_with
-from cl_train.file_conversion import convert_file
+from cl_train.config.schema import ConfigError, setting, settings_from_arguments, stop_with
+from cl_train.models.convert_file import convert_file
 
 
 @dataclass

@@ -5,7 +5,7 @@
     python scripts/loader_benchmark.py gpu_images_per_s=7000               how many cores would feed that rate
 
 The last line is the result as JSON; output=FILE writes it there too. Keys: see LoaderBenchmarkSettings in
-cl_train/loader_benchmark.py.
+cl_train/comparison/loader_speed.py.
 Exit codes: 0 done, 2 wrong usage.
 """
 
@@ -17,14 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cl_train.config import ConfigError, settings_from_arguments, stop_with
+from cl_train.config.schema import ConfigError, settings_from_arguments, stop_with
 
 
 def main(words: list[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(__doc__)
         return 0
-    from cl_train.loader_benchmark import LoaderBenchmarkSettings, benchmark, table
+    from cl_train.comparison.loader_speed import LoaderBenchmarkSettings, benchmark, table
 
     settings = settings_from_arguments(LoaderBenchmarkSettings, words)
     result = benchmark(settings)

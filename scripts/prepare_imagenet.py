@@ -20,7 +20,7 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cl_train.config import ConfigError, setting_fields, settings_from_arguments, stop_with, suggest
+from cl_train.config.schema import ConfigError, setting_fields, settings_from_arguments, stop_with, suggest
 
 COMMANDS = ("tars", "verify", "resize")
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def parse(command: str, schema: type[T], arguments: list[str]) -> T:
 
 
 def unpack(arguments: list[str]) -> int:
-    from cl_train.imagenet import PrepareSettings, prepare
+    from cl_train.imagenet.archives import PrepareSettings, prepare
 
     settings = parse("tars", PrepareSettings, arguments)
     counts = prepare(settings)
@@ -54,8 +54,8 @@ def unpack(arguments: list[str]) -> int:
 
 
 def verify(arguments: list[str]) -> int:
-    from cl_train.verification import VerifySettings
-    from cl_train.verification import verify as check
+    from cl_train.imagenet.verify import VerifySettings
+    from cl_train.imagenet.verify import verify as check
 
     report = check(parse("verify", VerifySettings, arguments))
     for split, images in report.images.items():
@@ -69,7 +69,7 @@ def verify(arguments: list[str]) -> int:
 
 
 def resize(arguments: list[str]) -> int:
-    from cl_train.data.resize import ResizeSettings, resize_folder
+    from cl_train.imagenet.resize import ResizeSettings, resize_folder
 
     print(resize_folder(**dataclasses.asdict(parse("resize", ResizeSettings, arguments))))
     return 0

@@ -32,11 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scrip
 
 import torch
 
-from cl_train import models, zoo, zoo_table
-from cl_train.config import ConfigError, stop_with, suggest
-from cl_train.distributed import choose_device
-from cl_train.environment import describe_environment, device_name
-from cl_train.precision import resolve_precision
+from cl_train.comparison import zoo, zoo_table
+from cl_train.config.schema import ConfigError, stop_with, suggest
+from cl_train.models import registry as models
+from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import choose_device
+from cl_train.system.environment import describe_environment, device_name
 
 
 def main() -> int:
@@ -122,7 +123,7 @@ def chosen_models(words: str) -> list[str]:
 def rows(names: list[str], look: zoo.Look, jobs: int, timeout_s: float) -> Iterator[dict[str, Any]]:
     """A row for each model as it is done, each from a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cl_train.zoo"])  # importing torch takes longer than most models
+    context.set_forkserver_preload(["cl_train.comparison.zoo"])  # importing torch takes longer than most models
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(_in_own_process, context, name, look, jobs, timeout_s) for name in names]
         for future in as_completed(futures):

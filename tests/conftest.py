@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cl_train.command_line import check_command_line
-from cl_train.config import Config
+from cl_train.config.command_line import check_command_line
+from cl_train.config.schema import Config
 
 # Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -71,7 +71,7 @@ def tiny(image_folder: Path) -> Callable[..., Config]:
 @pytest.fixture
 def train(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Run]:
     """Run the real loop with overrides, in this process; gives its folder's records."""
-    from cl_train.loop import train as loop_train
+    from cl_train.training.loop import train as loop_train
 
     def run(*overrides: str, folder: Path | None = None) -> Run:
         where = folder or tmp_path / f"run-{len(list(tmp_path.iterdir()))}"

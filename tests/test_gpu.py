@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.assembly import Assembly, assemble
-from cl_train.batch_size import settle_batch_size
-from cl_train.config import Config, load
+from cl_train.config.schema import Config, load
 from cl_train.data import AugmentConfig, Batch, DataConfig, DeviceFormat, build_data
 from cl_train.data.device import HostBatch, Normalise, on_cuda
-from cl_train.distributed import Dist
-from cl_train.memory_format import classify
-from cl_train.models import build_model
-from cl_train.optim import set_lr
-from cl_train.precision import apply_tf32, resolve_precision
-from cl_train.run_state import collect, restore
+from cl_train.memory_format.convert import classify
+from cl_train.models.registry import build_model
+from cl_train.step.optim import set_lr
+from cl_train.step.precision import apply_tf32, resolve_precision
+from cl_train.system.distributed import Dist
+from cl_train.training.batch_size import settle_batch_size
+from cl_train.training.run_state import collect, restore
+from cl_train.training.setup import Assembly, assemble
 from tests.conftest import Run
 
 pytestmark = [
@@ -163,7 +163,7 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
 
 
 def test_evaluation_between_replays_changes_nothing() -> None:
-    from cl_train.step import evaluate
+    from cl_train.step.train_step import evaluate
 
     plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
     expected = train(plain, 12)
@@ -283,7 +283,7 @@ def test_a_run_on_jpegs_with_a_graph(train_on_gpu: Callable[..., Run]) -> None:
 
 @pytest.fixture
 def train_on_gpu(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Run]:
-    from cl_train.loop import train as loop_train
+    from cl_train.training.loop import train as loop_train
 
     def run(*words: str) -> Run:
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.command_line import check_command_line
+from cl_train.config.command_line import check_command_line
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

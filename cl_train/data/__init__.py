@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from cl_train.config import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.augment import image_augment, label_mix
 from cl_train.data.crops import CropRange, default_val_resize
 from cl_train.data.device import Batch, DeviceFormat, HostBatch, MixLabels
@@ -19,7 +19,7 @@ from cl_train.data.loader import BadImageError, FolderData, LoaderSettings, shar
 from cl_train.data.sample import ensure_sample
 from cl_train.data.synthetic import SyntheticData
 from cl_train.data.workers import WorkerError
-from cl_train.distributed import Dist
+from cl_train.system.distributed import Dist
 
 DATA_DIR = Path(__file__).resolve().parent.parent.parent / "data"
 _MOST_WORKERS = 16

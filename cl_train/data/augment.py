@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cl_train.config import AugmentConfig
+from cl_train.config.schema import AugmentConfig
 from cl_train.data.device import MixLabels
 from cl_train.data.order import batch_generator
 

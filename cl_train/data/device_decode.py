@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from cl_train.config import ConfigError
+from cl_train.config.schema import ConfigError
 from cl_train.data import crops
 from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.data.device import Batch, DeviceFormat, Normalise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
-from cl_train.config import ConfigError
+from cl_train.config.schema import ConfigError
 
 FOLDER = "imagenette2-320"  # as in the archive
 

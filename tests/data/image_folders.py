@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cl_train.config import AugmentConfig, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import DeviceFormat, build_data
 from cl_train.data.loader import FolderData
-from cl_train.distributed import Dist
+from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")
 FLOAT_CHANNELS_LAST = DeviceFormat(CPU, torch.float32, torch.channels_last)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from cl_train.config import AugmentConfig, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import DeviceFormat, build_data
 from cl_train.data.device import Normalise, four_channel_view
-from cl_train.distributed import Dist
+from cl_train.system.distributed import Dist
 from tests.data.image_folders import CPU, folder_data, write_folder
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

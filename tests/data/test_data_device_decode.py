@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from cl_train.config import AugmentConfig, ConfigError
+from cl_train.config.schema import AugmentConfig, ConfigError
 from cl_train.data import BadImageError, device_decode
 from cl_train.data.decode import Encoded
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, encoded, folder_data, jpeg, noise, write_folder

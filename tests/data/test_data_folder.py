@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from cl_train.config import ConfigError
+from cl_train.config.schema import ConfigError
 from cl_train.data import folder as folder_module
 from cl_train.data.folder import read_folder, read_index, write_index
 from tests.data.image_folders import folder_data, jpeg, write_folder

@@ -3,7 +3,7 @@
 import pytest
 import torchvision
 
-from cl_train.config import ConfigError
+from cl_train.config.schema import ConfigError
 from cl_train.data.imagenette import ensure_imagenette
 
 

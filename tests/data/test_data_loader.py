@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cl_train.config import AugmentConfig, ConfigError
+from cl_train.config.schema import AugmentConfig, ConfigError
 from cl_train.data import WorkerError
 from cl_train.data.images import ImageReader
 from tests.data.image_folders import (

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from cl_train.config import AugmentConfig
+from cl_train.config.schema import AugmentConfig
 from cl_train.data import crops
 from cl_train.data.decode import Encoded
 from cl_train.data.folder import read_folder

@@ -10,9 +10,9 @@ from pathlib import Path
 from forkserver import ForkServer
 from outcome import Outcome
 
-from cl_train.config import ConfigError
-from cl_train.imagenet import PrepareSettings, prepare
-from cl_train.verification import VerifySettings, verify
+from cl_train.config.schema import ConfigError
+from cl_train.imagenet.archives import PrepareSettings, prepare
+from cl_train.imagenet.verify import VerifySettings, verify
 from tests.imagenet_archives import HOSTILE, make_archives
 
 WNIDS = tuple(f"n{90_000_000 + number}" for number in range(12))

@@ -17,8 +17,8 @@ import torch
 from forkserver import ForkServer
 from outcome import Outcome
 
-from cl_train import checkpoint
-from cl_train.checkpoint import CheckpointError, CheckpointStore, load, save
+from cl_train.system import checkpoint_file as checkpoint
+from cl_train.system.checkpoint_file import CheckpointError, CheckpointStore, load, save
 
 EIGHT_MB = 2_000_000  # float32 values
 

@@ -95,8 +95,8 @@ def serve() -> None:
     import tiny  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
-    import cl_train.auto
-    import cl_train.loop  # noqa: F401
+    import cl_train.comparison.auto
+    import cl_train.training.loop  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:

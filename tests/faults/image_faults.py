@@ -17,11 +17,11 @@ import torch
 from outcome import Outcome
 from PIL import Image
 
-from cl_train.config import AugmentConfig, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import build_data
 from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.data.device import DeviceFormat
-from cl_train.distributed import Dist
+from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")
 ALONE = Dist(0, 0, 1, CPU)

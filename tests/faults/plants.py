@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-import cl_train.assembly
-import cl_train.checkpoint
 import cl_train.data.images
-import cl_train.loop
-import cl_train.step
+import cl_train.step.train_step
+import cl_train.system.checkpoint_file
+import cl_train.training.loop
+import cl_train.training.setup
 
 
 def number(name: str, default: int = 0) -> int:
@@ -29,18 +29,18 @@ def here() -> bool:
 
 def slow_steps() -> None:
     """Each step takes PLANT_MS milliseconds more, so that a signal from outside finds the run at work."""
-    original = cl_train.assembly.train_step
+    original = cl_train.training.setup.train_step
 
     def train_step(*arguments: Any) -> Any:
         time.sleep(number("MS", 20) / 1000)
         return original(*arguments)
 
-    cl_train.assembly.train_step = train_step
+    cl_train.training.setup.train_step = train_step
 
 
 def signal_after_save() -> None:
     """Send PLANT_SIGNAL to this process when the checkpoint of step PLANT_STEP is on the disk."""
-    original = cl_train.loop.save
+    original = cl_train.training.loop.save
 
     def save(store: Any, assembly: Any, progress: Any, *rest: Any, **named: Any) -> None:
         original(store, assembly, progress, *rest, **named)
@@ -49,12 +49,12 @@ def signal_after_save() -> None:
             os.kill(os.getpid(), number("SIGNAL"))
             time.sleep(0.02)
 
-    cl_train.loop.save = save
+    cl_train.training.loop.save = save
 
 
 def bad_loss() -> None:
     """The loss of steps PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1 is PLANT_VALUE, on rank PLANT_RANK only."""
-    original, calls = cl_train.step.loss_of, [0]
+    original, calls = cl_train.step.train_step.loss_of, [0]
     first, last = number("STEP"), number("STEP") + number("COUNT", 1)
 
     def loss_of(output: Any, *rest: Any) -> torch.Tensor:
@@ -65,12 +65,12 @@ def bad_loss() -> None:
                 return loss * float(os.environ["PLANT_VALUE"])
         return loss
 
-    cl_train.step.loss_of = loss_of
+    cl_train.step.train_step.loss_of = loss_of
 
 
 def bad_gradient() -> None:
     """One gradient of steps PLANT_STEP to ... holds PLANT_VALUE, on rank PLANT_RANK, before ranks exchange them."""
-    original, calls = cl_train.assembly.train_step, [0]
+    original, calls = cl_train.training.setup.train_step, [0]
     first, last = number("STEP"), number("STEP") + number("COUNT", 1)
 
     def train_step(parts: Any, micro_batches: Any) -> Any:
@@ -84,12 +84,12 @@ def bad_gradient() -> None:
                 handle.remove()
         return original(parts, micro_batches)
 
-    cl_train.assembly.train_step = train_step
+    cl_train.training.setup.train_step = train_step
 
 
 def bad_images() -> None:
     """The images of step PLANT_STEP are NaN: loss, gradients and BatchNorm's statistics go bad together."""
-    original, calls = cl_train.assembly.train_step, [0]
+    original, calls = cl_train.training.setup.train_step, [0]
 
     def train_step(parts: Any, micro_batches: Any) -> Any:
         calls[0] += 1
@@ -98,12 +98,12 @@ def bad_images() -> None:
                 batch.images.fill_(float("nan"))
         return original(parts, micro_batches)
 
-    cl_train.assembly.train_step = train_step
+    cl_train.training.setup.train_step = train_step
 
 
 def full_disk() -> None:
     """Writing the checkpoints of steps PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1 fails half way: no space left."""
-    original = cl_train.checkpoint.os.fsync
+    original = cl_train.system.checkpoint_file.os.fsync
     first, last = number("STEP"), number("STEP") + number("COUNT", 1)
 
     def fsync(descriptor: int) -> None:
@@ -113,7 +113,7 @@ def full_disk() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(descriptor)
 
-    cl_train.checkpoint.os.fsync = fsync  # type: ignore[assignment]
+    cl_train.system.checkpoint_file.os.fsync = fsync  # type: ignore[assignment]
 
 
 def worker_raises() -> None:
@@ -144,7 +144,7 @@ def worker_exits() -> None:
 
 def check_layout() -> None:
     """Each step: 4-D weights have the strides of PLANT_FORMAT, and optimizer state those of its weight."""
-    original = cl_train.assembly.train_step
+    original = cl_train.training.setup.train_step
 
     def train_step(parts: Any, micro_batches: Any) -> Any:
         layout = getattr(torch, os.environ["PLANT_FORMAT"])
@@ -157,7 +157,7 @@ def check_layout() -> None:
                         assert value.stride() == parameter.stride(), (value.stride(), parameter.stride())
         return original(parts, micro_batches)
 
-    cl_train.assembly.train_step = train_step
+    cl_train.training.setup.train_step = train_step
 
 
 def clock_jumps_back() -> None:
@@ -178,4 +178,4 @@ def slow_data() -> None:
         print("reading the data", flush=True)
         time.sleep(30)
 
-    cl_train.loop.build_data = build_data
+    cl_train.training.loop.build_data = build_data

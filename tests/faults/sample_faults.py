@@ -8,11 +8,11 @@ import tiny
 import torch
 from outcome import Outcome
 
-from cl_train.config import AugmentConfig, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.data.order import permutation, rank_share
-from cl_train.distributed import Dist
+from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")
 

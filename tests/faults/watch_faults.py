@@ -13,7 +13,7 @@ from outcome import Outcome
 from rank_faults import finish, start_ranks
 from run_faults import Bench, newest_step, wait_for
 
-from cl_train.checkpoint import load
+from cl_train.system.checkpoint_file import load
 
 
 def bad_numbers(bench: Bench, seed: int, full: bool) -> Outcome:

@@ -1,0 +1,276 @@
+"""Models by name: torchvision's classification zoo, timm's, or the user's own function."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from cl_train.config.schema import ConfigError, suggest
+from cl_train.models.saved_models import read as read_saved_model
+
+log = logging.getLogger(__name__)
+
+
+def model_names() -> list[str]:
+    """All classification models of torchvision."""
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+def usual_image_size(name: str) -> int:
+    """Pixels a side that `name` was made for: 299 of inception_v3, 224 of all others."""
+    return 299 if name == "inception_v3" else 224
+
+
+def check_model(name: str, weights: str | None = None) -> None:
+    """Refuse an unknown model or weights before any work.
+
+    Raises:
+        ConfigError: with the nearest known names.
+    """
+    if ":" in name:
+        _user_function(name)
+    elif name.startswith("timm/"):
+        timm = _import_timm(name)
+        if not timm.is_model(name.removeprefix("timm/").split(".")[0]):
+            near = suggest(name, [f"timm/{known}" for known in timm.list_models()])
+            raise ConfigError(f"model={name}: timm has no such model{near}")
+    elif name not in model_names():
+        raise ConfigError(
+            f"model={name}: torchvision has no classification model of that name{suggest(name, model_names())} "
+            "(timm's are model=timm/<name>, your own model=package.module:function)"
+        )
+    if weights is not None and _is_file(weights) and not Path(weights).is_file():
+        raise ConfigError(f"weights={weights}: no such file")
+    if weights is not None and not _is_file(weights) and ":" in name:
+        raise ConfigError(f"weights={weights}: a model of your own has no named weights; give a file")
+    if weights is not None and not _is_file(weights) and ":" not in name and not name.startswith("timm/"):
+        _torchvision_weights(name, weights)
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    weights: str | None = None,
+    image_size: int | None = None,
+    keep_classifier: bool = False,
+) -> nn.Module:
+    """Build a model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
+
+    Args:
+        name: a torchvision name, `timm/<name>`, or `package.module:function`, a function that takes `num_classes`.
+        weights: a weights name of the zoo (downloads them), or a file with a state dict; the classifier is replaced
+            when its number of classes differs.
+        image_size: side of the input in pixels; vision transformers are built for it.
+        keep_classifier: refuse weights of another number of classes: a new classifier has nothing to evaluate.
+
+    Raises:
+        ConfigError: unknown names, with suggestions; weights that do not fit.
+    """
+    check_model(name, weights)
+    from_file = weights is not None and _is_file(weights)
+    if ":" in name:
+        model = _build_user_model(name, num_classes)
+    elif name.startswith("timm/"):
+        pretrained = weights is not None and not from_file
+        model = _import_timm(name).create_model(
+            name.removeprefix("timm/"), pretrained=pretrained, num_classes=num_classes
+        )
+    else:
+        try:
+            model = _build_torchvision_model(name, num_classes, None if from_file else weights, image_size)
+        except (AssertionError, ValueError) as error:  # a size that is no multiple of a transformer's patches
+            raise ConfigError(f"model={name} cannot be built for images of {image_size} px ({error})") from error
+    is_new = False
+    if from_file:
+        assert weights is not None
+        is_new = load_weights_file(model, Path(weights))
+    elif weights is not None:
+        is_new = num_classes != _zoo_classes(name, weights)
+    if is_new and keep_classifier:
+        raise ConfigError(f"weights={weights} have another number of classes than the data ({num_classes})")
+    return model
+
+
+def _zoo_classes(name: str, weights: str) -> int:
+    """Classes of a zoo's pretrained weights."""
+    if name.startswith("timm/"):
+        return int(_import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes)
+    return len(_torchvision_weights(name, weights).meta["categories"])
+
+
+def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *, training: bool = True) -> None:
+    """Refuse an image size (or a batch of one) that a zoo model cannot take, in milliseconds and without memory.
+
+    Shapes alone are computed, on the meta device; a user's own model may hold what that device lacks and is not tried.
+
+    Raises:
+        ConfigError: with torch's reason.
+    """
+    if ":" in name:
+        return
+    shapes_only = copy.deepcopy(model).to("meta").train(training)
+    try:
+        shapes_only(torch.empty(batch_size, 3, image_size, image_size, device="meta"))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        purpose = "train on" if training else "evaluate"
+        raise ConfigError(
+            f"model={name} cannot {purpose} batches of {batch_size} images of {image_size} px ({reason}); "
+            "change data.image_size or batch_size"
+        ) from error
+
+
+def _build_torchvision_model(name: str, num_classes: int, weights: str | None, image_size: int | None) -> nn.Module:
+    options: dict[str, Any] = {}
+    if name in ("inception_v3", "googlenet") and weights is None:
+        # Said outright because torchvision warns that the default of init_weights will change.
+        options |= {"init_weights": True, "aux_logits": True}
+    if name.startswith("vit_") and weights is None and image_size is not None:
+        options["image_size"] = image_size
+    if weights is None:
+        return torchvision.models.get_model(name, num_classes=num_classes, **options)
+    model = torchvision.models.get_model(name, weights=_torchvision_weights(name, weights), **options)
+    replace_classifier(model, num_classes)
+    return model
+
+
+def _torchvision_weights(name: str, weights: str) -> Any:
+    choices = torchvision.models.get_model_weights(name)
+    if weights == "DEFAULT":
+        return choices.DEFAULT
+    if weights not in choices.__members__:
+        known = ["DEFAULT", *choices.__members__]
+        raise ConfigError(
+            f"weights={weights}: neither a file nor weights of {name}{suggest(weights, known)} "
+            f"(there are {', '.join(known)})"
+        )
+    return choices[weights]
+
+
+def replace_classifier(model: nn.Module, num_classes: int) -> None:
+    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op where it has them already.
+
+    A classifier is the last Linear, or the 1x1 Conv2d of SqueezeNet; Inception and GoogLeNet have auxiliary ones.
+    """
+    pretrained_classes = _output_features(_last_classifier(model)[2])
+    for head in _classifiers(model):
+        owner, name, layer = head
+        if _output_features(layer) != pretrained_classes or pretrained_classes == num_classes:
+            continue
+        if isinstance(layer, nn.Linear):
+            setattr(owner, name, nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None))
+        else:
+            assert isinstance(layer, nn.Conv2d)
+            setattr(owner, name, nn.Conv2d(layer.in_channels, num_classes, kernel_size=1))
+    if hasattr(model, "num_classes"):
+        model.num_classes = num_classes  # type: ignore[assignment] # a plain number, whatever nn.Module declares
+
+
+def _classifiers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    heads = [_last_classifier(model)]
+    for name in ("AuxLogits", "aux1", "aux2"):
+        auxiliary = getattr(model, name, None)
+        if isinstance(auxiliary, nn.Module):
+            heads.append(_last_classifier(auxiliary))
+    return heads
+
+
+def _last_classifier(model: nn.Module) -> tuple[nn.Module, str, nn.Module]:
+    is_squeezenet = type(model).__name__ == "SqueezeNet"
+    found = ""
+    for name, module in model.named_modules():
+        if name.split(".")[0] in ("AuxLogits", "aux1", "aux2"):
+            continue
+        is_pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)
+        if isinstance(module, nn.Linear) or (is_squeezenet and is_pointwise):
+            found = name
+    assert found, f"{type(model).__name__} has no classifier"
+    owner, _, leaf = found.rpartition(".")
+    return model.get_submodule(owner), leaf, model.get_submodule(found)
+
+
+def _output_features(layer: nn.Module) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else int(layer.out_channels)  # type: ignore[arg-type]
+
+
+def _is_file(weights: str) -> bool:
+    return Path(weights).suffix in (".pt", ".pth", ".bin", ".safetensors") or Path(weights).is_file()
+
+
+def load_weights_file(model: nn.Module, path: Path) -> bool:
+    """Load a file of weights of any kind that `saved_models` reads into `model`, whose layout stays.
+
+    A classifier of another number of classes is left as it was initialised; True then.
+
+    Raises:
+        ConfigError: not a file of weights, or shapes that do not fit.
+    """
+    state = read_saved_model(path).weights()
+    own = model.state_dict()
+    other_shape = {name for name, value in state.items() if name in own and own[name].shape != value.shape}
+    new_head = other_shape & _classifier_parameters(model) if other_shape else set()
+    if new_head == other_shape:
+        state = {name: value for name, value in state.items() if name not in new_head}
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:4])
+        raise ConfigError(f"weights={path} do not fit the model: {reason}") from error
+    absent = set(missing) - new_head
+    if absent or unexpected:
+        raise ConfigError(
+            f"weights={path} do not fit the model: {len(absent)} of its tensors are not in the file"
+            f" ({', '.join(sorted(absent)[:3])}), {len(unexpected)} of the file are not its own"
+            f" ({', '.join(unexpected[:3])})"
+        )
+    if new_head:
+        log.info("weights=%s: the classifier has other classes and starts anew (%s)", path, ", ".join(sorted(new_head)))
+    return bool(new_head)
+
+
+def _classifier_parameters(model: nn.Module) -> set[str]:
+    owned = {id(parameter) for _, _, layer in _classifiers(model) for parameter in layer.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
+
+
+def _import_timm(name: str) -> Any:
+    try:
+        return importlib.import_module("timm")
+    except ImportError:
+        raise ConfigError(f"model={name}: timm is not installed; pip install timm") from None
+
+
+def _user_function(name: str) -> Callable[..., nn.Module]:
+    module_name, _, function_name = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the user's package lies where they stand
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's own code does when it is imported
+        what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model={name}: cannot import '{module_name}' from here ({what})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = suggest(function_name, [known for known in vars(module) if not known.startswith("_")])
+        raise ConfigError(f"model={name}: module '{module_name}' has no function '{function_name}'{near}")
+    return function
+
+
+def _build_user_model(name: str, num_classes: int) -> nn.Module:
+    try:
+        model = _user_function(name)(num_classes=num_classes)
+    except TypeError as error:
+        raise ConfigError(f"model={name} must be a function that takes num_classes ({error})") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    return model

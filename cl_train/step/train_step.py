@@ -1,0 +1,183 @@
+"""One optimizer step and one evaluation pass: no logging, no clock, no files.
+
+The order is that of the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update
+-> zero_grad. Everything returned stays on the device; the host does not wait here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cl_train.data import Batch
+from cl_train.step.precision import MasterWeights, Precision, autocast
+
+INCEPTION_AUX_WEIGHT = 0.4  # Szegedy et al. 2015 (v3), as in torchvision's references
+GOOGLENET_AUX_WEIGHT = 0.3  # Szegedy et al. 2014, section 5
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What every step of a run works with.
+
+    `model` may be wrapped (DDP, compiled); `masters` is set for fp16_o2 only.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    precision: Precision
+    device: torch.device
+    label_smoothing: float = 0.0
+    clip_norm: float | None = None
+    masters: MasterWeights | None = None
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """0-d tensors on the device, of one optimizer step of this rank."""
+
+    loss: torch.Tensor  # float32, mean over the images
+    correct1: torch.Tensor  # int64, images whose top-1 guess was right
+    correct5: torch.Tensor  # int64
+    skipped: torch.Tensor  # float32, 1 where a non-finite loss or gradient made the optimizer skip
+
+
+def loss_of(output: object, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Cross-entropy in float32 of a model's output, with the auxiliary heads of Inception v3 and GoogLeNet.
+
+    Args:
+        output: logits [N, classes], or torchvision's InceptionOutputs or GoogLeNetOutputs.
+        targets: int64 [N], or float [N, classes] (MixUp, CutMix).
+    """
+
+    def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.float(), targets, label_smoothing=label_smoothing)
+
+    loss = cross_entropy(logits_of(output))
+    if hasattr(output, "aux_logits") and output.aux_logits is not None:
+        loss = loss + INCEPTION_AUX_WEIGHT * cross_entropy(output.aux_logits)
+    for name in ("aux_logits1", "aux_logits2"):
+        if getattr(output, name, None) is not None:
+            loss = loss + GOOGLENET_AUX_WEIGHT * cross_entropy(getattr(output, name))
+    return loss
+
+
+def logits_of(output: object) -> torch.Tensor:
+    """The main head's logits [N, classes]."""
+    logits = getattr(output, "logits", output)
+    assert isinstance(logits, torch.Tensor), f"the model returned {type(output).__name__}, not logits"
+    return logits
+
+
+def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many of N images are right at top-1 and at top-5: two int64 0-d tensors on the device.
+
+    With fewer than five classes, top-5 is top-k for k = classes. Mixed targets count as their larger part.
+    """
+    labels = targets.argmax(1) if targets.is_floating_point() else targets
+    best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
+    hits = best == labels.unsqueeze(1)
+    return hits[:, 0].sum(), hits.any(1).sum()
+
+
+def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepSums:
+    """One optimizer step over one or more micro-batches (gradient accumulation).
+
+    A non-finite gradient skips the update on the device, for every precision, so weights never take it in. With loss
+    scaling that also lowers the scale.
+    """
+    losses, correct1, correct5 = [], [], []
+    for index, batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with _gradient_sync(parts.model, is_last):
+            with autocast(parts.precision, parts.device):
+                output = parts.model(batch.images)
+                loss = loss_of(output, batch.targets, parts.label_smoothing)
+            parts.scaler.scale(loss / len(micro_batches)).backward()
+        losses.append(loss.detach())
+        hits1, hits5 = count_correct(logits_of(output), batch.targets)
+        correct1.append(hits1)
+        correct5.append(hits5)
+    skipped = _update_weights(parts)
+    return StepSums(torch.stack(losses).mean(), torch.stack(correct1).sum(), torch.stack(correct5).sum(), skipped)
+
+
+def _gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+    """Only the last micro-batch's backward all-reduces gradients."""
+    if is_last or not isinstance(model, nn.parallel.DistributedDataParallel):
+        return nullcontext()
+    return model.no_sync()
+
+
+def _update_weights(parts: StepParts) -> torch.Tensor:
+    if parts.masters is not None:
+        parts.masters.take_gradients()
+    skipped = _scaled_update(parts) if parts.precision.scales_loss else _plain_update(parts)
+    if parts.masters is not None:
+        parts.masters.publish()
+    parts.optimizer.zero_grad(set_to_none=True)
+    return skipped
+
+
+def _scaled_update(parts: StepParts) -> torch.Tensor:
+    if parts.clip_norm is not None:
+        parts.scaler.unscale_(parts.optimizer)
+        nn.utils.clip_grad_norm_(_parameters(parts.optimizer), parts.clip_norm)
+    parts.scaler.step(parts.optimizer)
+    # Private, but the only place that has the flag on the device: scale comparisons would make the host wait.
+    flags = parts.scaler._found_inf_per_device(parts.optimizer).values()
+    skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax().clone()
+    parts.scaler.update()
+    return skipped
+
+
+def _plain_update(parts: StepParts) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in _parameters(parts.optimizer) if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    if parts.clip_norm is not None:
+        nn.utils.clip_grads_with_norm_(_parameters(parts.optimizer), parts.clip_norm, norm)
+    skipped = (~norm.isfinite()).float()
+    if getattr(parts.optimizer, "_step_supports_amp_scaling", False):
+        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # the fused kernel skips on the device
+        parts.optimizer.step()
+        del parts.optimizer.found_inf  # type: ignore[attr-defined]
+    elif not skipped.item():  # sync point: an optimizer without a fused kernel cannot skip on the device
+        parts.optimizer.step()
+    return skipped
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device) -> torch.Tensor:
+    """Sums over this rank's validation images, under the run's precision.
+
+    `model` must not be wrapped in DDP: ranks may have different numbers of batches.
+
+    Returns:
+        float64 [4] on the device: sum of losses, right at top-1, right at top-5, images. Counts are exact: they are
+        integers below 2**53.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    for batch in batches:
+        if len(batch.images) == 0:  # all of them bad: a mean over nothing is NaN
+            continue
+        with autocast(precision, device):
+            logits = logits_of(model(batch.images))
+            loss = loss_of(logits, batch.targets)
+        correct1, correct5 = count_correct(logits, batch.targets)
+        images = len(batch.images)
+        sums += torch.stack(
+            [loss.double() * images, correct1.double(), correct5.double(), torch.full_like(sums[3], images)]
+        )
+    model.train(was_training)
+    return sums

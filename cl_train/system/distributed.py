@@ -1,0 +1,133 @@
+"""The processes of one run: who am I, which device is mine, and the few collectives that a run needs.
+
+`torchrun` sets RANK, LOCAL_RANK and WORLD_SIZE; without them the run is a single process and no group is made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from cl_train.config.schema import ConfigError
+
+
+@dataclass(frozen=True)
+class Dist:
+    """This process's place in the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: the one that writes files and speaks on the console."""
+        return self.rank == 0
+
+
+def launched_by_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is CUDA where there is a device, else the CPU.
+
+    Raises:
+        ConfigError: no CUDA device for this rank.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device=cuda: this machine has no usable CUDA device; use device=cpu or device=auto")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(f"device=cuda: local rank {local_rank} has no GPU of {count}; use --nproc-per-node={count}")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def processes(device: str, timeout_s: float) -> Iterator[Dist]:
+    """Join the group that torchrun started (NCCL on CUDA, gloo on a CPU), and leave it at the end.
+
+    A collective that waits longer than `timeout_s` for a dead or hung rank raises, and torchrun ends the others.
+    """
+    if not launched_by_torchrun():
+        yield Dist(0, 0, 1, choose_device(device))
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = choose_device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    # A rank that torchrun restarted would find the addresses of the ranks before it in the same store (torch 2.15).
+    store = torch.distributed.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",  # gloo too: hosts agree without waiting for a device
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=chosen if chosen.type == "cuda" else None,
+    )
+    dist = Dist(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), chosen)
+    try:
+        yield dist
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
+    """Sum in place over the ranks. The host waits for the device only when it reads the result."""
+    if dist.world_size > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def max_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
+    """Elementwise maximum in place over the ranks."""
+    if dist.world_size > 1:
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+    return values
+
+
+def agree(flags: list[int], dist: Dist) -> list[int]:
+    """The maximum of each flag over the ranks, on the hosts: no device is waited for."""
+    if dist.world_size == 1:
+        return flags
+    return [int(flag) for flag in max_over_ranks(torch.tensor(flags), dist).tolist()]
+
+
+def broadcast_buffers(model: torch.nn.Module, dist: Dist) -> None:
+    """Rank 0's BatchNorm statistics on every rank: what is evaluated is then what rank 0 saves."""
+    if dist.world_size > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, src=0)
+
+
+def broadcast_object(value: Any, dist: Dist) -> Any:
+    """Rank 0's `value` on every rank (small Python objects: pickled between processes of one run)."""
+    if dist.world_size == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather_objects(value: Any, dist: Dist) -> list[Any]:
+    """Every rank's `value`, in rank order, on every rank."""
+    if dist.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * dist.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values

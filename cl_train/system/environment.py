@@ -1,0 +1,73 @@
+"""What a run ran on: versions, hardware and the state of the code, for `summary.json` and for comparisons."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import torchvision
+
+
+def cache_folder() -> Path:
+    """${XDG_CACHE_HOME:-~/.cache}/cl_train; below the temporary folder for a user without a home, as in containers."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "cl_train"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "cl_train"
+
+
+def describe_environment(device: torch.device) -> dict[str, str | None]:
+    """Versions and hardware; None where there is no such thing."""
+    cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
+    return {
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "cudnn": str(cudnn) if cudnn is not None else None,
+        "cpu": cpu_name(),
+        "driver": _driver_version() if device.type == "cuda" else None,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200` or the processor's name and the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()} ({torch.get_num_threads()} threads)"
+
+
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    return _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
+
+
+def git_state() -> dict[str, str | bool | None]:
+    """Commit of the checkout this package runs from, and whether files differ from it; None outside a checkout."""
+    folder = Path(__file__).resolve().parents[2]
+    commit = _output_of(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    changes = _output_of(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    return {"commit": commit, "dirty": bool(changes) if commit else None}
+
+
+def _output_of(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

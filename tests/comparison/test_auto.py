@@ -1,0 +1,187 @@
+"""channels_last=auto: takes what is faster beyond noise, remembers it, and leaves the run as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cl_train.comparison import auto
+from cl_train.comparison.auto import Choice, choose_memory_format
+from cl_train.comparison.paired import CHANNELS_LAST, CONTIGUOUS, LayoutBenchmark, LayoutSpeed
+from cl_train.comparison.pairs import Interval, verdict_of
+from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import Dist
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "cl_train"
+
+
+def network(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3),
+        nn.BatchNorm2d(width),
+        nn.Dropout(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 5),
+    )
+
+
+def choose(model: nn.Module, **changes: Any) -> Choice:
+    settings: dict[str, Any] = {
+        "model_name": "small", "image_size": 16, "batch_size": 4, "precision": resolve_precision("fp32", CPU),
+        "compile": False, "optim": OptimConfig(), "dist": Dist(0, 0, 1, CPU), "time_limit_s": 1.0,
+    }  # fmt: skip
+    return choose_memory_format(model, **(settings | changes))
+
+
+def measured(ratio: float, half: float) -> LayoutBenchmark:
+    """What the benchmark would say."""
+    speeds = []
+    for layout, interval in (
+        (CONTIGUOUS, Interval(1, 1, 1, 5)),
+        (CHANNELS_LAST, Interval(ratio, ratio - half, ratio + half, 5)),
+    ):
+        speeds.append(LayoutSpeed(layout.name, 100 * interval.ratio, 1.0, None, interval, verdict_of(interval)))
+    return LayoutBenchmark(tuple(speeds), 4, 4, 5, 1.0, "target_ci")
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces the measurement: `result` is what it gives, `calls` how often it was asked."""
+    state: dict[str, Any] = {"result": measured(1.5, 0.01), "calls": 0}
+
+    def benchmark_layouts(*args: Any, **kwargs: Any) -> LayoutBenchmark:
+        state["calls"] += 1
+        if isinstance(state["result"], Exception):
+            raise state["result"]
+        return state["result"]
+
+    monkeypatch.setattr(auto, "benchmark_layouts", benchmark_layouts)
+    monkeypatch.setattr(auto, "_affordable_batch", lambda model, workload, layouts, time_limit_s: workload.batch_size)
+    return state
+
+
+def test_the_run_is_left_as_it_was() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    choice = choose(model)
+    assert not choice.cached and choice.seconds > 0
+    assert random.getstate() == generators[0]
+    assert np.array_equal(np.random.get_state()[1], generators[1])
+    assert torch.equal(torch.get_rng_state(), generators[2])
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items()), "weights and statistics"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model[0].weight.requires_grad and model.training
+    assert [parameter.stride() for parameter in model.parameters()] == [p.stride() for p in network().parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "half", "channels_last"),
+    [(1.5, 0.01, True), (0.8, 0.01, False), (1.02, 0.03, False), (1.004, 0.001, False)],
+)
+def test_the_faster_one_beyond_noise_and_contiguous_on_a_tie(
+    outcome: dict[str, Any], ratio: float, half: float, channels_last: bool
+) -> None:
+    outcome["result"] = measured(ratio, half)
+    choice = choose(network())
+    assert (choice.channels_last, choice.conversion) == (channels_last, "full")
+    assert f"channels_last {ratio:.2f}x" in choice.reason
+    assert choice.reason.startswith("channels_last" if channels_last else "contiguous")
+
+
+def test_a_choice_is_measured_once(outcome: dict[str, Any], cache: Path) -> None:
+    first, second = choose(network()), choose(network())
+    assert outcome["calls"] == 1
+    assert second.cached and second.channels_last == first.channels_last
+    assert str(cache) in second.reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": 8}, {"image_size": 32}, {"model_name": "other"}, {"precision": resolve_precision("bf16", CPU)},
+     {"compile": True}, {"optim": OptimConfig(name="adamw")}],
+)  # fmt: skip
+def test_what_could_change_the_answer_is_measured_anew(outcome: dict[str, Any], change: dict[str, Any]) -> None:
+    choose(network())
+    assert not choose(network(), **change).cached
+    assert not choose(network(width=16)).cached, "other shapes under the same name"
+    assert choose(network()).cached
+
+
+def test_a_damaged_cache_is_measured_over(outcome: dict[str, Any], cache: Path) -> None:
+    choose(network())
+    [path] = cache.iterdir()
+    path.write_text('{"key": ')
+    assert not choose(network()).cached
+    assert json.loads(path.read_text())["choice"]["channels_last"] is True
+
+
+def test_an_inconclusive_measurement_is_not_remembered(outcome: dict[str, Any], cache: Path) -> None:
+    outcome["result"] = measured(1.1, 0.6)
+    assert "too noisy" in choose(network()).reason
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_an_unwritable_cache_does_not_stop_the_run(
+    outcome: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert choose(network()).channels_last
+    assert "cannot be cached" in caplog.text
+
+
+def test_what_cannot_be_measured_means_contiguous_and_is_said(outcome: dict[str, Any]) -> None:
+    outcome["result"] = torch.OutOfMemoryError("CUDA out of memory")
+    assert choose(network()) == Choice(False, "full", "contiguous: no memory left to measure the layouts", 0.0)
+    outcome["result"] = ConfigError("not even one image fits")
+    assert not choose(network()).channels_last
+    outcome["result"] = RuntimeError("only leaf tensors can be copied")
+    choice = choose(network())
+    assert not choice.channels_last and "RuntimeError (only leaf tensors can be copied)" in choice.reason
+    assert not choice.cached and not choose(network()).cached, "the next run tries again"
+
+
+def test_without_convolutions_there_is_nothing_to_measure(outcome: dict[str, Any]) -> None:
+    choice = choose(nn.Sequential(nn.Flatten(), nn.Linear(768, 5)))
+    assert choice.reason == "contiguous: the model has no 2-d convolutions"
+    assert outcome["calls"] == 0
+
+
+def test_convolution_weights_alone_are_measured_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithPlane(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+            self.plane = nn.Parameter(torch.zeros(1, 3, 16, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x + self.plane)
+
+    assert "channels_last_conv" in choose(WithPlane(), model_name="plane").reason
+    assert "channels_last_conv" not in choose(network()).reason
+
+
+def test_other_ranks_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Choice(True, "full", "rank 0 said so", 1.0)
+    monkeypatch.setattr(auto, "broadcast_object", lambda value, dist: told if value is None else value)
+    monkeypatch.setattr(auto, "_cached_or_measured", lambda *args: pytest.fail("only rank 0 measures"))
+    assert choose(network(), dist=Dist(1, 1, 2, CPU)) is told

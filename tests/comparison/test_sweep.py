@@ -1,0 +1,263 @@
+"""Sweeps of a stand-in for train.py that behaves as badly as jobs do, and one of the real program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cl_train.comparison import sweep as launcher
+from cl_train.comparison.sweep import plan_sweep, read_sweep, run_sweep
+from cl_train.config.command_line import check_command_line
+from cl_train.config.schema import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Leaves the records of a run: channels_last=true is 1.5 times as fast. Some models misbehave until `mended` exists.
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+settings = dict(word.split("=", 1) for word in sys.argv[1:])
+folder = pathlib.Path(settings["hydra.run.dir"].strip("'"))
+model, mended = settings["model"], (pathlib.Path(__file__).parent / "mended").exists()
+with open(pathlib.Path(__file__).parent / "calls", "a") as calls:
+    calls.write(folder.name + "\\n")
+if model == "alexnet" and not mended:
+    raise RuntimeError("the weights are not numbers")
+if model == "vgg11" and not mended:
+    os.kill(os.getpid(), signal.SIGKILL)
+if model == "vgg13" and not mended:
+    raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+if model == "vgg16":
+    (folder / "ready").touch()
+    time.sleep(60)
+speed = 150 if settings["channels_last"] == "true" else 100
+config = {"model": model, "channels_last": settings["channels_last"], "batch_size": 32, "precision": "bf16"}
+(folder / "config.yaml").write_text("\\n".join(f"{key}: {value}" for key, value in config.items()))
+record = {"kind": "train", "loss": 1.0, "data_wait_pct": 1.0, "warmup": False, "time": time.time()}
+lines = [json.dumps({**record, "step": step, "images_per_s": speed + step % 2}) for step in range(10)]
+(folder / "metrics.jsonl").write_text("\\n".join(lines))
+(folder / "summary.json").write_text(json.dumps({"status": "completed", "precision": "bf16", "world_size": 1}))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    path = tmp_path / "program" / "stand_in.py"
+    path.parent.mkdir()
+    path.write_text(STAND_IN)
+    return path
+
+
+def calls(stand_in: Path) -> list[str]:
+    return (stand_in.parent / "calls").read_text().split()
+
+
+def sweep(stand_in: Path, folder: Path, *words: str) -> int:
+    return run_sweep(["-m", *words, f"hydra.sweep.dir={folder}"], [str(stand_in)])
+
+
+def test_jobs_stand_beside_what_they_are_compared_with_and_alternate() -> None:
+    planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18,alexnet", "repeats=2", "epochs=1"])
+    assert [job.name for job in planned.jobs] == [
+        "channels_last=true,model=resnet18,repeat=1",
+        "channels_last=false,model=resnet18,repeat=1",
+        "channels_last=false,model=resnet18,repeat=2",
+        "channels_last=true,model=resnet18,repeat=2",
+        "channels_last=true,model=alexnet,repeat=1",
+        "channels_last=false,model=alexnet,repeat=1",
+        "channels_last=false,model=alexnet,repeat=2",
+        "channels_last=true,model=alexnet,repeat=2",
+    ]
+    assert planned.jobs[0].overrides == ["epochs=1", "channels_last=true", "model=resnet18"]
+    assert planned.folder.parent == Path("multirun")
+
+
+def test_sweep_syntax_is_hydras() -> None:
+    planned = plan_sweep(["-m", "batch_size=range(8,25,8)", "model=choice(resnet18,resnet50)", "nproc=1,2"])
+    assert [job.nproc for job in planned.jobs[:2]] == [1, 2]
+    assert planned.jobs[1].name == "batch_size=8,model=resnet18,nproc=2"
+    assert not any("nproc" in word for job in planned.jobs for word in job.overrides)
+    assert len(planned.jobs) == 12
+
+
+def test_every_job_is_one_that_the_checks_saw() -> None:
+    """The launcher splits the words itself; it must come to the combinations that were checked."""
+    words = ["-m", "channels_last=true,false", "optim.lr=0.1,0.2", "model=resnet18", "select=[]"]
+    checked = sorted((cfg.channels_last, cfg.optim.lr) for cfg in check_command_line(words))
+    planned = [dict(word.split("=", 1) for word in job.overrides) for job in plan_sweep(words).jobs]
+    assert sorted((job["channels_last"], float(job["optim.lr"])) for job in planned) == checked
+
+
+def test_names_are_safe_and_short() -> None:
+    planned = plan_sweep(["-m", "channels_last=true,false", "data.root='/a/very/long path/" + "x" * 200 + "',/b"])
+    assert all(len(job.name) <= 100 and "/" not in job.name and " " not in job.name for job in planned.jobs)
+    assert len({job.name for job in planned.jobs}) == 4
+
+
+def test_a_sweep_ends_in_a_verdict(stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "sweep"
+    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
+    report = json.loads((folder / "comparison.json").read_text())
+    [pair] = report["pairs"]
+    assert (pair["baseline"], pair["candidate"], pair["verdict"]) == ("contiguous", "channels_last", "faster")
+    assert pair["ratio"] == pytest.approx(1.5, rel=0.02)
+    lines = capsys.readouterr().out.splitlines()
+    assert "about" in lines[2] and "left" in lines[2], "an estimate of the time left"
+    assert lines[-1].startswith("resnet18 (bf16): channels_last is faster, 1.5")
+    assert lines[-1].endswith(f"Report: {folder}/comparison.md")
+
+
+def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
+    stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    words = ["channels_last=true", "model=resnet18,alexnet,resnet34,vgg11,vgg13,resnet50"]
+    assert sweep(stand_in, folder, *words) == 1
+    jobs = {job.name.partition("=")[2]: job for job in read_sweep(folder).jobs}
+    assert [name for name, job in jobs.items() if job.status == "completed"] == ["resnet18", "resnet34", "resnet50"]
+    assert jobs["alexnet"].why == "RuntimeError: the weights are not numbers (exit code 1)"
+    assert jobs["vgg11"].exit_code == -signal.SIGKILL
+    assert jobs["vgg11"].why is not None and jobs["vgg11"].why.startswith("killed by SIGKILL")
+    assert jobs["vgg13"].why is not None and jobs["vgg13"].why.startswith("out of memory: MemoryError: DefaultCPU")
+    failed = json.loads((folder / "comparison.json").read_text())["failed"]
+    assert [entry["job"] for entry in failed] == [1, 3, 4]
+    assert "killed by SIGKILL" in (folder / "comparison.md").read_text()
+    assert "3 jobs failed" in capsys.readouterr().out.splitlines()[-1]
+
+    (stand_in.parent / "mended").touch()
+    (stand_in.parent / "calls").unlink()
+    assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
+    assert calls(stand_in) == ["model=alexnet", "model=vgg11", "model=vgg13"]
+    assert {job.status for job in read_sweep(folder).jobs} == {"completed"}
+    assert json.loads((folder / "comparison.json").read_text())["failed"] == []
+
+
+def test_resuming_with_other_settings_is_refused(stand_in: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
+    same = ["-m", "channels_last=true,false", "model=resnet18", f"resume_sweep={folder}"]
+    assert run_sweep(same, [str(stand_in)]) == 0
+    with pytest.raises(ConfigError, match="give other jobs than that sweep has"):
+        run_sweep(["-m", "channels_last=true,false", "model=resnet50", f"resume_sweep={folder}"], [str(stand_in)])
+    with pytest.raises(ConfigError, match=r"holds a sweep already: resume_sweep="):
+        sweep(stand_in, folder, "channels_last=true,false", "model=resnet18")
+    with pytest.raises(ConfigError, match=r"it has no sweep.json"):
+        run_sweep(["-m", f"resume_sweep={tmp_path}"], [str(stand_in)])
+
+
+def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18", f"hydra.sweep.dir={folder}"])
+    job = planned.jobs[0]
+    (folder / job.name / "checkpoints").mkdir(parents=True)
+    (folder / job.name / "checkpoints" / "step-1.pt").touch()
+    stand_in.write_text("import sys; print(sys.argv)")
+    assert launcher._run_job(job, folder / job.name, [str(stand_in)]) == 0
+    assert "'resume=auto'" in (folder / job.name / launcher.LOG_NAME).read_text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_path: Path, signum: int) -> None:
+    folder = tmp_path / "sweep"
+    program = (
+        "import sys; from cl_train.comparison.sweep import run_sweep; "
+        f"sys.exit(run_sweep(['-m', 'channels_last=true', 'model=resnet18,vgg16,resnet34', "
+        f"'hydra.sweep.dir={folder}'], [{str(stand_in)!r}]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "model=vgg16" / "ready").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signum
+    assert [job.status for job in read_sweep(folder).jobs] == ["completed", "interrupted", "pending"]
+    assert "stopped by SIG" in output
+    assert len(json.loads((folder / "comparison.json").read_text())["failed"]) == 2
+
+
+def test_under_torchrun_it_refuses_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert run_sweep(["-m", "channels_last=true,false"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "python train.py -m nproc=N" in line
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run_sweep(["-m", "channels_last=true,false"]) == 2
+    assert capsys.readouterr().err == "", "one rank speaks"
+
+
+def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Path) -> None:
+    stand_in.write_text(
+        'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())'
+    )
+    planned = plan_sweep(["-m", "nproc=2", "model=resnet18"])
+    assert launcher._run_job(planned.jobs[0], tmp_path / "job", [str(stand_in)]) == 0
+    log = (tmp_path / "job" / launcher.LOG_NAME).read_text()
+    assert "rank 0 of 2" in log and "rank 1 of 2" in log
+
+
+def test_tensorboard_has_the_overlay_the_text_and_the_chart(stand_in: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
+    events = EventAccumulator(str(folder)).Reload()
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    text = events.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "**faster**" in text
+    [image] = events.Images("comparison")
+    assert image.width == 960
+
+
+@pytest.mark.slow
+def test_a_sweep_of_the_real_program(tmp_path: Path, image_folder: Path) -> None:
+    words = [
+        *("-m", "channels_last=true,false", "data=folder", f"data.root={image_folder}", "data.image_size=32"),
+        *("data.workers=0", "model=tests.networks:small", "device=cpu", "precision=fp32", "epochs=2", "batch_size=16"),
+        *("log_every=1", "warmup_steps=1", f"hydra.sweep.dir={tmp_path / 'sweep'}"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "train.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [pair] = json.loads((tmp_path / "sweep" / "comparison.json").read_text())["pairs"]
+    assert (pair["baseline"], pair["candidate"]) == ("contiguous", "channels_last")
+    assert abs(pair["loss_gap"]) < 1e-3, "equal weights, data and order: the layouts must learn the same"
+    assert done.stdout.splitlines()[-1].endswith("comparison.md")
+
+
+def test_a_value_that_is_listed_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="channels_last: a value is listed twice"):
+        plan_sweep(["-m", "channels_last=false,false"])
+
+
+def test_names_that_come_out_alike_are_told_apart() -> None:
+    planned = plan_sweep(["-m", "weights=a/b.pth,a_b.pth"])
+    assert len({job.name for job in planned.jobs}) == 2
+
+
+def test_a_measured_batch_size_is_kept_when_a_job_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: resnet18\nbatch_size: 96\n")
+    assert launcher._continued(["batch_size=auto", "seed=1"], tmp_path) == ["batch_size=96", "seed=1"]
+
+
+def test_numbers_of_processes_are_compared(stand_in: Path, tmp_path: Path) -> None:
+    """Jobs do not hear of nproc, torchrun does; the report must know it all the same."""
+    folder = tmp_path / "sweep"
+    assert sweep(stand_in, folder, "repeats=2", "model=resnet18", "channels_last=false,true") == 0
+    record = json.loads((folder / "sweep.json").read_text())
+    for job in record["jobs"]:
+        job["nproc"] = 2 if "true" in job["name"] else 1
+    (folder / "sweep.json").write_text(json.dumps(record))
+    [pair] = launcher.report(folder, "nproc").pairs
+    assert (pair.baseline, pair.candidate) == ("nproc=1", "nproc=2")

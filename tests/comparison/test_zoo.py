@@ -1,0 +1,138 @@
+"""The zoo: a row per model from a process of its own, resumed tables, and what they are written as."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cl_train.comparison import zoo, zoo_table
+from cl_train.config.schema import ConfigError
+from cl_train.step.precision import Precision
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOK = {"device": "cpu", "precision": "fp32", "batch_size": 2, "image_size": 64, "speed": False, "speed_s": 1.0}
+ENVIRONMENT = {"torch": "2.15.0", "device_name": "a CPU"}
+
+
+def row(name: str, **more: Any) -> dict[str, Any]:
+    audit = {"kept": 5, "lost": 2, "restored": 1, "moved_pct": 3.0, "lost_forward": {"cat": 2}, "lost_backward": {}}
+    base = {
+        "model": name,
+        "image_size": 64,
+        "convolutions": 3,
+        "converted": 3,
+        "parity": {"passed": True},
+        "audit": audit,
+    }
+    return {**base, "verdict": zoo.verdict({**base, **more}), **more}
+
+
+SPEED = {"contiguous_images_per_s": 10.0, "channels_last_images_per_s": 15.0, "ratio": 1.5, "ci95": [1.4, 1.6],
+         "verdict": "faster", "contiguous_peak_memory_gib": 0.5, "channels_last_peak_memory_gib": 0.6}  # fmt: skip
+
+
+def test_image_sizes() -> None:
+    look = zoo.Look(**LOOK)
+    assert zoo.image_size_of("resnet18", look) == 64
+    assert zoo.image_size_of("inception_v3", look) == 299
+    assert zoo.image_size_of("vit_b_16", look) == zoo.image_size_of("timm/vit_tiny_patch16_224", look) == 224
+
+
+def test_groups() -> None:
+    assert len(zoo.group_names("tutorial")) == 28 and len(zoo.group_names("timm")) == 10
+    assert set(zoo.group_names("tutorial")) < set(zoo.group_names("torchvision"))
+
+
+def test_verdicts() -> None:
+    assert zoo.verdict(row("a")) == "loses the layout in 2 calls, 3.0 % of the step's bytes moved"
+    assert zoo.verdict(row("a", parity={"passed": False})).startswith("do not use")
+    assert zoo.verdict(row("a", convolutions=0)) == "no convolution: nothing to gain"
+    assert zoo.verdict(row("a", train=SPEED, infer=SPEED)).startswith("train faster (1.50x); infer faster (1.50x); ")
+
+
+def test_tables_are_resumed_and_written_in_all_forms(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.json"
+    table = zoo_table.start(path, LOOK, ENVIRONMENT)
+    zoo_table.add(path, table, row("b"))
+    zoo_table.add(path, table, {"model": "a", "error": "RuntimeError"})
+    again = zoo_table.start(path, LOOK, ENVIRONMENT)
+    assert [entry["model"] for entry in again["rows"]] == ["a", "b"]
+    assert zoo_table.is_done(again, "b") and not zoo_table.is_done(again, "a") and not zoo_table.is_done(again, "c")
+    zoo_table.add(path, again, row("a"))
+    assert len(json.loads(path.read_text())["rows"]) == 2
+    lines = list(csv.DictReader(path.with_suffix(".csv").read_text().splitlines()))
+    assert [line["model"] for line in lines] == ["a", "b"] and lines[0]["lost forward"] == "cat 2"
+    assert "| a | 64 | 3 | 3 | passed |" in path.with_suffix(".md").read_text()
+    xml.etree.ElementTree.parse(path.with_suffix(".svg"))
+    for other in ({**LOOK, "precision": "bf16"}, {**LOOK, "batch_size": 3}):
+        with pytest.raises(ConfigError, match="made under other settings"):
+            zoo_table.start(path, other, ENVIRONMENT)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not the table of a zoo"):
+        zoo_table.start(path, LOOK, ENVIRONMENT)
+
+
+def test_tables_with_speeds(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.json"
+    table = zoo_table.start(path, {**LOOK, "speed": True}, ENVIRONMENT)
+    zoo_table.add(path, table, row("a", train=SPEED, infer=SPEED))
+    zoo_table.add(path, table, {"model": "b", "error": "out of memory"})
+    lines = list(csv.DictReader(path.with_suffix(".csv").read_text().splitlines()))
+    assert (lines[0]["train ratio"], lines[0]["infer ci95"], lines[0]["train GiB"]) == (
+        "1.5",
+        "1.40-1.60",
+        "0.50 / 0.60",
+    )
+    assert lines[1]["verdict"] == "error: out of memory"
+    assert "training images per second" in path.with_suffix(".svg").read_text()
+
+
+def test_a_row_of_a_real_model() -> None:
+    entry = zoo.look_at("squeezenet1_1", zoo.Look(**LOOK), Precision("fp32"))
+    assert entry["parity"]["passed"] and entry["convolutions"] == entry["converted"] == 26
+    assert entry["audit"]["lost_forward"] == {} and entry["audit"]["lost_backward"] == {"div": 1}
+    json.dumps(entry)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "scripts/zoo.py", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_command_runs_resumes_and_times(tmp_path: Path) -> None:
+    words = ("--models", "shufflenet_v2_x0_5", "--device", "cpu", "--precision", "fp32", "--batch", "2",
+             "--image-size", "64", "--seconds", "0.5", "--out", str(tmp_path))  # fmt: skip
+    done = command(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    table = json.loads((tmp_path / f"zoo-chosen-fp32-cpu-torch{version}.json").read_text())
+    (entry,) = table["rows"]
+    for mode in ("train", "infer"):
+        assert entry[mode]["contiguous_images_per_s"] > 0 and entry[mode]["ci95"][0] <= entry[mode]["ratio"]
+        assert entry[mode]["channels_last_peak_memory_gib"] > 0
+    assert entry["audit"]["lost_forward"] == {"clone": 3, "cat": 13}
+    again = command(*words)
+    assert "1 of them done" in again.stdout
+
+
+@pytest.mark.slow
+def test_wrong_words() -> None:
+    wrong = command("--models", "resnet19")
+    assert wrong.returncode == 2 and "did you mean resnet1" in wrong.stderr
+
+
+def test_a_failed_model_in_front_has_the_columns_of_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.json"
+    table = zoo_table.start(path, {**LOOK, "speed": True}, ENVIRONMENT)
+    zoo_table.add(path, table, {"model": "a", "error": "out of memory"})
+    zoo_table.add(path, table, row("b", train=SPEED, infer=SPEED))
+    lines = list(csv.DictReader(path.with_suffix(".csv").read_text().splitlines()))
+    assert [line["train ratio"] for line in lines] == ["", "1.5"]

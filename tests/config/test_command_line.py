@@ -1,0 +1,187 @@
+"""What a user types: every choice composes, and every mistake is refused with one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices
+from cl_train.config.schema import Config, ConfigError, load, setting_fields, settings_from_arguments, to_mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group)]
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_file_of_conf_composes(group: str, choice: str) -> None:
+    (cfg,) = check_command_line([f"{group}={choice}", "data.root=/anywhere"])
+    if group != "experiment" and group != "augment":
+        assert getattr(cfg, group).name == choice
+
+
+def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both() -> None:
+    (cfg,) = check_command_line(["experiment=main_amp", "data.root=/x", "batch_size=64"])
+    assert (cfg.precision, cfg.model, cfg.batch_size, cfg.data.workers) == ("fp16_o2", "resnet50", 64, 16)
+    assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.schedule.step_epochs) == (0.1, 1e-4, 30)
+
+
+def test_a_sweep_is_checked_as_a_whole_and_in_order() -> None:
+    runs = check_command_line(["-m", "channels_last=true,false", "model=resnet18,vgg11", "seed=range(2)"])
+    seen = [(cfg.channels_last, cfg.model, cfg.seed) for cfg in runs]
+    assert seen == list(product(["true", "false"], ["resnet18", "vgg11"], [0, 1]))
+
+
+# command line, and what its message must hold
+WRONG = [
+    (["chanels_last=true"], "did you mean channels_last"),
+    (["+chanels_last=true"], "did you mean channels_last"),
+    (["lr=0.1"], "did you mean optim.lr"),
+    (["data.worker=2"], "did you mean data.workers"),
+    (["+epochs=3"], "leave out the '+'"),
+    (["~epochs"], "cannot be removed"),
+    (["batch_size=abc"], "batch_size=abc: needs a whole number"),
+    (["batch_size=1.5"], "needs a whole number"),
+    (["batch_size=true"], "needs a whole number"),
+    (["batch_size=null"], "needs a whole number"),
+    (["epochs=0"], "epochs=0: must be at least 1"),
+    (["optim.lr=-1"], "must be above 0"),
+    (["optim.lr=nan"], "must be a finite number"),
+    (["optim.lr=inf"], "must be a finite number"),
+    (["channels_last=maybe"], "must be one of true, false, auto"),
+    (["channels_last=1"], "must be one of true, false, auto"),
+    (["precision=fp61"], "did you mean fp16"),
+    (["data=imagnet"], "did you mean imagenet"),
+    (["optim=adam"], "did you mean adamw"),
+    (["experiment=nothing"], "no such choice"),
+    (["data=imagenet"], "needs data.root=FOLDER"),
+    (["data.image_size=256", "data.val_resize=224"], "is smaller than data.image_size"),
+    (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
+    (["schedule.warmup_epochs=9", "epochs=5"], "is longer than epochs=5"),
+    (["conversion=select"], "needs select="),
+    (["evaluate_only=true"], "needs weights=... or resume=..."),
+    (["data.mean=[1,2]"], "need three numbers"),
+    (["channels_last=true,false"], "several values need multirun"),
+    (["nproc=2"], "setting of multirun"),
+    (["just_a_word"], "settings are written key=value"),
+    (["-m", "channels_last=true,flase"], "channels_last=flase: must be one of"),
+    (["-m", "seed=1,x"], "seed=x: needs a whole number"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_a_wrong_command_line_is_refused(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_command_line(arguments)
+    message = str(caught.value)
+    assert expected in message
+    assert "+channels_last" not in message and "append" not in message, "Hydra's advice for a typo must not be seen"
+    assert len(message.splitlines()) <= 3
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_command_line(["chanels_last=true", "batch_size=x", "epochs=0", "optim.lr=-1", "data=sampl"])
+    assert len(caught.value.problems) == 5
+
+
+def test_a_typo_in_a_file_of_conf_is_found(tmp_path: Path) -> None:
+    values = to_mapping(Config())
+    values["optim"]["momentun"] = 0.9
+    with pytest.raises(ConfigError, match=r"unknown setting 'optim.momentun'; did you mean optim.momentum"):
+        load(values)
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for key, item in setting_fields(Config).items():
+        assert item.metadata["help"], key
+
+
+def test_no_file_of_conf_can_name_code() -> None:
+    for path in CONF_DIR.rglob("*.yaml"):
+        assert "_target_" not in path.read_text(), path
+    with pytest.raises(ConfigError, match="unknown setting"):
+        check_command_line(["+model._target_=os.system"])
+
+
+def test_settings_of_scripts_take_lists() -> None:
+    from dataclasses import dataclass
+
+    from cl_train.config.schema import setting
+
+    @dataclass
+    class Settings:
+        models: list[str] = setting(["resnet18"], "models")
+        sizes: list[int] = setting([224], "sizes")
+        target: float = setting(0.02, "interval", above=0)
+
+    settings = settings_from_arguments(Settings, ["models=vgg11,resnet50", "sizes=64", "target=0.1"])
+    assert (settings.models, settings.sizes, settings.target) == (["vgg11", "resnet50"], [64], 0.1)
+    with pytest.raises(ConfigError, match="did you mean models"):
+        settings_from_arguments(Settings, ["model=vgg11"])
+
+
+def run_program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "train.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path) -> None:
+    done = run_program("chanels_last=true", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 2
+    assert done.stderr == "configuration error:\n  unknown setting 'chanels_last'; did you mean channels_last?\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path) -> None:
+    done = run_program("model=resnt50", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 2 and "did you mean" in done.stderr and "resnet50" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_help_shows_examples_and_groups() -> None:
+    done = run_program("--help")
+    assert done.returncode == 0
+    for word in ("usage: python train.py", "channels_last=true,false", "optim: adamw, rmsprop, sgd", "torchrun"):
+        assert word in done.stdout, word
+
+
+def test_cfg_job_prints_the_settings() -> None:
+    done = run_program("--cfg", "job", "epochs=7")
+    assert done.returncode == 0 and "epochs: 7" in done.stdout
+
+
+def test_tab_completion_answers() -> None:
+    done = run_program("-sc", "query=bash", COMP_LINE="python train.py optim=", COMP_POINT="21")
+    assert done.returncode == 0 and "optim=adamw" in done.stdout
+
+
+def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    done = run_program("data=folder", f"data.root={tmp_path}/images", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 2 and "has no folder 'val'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_glob_takes_all_choices_of_a_group() -> None:
+    assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {"sgd", "adamw", "rmsprop"}
+
+
+def test_an_interval_is_refused_as_nobody_picks_from_it() -> None:
+    with pytest.raises(ConfigError, match=r"optim.lr=interval.*list the values"):
+        check_command_line(["-m", "optim.lr=interval(0.1,0.2)"])
+
+
+@pytest.mark.parametrize("word", ["resume_sweep=multirun/x", "compare_by=precision"])
+def test_settings_of_multirun_need_multirun(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word}: a setting of multirun; use python train.py -m {word}"):
+        check_command_line([word])

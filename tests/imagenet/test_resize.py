@@ -1,0 +1,97 @@
+"""The smaller copy of a folder."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cl_train.config.schema import ConfigError
+from cl_train.data.folder import read_folder
+from cl_train.imagenet.resize import resize_folder
+from tests.data.image_folders import encoded, jpeg, noise
+
+
+@pytest.fixture
+def source(tmp_path):
+    root = tmp_path / "source"
+    for split in ("train", "val"):
+        (root / split / "a").mkdir(parents=True)
+        (root / split / "a" / "large.JPEG").write_bytes(encoded(noise(300, 500), quality=95))
+        (root / split / "a" / "tall.jpg").write_bytes(encoded(noise(500, 100), quality=95))
+        (root / split / "a" / "small.jpg").write_bytes(jpeg(40, 60))
+        (root / split / "a" / "cmyk.jpg").write_bytes(encoded(noise(40, 60).convert("CMYK")))
+        (root / split / "a" / "really_png.JPEG").write_bytes(encoded(noise(220, 210), "PNG"))
+    return root
+
+
+def sizes(root):
+    found = {}
+    for path in sorted((root / "train" / "a").iterdir()):
+        with Image.open(path) as image:
+            found[path.name] = image.size
+    return found
+
+
+def test_layout_names_sizes_and_content(source, tmp_path):
+    report = resize_folder(source, tmp_path / "copy", max_side=200, workers=2)
+    assert report.written == 10 and not report.bad and report.bytes_out < report.bytes_in
+    assert sizes(tmp_path / "copy") == {
+        "cmyk.jpg": (60, 40),
+        "large.JPEG": (200, 120),
+        "really_png.JPEG": (191, 200),
+        "small.jpg": (60, 40),
+        "tall.jpg": (40, 200),
+    }
+    assert read_folder(tmp_path / "copy").fingerprint() == read_folder(source).fingerprint()
+    for path in (tmp_path / "copy").rglob("*.jp*g"):
+        with Image.open(path) as image:
+            assert image.format == "JPEG" and image.mode == "RGB"
+    small = "train/a/small.jpg"
+    assert (tmp_path / "copy" / small).read_bytes() == (source / small).read_bytes(), "not compressed twice"
+    name = "train/a/large.JPEG"
+    assert np.abs(thumbnail(tmp_path / "copy" / name) - thumbnail(source / name)).mean() < 1.5
+
+
+def thumbnail(path):
+    """Brightness only: JPEG's colour subsampling loses more than the resize."""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L").resize((40, 24), Image.Resampling.BOX), dtype=float)
+
+
+def test_short_side(source, tmp_path):
+    resize_folder(source, tmp_path / "copy", short_side=80, workers=1)
+    assert sizes(tmp_path / "copy")["large.JPEG"] == (133, 80)
+    assert sizes(tmp_path / "copy")["tall.jpg"] == (80, 400)
+
+
+def test_a_second_run_continues_and_leaves_finished_copies_alone(source, tmp_path):
+    copy = tmp_path / "copy"
+    resize_folder(source, copy, max_side=200, workers=1)
+    kept = (copy / "train/a/large.JPEG").stat().st_mtime_ns
+    (copy / "val/a/large.JPEG").unlink()
+    (copy / "val/a/tall.jpg").rename(copy / "val/a/tall.jpg.part")  # as a killed run leaves it
+    report = resize_folder(source, copy, max_side=200, workers=2)
+    assert (report.written, report.present) == (2, 8)
+    assert (copy / "train/a/large.JPEG").stat().st_mtime_ns == kept
+    assert not list(copy.rglob("*.part"))
+
+
+def test_bad_images_are_reported_and_left_out(source, tmp_path):
+    (source / "train/a/broken.jpg").write_bytes(jpeg()[:300])
+    report = resize_folder(source, tmp_path / "copy", workers=1)
+    assert [path for path, _ in report.bad] == [str(source / "train/a/broken.jpg")]
+    assert "broken.jpg: " in str(report) and "left out" in str(report)
+    assert not (tmp_path / "copy/train/a/broken.jpg").exists()
+
+
+def test_wrong_use_is_refused(source, tmp_path):
+    for arguments, message in (
+        ({"root": None, "out": tmp_path}, "give root=FOLDER"),
+        ({"root": tmp_path / "nowhere", "out": tmp_path / "copy"}, "is not a folder"),
+        ({"root": source, "out": source / "copy"}, "lies inside the source"),
+        ({"root": source, "out": tmp_path / "copy", "max_side": 9, "short_side": 9}, "not both"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resize_folder(**arguments)
+    resize_folder(source, tmp_path / "copy", max_side=200, workers=1)
+    with pytest.raises(ConfigError, match="made with other settings"):
+        resize_folder(source, tmp_path / "copy", max_side=100, workers=1)

@@ -1,0 +1,263 @@
+"""Converting models: strides, identity of parameters, sharing, reversal; and the layouts of state that follows them."""
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from cl_train.config.schema import ConfigError
+from cl_train.memory_format.convert import (
+    classify,
+    convert,
+    in_format,
+    layout_digest,
+    like_parameter,
+    model_memory_format,
+    relayout_optimizer_state,
+    to_contiguous_state,
+)
+
+CHANNELS_LAST = torch.channels_last
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(128, 5)
+    )
+
+
+def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.stride() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.empty(2, 3, 4, 4), "contiguous"),
+        (torch.empty(2, 3, 4, 4, memory_format=CHANNELS_LAST), "channels_last"),
+        (torch.empty(2, 1, 4, 4), "ambiguous"),
+        (torch.empty(2, 3, 1, 1), "ambiguous"),
+        (torch.empty(2, 3, 1, 1, memory_format=CHANNELS_LAST), "ambiguous"),
+        (torch.empty(1, 3, 4, 4), "contiguous"),
+        (torch.empty(2, 3, 4, 1), "contiguous"),
+        (torch.empty(0, 3, 4, 4), "ambiguous"),
+        (torch.empty(2, 8, 4, 4, memory_format=CHANNELS_LAST).chunk(2, dim=1)[1], "channels_last"),
+        (torch.empty(2, 8, 4, 4).chunk(2, dim=1)[1], "contiguous"),
+        (torch.empty(2, 4, 4, 3).permute(0, 3, 1, 2), "channels_last"),
+        (torch.empty(2, 3, 1, 1).expand(2, 3, 4, 4), "other"),
+        (torch.empty(4, 4, 3, 2).permute(3, 2, 1, 0), "other"),
+        (torch.empty(3, 4, 4), "other"),
+        (torch.empty(2, 3, 4, 4, 4), "contiguous"),
+        (torch.empty(2, 3, 4, 4, 4, memory_format=torch.channels_last_3d), "channels_last"),
+    ],
+)
+def test_classify(tensor: torch.Tensor, expected: str) -> None:
+    assert classify(tensor) == expected
+
+
+def test_full_conversion_equals_module_to() -> None:
+    ours, torchs = small_model(), small_model().to(memory_format=CHANNELS_LAST)
+    report = convert(ours)
+    assert strides(ours) == strides(torchs)
+    assert [change.name for change in report.changed] == ["0.weight", "3.weight"]
+    assert report.changed[0].after == (27, 1, 9, 3)
+    assert report.ambiguous == ["3.weight"]
+    assert report.moved_bytes == 8 * 3 * 3 * 3 * 4
+    assert model_memory_format(ours) == "channels_last"
+
+
+def test_conv_conversion_equals_torch_utility_and_leaves_other_4d_parameters() -> None:
+    class WithScale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+            self.up = nn.ConvTranspose2d(8, 4, 3)
+            self.scale = nn.Parameter(torch.ones(2, 4, 5, 5))
+
+    ours = WithScale()
+    torchs = nn.utils.convert_conv2d_weight_memory_format(WithScale(), CHANNELS_LAST)
+    report = convert(ours, "conv")
+    assert strides(ours) == strides(torchs)
+    assert report.left == {"scale": "not selected"}
+    assert model_memory_format(ours) == "mixed"
+
+
+def test_conversion_is_idempotent_and_reversible() -> None:
+    model = torchvision.models.mobilenet_v2()
+    before, values = strides(model), copy.deepcopy(model.state_dict())
+    assert convert(model).changed
+    digest = layout_digest(model)
+    assert not convert(model).changed
+    assert layout_digest(model) == digest
+    convert(model, memory_format=torch.contiguous_format)
+    assert strides(model) == before
+    assert layout_digest(model) != digest
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+
+
+def test_conversion_keeps_parameters_hooks_requires_grad_gradients_and_optimizer() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model[3].weight.requires_grad_(False)
+    calls: list[int] = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    model[0].weight.register_hook(lambda _: calls.append(2))
+    x = torch.randn(2, 3, 4, 4)
+    model(x).sum().backward()
+    parameters = list(model.parameters())
+    convert(model)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+    assert not model[3].weight.requires_grad
+    assert model[0].weight.grad.stride() == model[0].weight.stride()
+    model(x.to(memory_format=CHANNELS_LAST)).sum().backward()
+    optimizer.step()
+    assert calls == [1, 2, 1, 2]
+    assert optimizer.state[model[0].weight]["momentum_buffer"].stride() == (27, 1, 9, 3)
+
+
+def test_conversion_keeps_ties_and_aliases() -> None:
+    model = nn.Module()
+    model.a, model.b, model.c = (nn.Conv2d(3, 8, 3) for _ in range(3))
+    model.b.weight = model.a.weight  # tied: one Parameter
+    model.c.weight = nn.Parameter(model.a.weight.data)  # aliased: two Parameters, one memory
+    convert(model)
+    assert model.b.weight is model.a.weight
+    assert model.c.weight.data_ptr() == model.a.weight.data_ptr()
+    assert model.a.weight.stride() == model.c.weight.stride() == (27, 1, 9, 3)
+
+
+def test_memory_shared_in_two_shapes_is_left_and_said() -> None:
+    model = nn.Module()
+    model.conv, model.linear = nn.Conv2d(3, 8, 3), nn.Linear(27, 8)
+    model.linear.weight = nn.Parameter(model.conv.weight.data.view(8, 27))
+    report = convert(model)
+    assert report.left == {"conv.weight": "shares its memory with a tensor of another shape"}
+    assert model.linear.weight.data_ptr() == model.conv.weight.data_ptr()
+    assert "shares its memory" in str(report)
+
+
+def test_select_by_pattern_and_predicate() -> None:
+    model = torchvision.models.resnet18()
+    report = convert(model, "select", ["layer1", "*downsample*"])
+    names = {change.name for change in report.changed}
+    assert "layer1.0.conv1.weight" in names and "layer2.0.downsample.0.weight" in names
+    assert "conv1.weight" in report.left and len(names) == 7
+    assert model_memory_format(model) == "mixed"
+
+    grouped = torchvision.models.resnext50_32x4d()
+    convert(grouped, "select", lambda _, module: getattr(module, "groups", 1) == 1)
+    assert classify(grouped.layer1[0].conv2.weight) == "contiguous"
+    assert classify(grouped.conv1.weight) == "channels_last"
+
+
+def test_none_changes_nothing() -> None:
+    model = small_model()
+    before = layout_digest(model)
+    assert set(convert(model, "none").left) == {"0.weight", "3.weight"}
+    assert layout_digest(model) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "ful"}, "did you mean full"),
+        ({"mode": "select"}, "needs select="),
+        ({"mode": "select", "select": ["layr1"]}, "no such module; did you mean layer1"),
+        ({"memory_format": torch.preserve_format}, "cannot convert a model to"),
+    ],
+)
+def test_wrong_conversions_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(torchvision.models.resnet18(), **arguments)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot convert a dict"):
+        convert({})
+
+
+def test_parametrised_weights_are_converted_and_stay_parametrised() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 3)))
+    weight = model[0].parametrizations.weight
+    u = weight[0]._u.clone()
+    report = convert(model, "conv")
+    assert [change.name for change in report.changed] == ["0.parametrizations.weight.original"]
+    assert torch.equal(weight[0]._u, u)  # converting did not run the power iteration
+    assert weight.original.stride() == (72, 1, 24, 8)
+    selected = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3)))
+    assert convert(selected, "select", ["0"]).changed
+
+
+def test_three_dimensional_convolutions() -> None:
+    model = nn.Sequential(nn.Conv3d(3, 8, 3), nn.Conv3d(8, 8, 1), nn.Conv2d(3, 8, 3))
+    report = convert(model, memory_format=torch.channels_last_3d)
+    assert model[0].weight.stride() == (81, 1, 27, 9, 3)
+    assert model[2].weight.stride() == (27, 1, 9, 3)
+    assert report.ambiguous == ["1.weight"]
+    assert model_memory_format(model) == "channels_last"
+
+
+def test_only_ambiguous_weights_are_told_by_their_strides() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 1))
+    assert model_memory_format(model) == "contiguous"
+    convert(model)
+    assert model_memory_format(model) == "channels_last"
+
+
+def test_state_follows_its_parameter() -> None:
+    parameter = torch.empty(8, 3, 3, 3, memory_format=CHANNELS_LAST)
+    state = torch.randn(8, 3, 3, 3, dtype=torch.float64)
+    followed = like_parameter(state, parameter)
+    assert followed.stride() == parameter.stride() and followed.dtype == torch.float64
+    assert torch.equal(followed, state)
+    assert like_parameter(torch.ones(()), parameter).shape == ()
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
+def test_optimizer_state_follows_after_loading(name: str) -> None:
+    def trained(layout: torch.memory_format) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = small_model()
+        convert(model, memory_format=layout)
+        options = {"lr": 0.1} if name == "AdamW" else {"lr": 0.1, "momentum": 0.9}
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+        model(torch.ones(2, 3, 4, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    _, contiguous = trained(torch.contiguous_format)
+    model, optimizer = trained(CHANNELS_LAST)
+    optimizer.load_state_dict(contiguous.state_dict())
+    stale = [v for state in optimizer.state.values() for v in state.values() if v.dim() == 4]
+    assert stale and any(value.stride() == (27, 9, 3, 1) for value in stale)
+    assert relayout_optimizer_state(optimizer) > 0
+    for parameter in model.parameters():
+        for value in optimizer.state[parameter].values():
+            assert value.shape != parameter.shape or value.stride() == parameter.stride()
+    assert relayout_optimizer_state(optimizer) == 0
+
+
+def test_contiguous_state_is_contiguous_equal_tied_and_small() -> None:
+    model = small_model()
+    model[3].weight.data = torch.randn(64, 8, 1, 1)[:8]  # a slice of a larger storage
+    convert(model)
+    state = {"model": model.state_dict(), "nested": [model[0].weight, 3], "tied": model[0].weight}
+    plain = to_contiguous_state(state)
+    assert plain["model"]["0.weight"].stride() == (27, 9, 3, 1)
+    assert plain["model"]["3.weight"].stride() == (8, 1, 1, 1)
+    assert plain["model"]["3.weight"].untyped_storage().nbytes() == 8 * 8 * 4
+    assert plain["tied"] is plain["nested"][0] and plain["tied"] is plain["model"]["0.weight"]
+    assert plain["nested"][1] == 3
+    assert plain["model"]._metadata == state["model"]._metadata
+    assert torch.equal(plain["tied"], model[0].weight)
+
+
+def test_in_format_restrides_what_contiguous_does_not() -> None:
+    x = torch.empty(4, 1, 4, 4)
+    assert in_format(x, CHANNELS_LAST).stride() == (16, 1, 4, 1)
+    assert in_format(in_format(x, CHANNELS_LAST), torch.contiguous_format).stride() == (16, 16, 4, 1)
+    assert in_format(x, torch.contiguous_format) is x

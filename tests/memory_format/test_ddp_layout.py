@@ -1,0 +1,97 @@
+"""Two processes on gloo: gradients share memory and strides with DDP's buckets, in channels_last, graphed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from cl_train.config.schema import load
+from cl_train.data import Batch
+from cl_train.step.precision import resolve_precision
+from cl_train.step.train_step import loss_of
+from cl_train.system.distributed import Dist, processes
+from cl_train.training.setup import Assembly, assemble
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = {
+    "plain": {},
+    "static graph": {"ddp_static_graph": True},
+    "recorded": {"cuda_graph": True},
+    "padded": {"data": {"name": "synthetic", "pad_channels": True}},
+}
+
+
+@pytest.mark.slow
+def test_gradients_have_the_strides_of_weights_and_buckets() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *("-m", "tests.memory_format.test_ddp_layout"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Grad strides do not match bucket view strides" not in done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == CASES.keys()
+    for name, result in found.items():
+        assert result["other_strides"] == [], name
+        assert result["channels_last_gradients"] == 2, name
+        assert result["warnings"] == [], name
+        assert result["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5), name
+
+
+def built(words: dict[str, object], dist: Dist) -> Assembly:
+    torch.manual_seed(0)
+    cfg = load(
+        {"model": "tests.networks:small", "precision": "fp32", "channels_last": True, "device": "cpu"}
+        | {"data": {"name": "synthetic"}, **words}
+    )
+    return assemble(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
+
+
+def look(words: dict[str, object], dist: Dist) -> dict[str, object]:
+    """Six steps, then one more backward pass whose gradients are looked at before they are dropped."""
+    channels = 4 if "data" in words else 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assembly = built(words, dist)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + dist.rank)
+            images = torch.randn(4, 3, 32, 32, generator=generator)
+            images = torch.cat([images, torch.zeros(4, channels - 3, 32, 32)], 1)
+            batch = Batch(images.to(memory_format=torch.channels_last), torch.arange(4) % 3)
+            loss = assembly.step([batch]).loss.item()
+        loss_of(assembly.parts.model(batch.images), batch.targets).backward()
+    named = dict(assembly.model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    storages = {gradient.untyped_storage().data_ptr() for gradient in gradients.values()}
+    assert len(gradients) == len(named) and len(storages) == 1, "every gradient is a view of the one bucket"
+    other = [name for name, gradient in gradients.items() if gradient.stride() != named[name].stride()]
+    last = [g for g in gradients.values() if g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last)]
+    said = [str(item.message) for item in caught if "strides" in str(item.message)]
+    total = torch.tensor(loss)
+    torch.distributed.all_reduce(total)
+    return {"other_strides": other, "channels_last_gradients": len(last), "warnings": said, "loss": total.item() / 2}
+
+
+def main() -> None:
+    with processes("cpu", timeout_s=60) as dist:
+        results = {name: look(words, dist) for name, words in CASES.items()}
+        if dist.is_main:
+            print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

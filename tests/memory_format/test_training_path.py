@@ -1,0 +1,190 @@
+"""What surrounds a model (batch, mixes, gradients, average, optimizer), inductor's choices, and the audit command."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+from cl_train.memory_format.audit_report import Surrounding
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.inductor import MKLDNN, NO_CONVOLUTION, compiled_graphs
+from cl_train.memory_format.training_path import mismatch, surroundings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "state", "parameter", "expected"),
+    [
+        ((8, 3, 3, 3), (27, 1, 9, 3), (27, 1, 9, 3), "equal"),
+        ((8, 4, 1, 1), (4, 1, 1, 1), (4, 1, 4, 4), "spurious"),
+        ((8, 3, 3, 3), (27, 9, 3, 1), (27, 1, 9, 3), "real"),
+        ((8, 1, 3, 3), (9, 9, 3, 1), (9, 1, 3, 1), "spurious"),
+    ],
+)
+def test_spurious_against_real_mismatches(shape: Any, state: Any, parameter: Any, expected: str) -> None:
+    tensors = [torch.empty_strided(shape, strides) for strides in (state, parameter)]
+    assert mismatch(*tensors) == expected
+
+
+class Pointwise(nn.Module):
+    """3x3 and 1x1 convolutions with an image as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def loss_of_images(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return (output * output).sum()
+
+
+def look(model: nn.Module, **options: Any) -> dict[str, Surrounding]:
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    found = surroundings(model, images, torch.zeros(2), loss=loss_of_images, **options)
+    return {item.what: item for item in found}
+
+
+def test_a_sound_run_keeps_everything() -> None:
+    model = Pointwise()
+    convert(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = look(model, average=copy.deepcopy(model), optimizer=optimizer, mixes={"flip": lambda x, y: (x.flip(3), y)})
+    assert {what: item.outcome for what, item in found.items()} == {
+        "batch": "kept",
+        "flip": "kept",
+        "gradient of the loss": "kept",
+        "gradients (DDP buckets)": "kept",
+        "moving average": "kept",
+        "optimizer: exp_avg": "kept",
+        "optimizer: exp_avg_sq": "kept",
+    }
+
+
+def test_losses_around_the_model_are_found() -> None:
+    model = Pointwise()
+    stale = copy.deepcopy(model)  # an average made before converting
+    convert(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)  # as a file has it
+    found = look(model, average=stale, optimizer=optimizer, mixes={"bad": lambda x, y: (x.contiguous(), y)})
+    assert found["bad"].outcome == "lost"
+    assert found["moving average"].outcome == "lost"
+    assert "layers.0.weight" in found["moving average"].detail
+    assert "1 spurious" in found["moving average"].detail and "1 real" in found["moving average"].detail
+    assert found["optimizer: momentum_buffer"].outcome == "lost"
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_gradients_in_another_layout_are_real_mismatches() -> None:
+    model = Pointwise()
+    convert(model)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.contiguous())
+        parameter.grad = torch.zeros(parameter.shape)  # accumulates into what is there
+    assert look(model)["gradients (DDP buckets)"].outcome == "lost"
+
+
+def decisions(model: nn.Module, backward: bool, size: int = 32) -> list[tuple[str, bool, str]]:
+    x = torch.randn(2, 3, size, size)
+    graphs = compiled_graphs(model, lambda compiled: compiled(x).square().mean(), backward)
+    assert [graph.graph for graph in graphs] == list(range(len(graphs)))
+    return [(graph.direction, graph.channels_last, graph.reason) for graph in graphs]
+
+
+@pytest.mark.filterwarnings("ignore")  # of inductor and oneDNN about themselves
+def test_what_inductor_decides() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3, groups=2))
+    assert decisions(model, True) == [("forward", True, MKLDNN), ("backward", True, MKLDNN)]
+    assert decisions(nn.Flatten(), False) == [("inference", False, NO_CONVOLUTION)]
+    torch.backends.mkldnn.enabled = False  # as on a GPU: inductor's own rules
+    try:
+        (_, laid_out, reason), _ = decisions(model, True)
+        assert not laid_out and "grouped convolution" in reason
+        wide = nn.Sequential(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3))
+        assert all(laid_out for _, laid_out, _ in decisions(wide, True))
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "scripts/audit.py", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_command_tells_all(tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    done = command("model=shufflenet_v2_x0_5", "image_size=64", "precision=fp32", f"json={path}", "compile=true")
+    assert done.returncode == 0, done.stderr
+    assert "13 x cat (forward) return contiguous" in done.stdout and "shufflenetv2.py:95" in done.stdout
+    report = json.loads(path.read_text())
+    assert report["totals"]["lost"] == 33 and report["step_ms"] > 0
+    around = {item["what"]: item["outcome"] for item in report["surroundings"]}
+    assert around["batch"] == around["mixup"] == around["cutmix"] == "kept"
+    assert around["optimizer: momentum_buffer"] == around["moving average"] == "kept"
+    assert [graph["direction"] for graph in report["compiled"]] == ["forward", "backward"]
+
+
+@pytest.mark.slow
+def test_the_command_on_a_model_of_ones_own_and_wrong_words(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(
+        "import torch\n"
+        "class Lossy(torch.nn.Module):\n"
+        "    def __init__(self, num_classes):\n"
+        "        super().__init__()\n"
+        "        self.conv, self.fc = torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(8, num_classes)\n"
+        "    def forward(self, x):\n"
+        "        x = self.conv(x).contiguous()\n"
+        "        return self.fc(x.amax((2, 3)))\n"
+        "build = Lossy\n"
+    )
+    script = str(ROOT / "scripts" / "audit.py")
+    words = [sys.executable, script, "model=my_model:build", "image_size=16", "precision=fp32"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "my_model.py:7" in done.stdout and "x = self.conv(x).contiguous()" in done.stdout
+    wrong = command("modl=resnet18")
+    assert wrong.returncode == 2 and "did you mean model" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_r3d_18_in_channels_last_3d() -> None:
+    from cl_train.memory_format.audit import audit
+    from cl_train.memory_format.convert import in_format, model_memory_format
+
+    torch.manual_seed(0)
+    model = torchvision.models.video.r3d_18(num_classes=10).double()
+    x = torch.randn(2, 3, 4, 32, 32, dtype=torch.float64)
+    expected, gradients = step_of(model, x)
+    report = convert(model, memory_format=torch.channels_last_3d)
+    assert len(report.changed) == 20 and model_memory_format(model) == "channels_last"
+    found, converted = step_of(model, in_format(x, torch.channels_last_3d))
+    assert torch.allclose(found, expected, rtol=1e-9)
+    for name, gradient in gradients.items():
+        assert torch.allclose(converted[name], gradient, rtol=1e-6, atol=1e-10), name
+    audited = audit(model.float(), in_format(x.float(), torch.channels_last_3d))
+    assert audited.of("lost", "forward") == [] and audited.totals["kept"] > 100
+
+
+def step_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    model.train()
+    output = model(x)
+    F.cross_entropy(output, torch.zeros(len(x), dtype=torch.int64)).backward()
+    with warnings.catch_warnings():
+        return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

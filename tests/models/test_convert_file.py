@@ -1,0 +1,340 @@
+"""Saved models of every kind: contiguous on disk, layout recorded, equal values and outputs; runs across layouts."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.memory_format.convert import classify, convert, in_format, model_memory_format, to_contiguous_state
+from cl_train.models.convert_file import convert_file, load_model
+from cl_train.models.saved_models import read, write
+from cl_train.step.optim import build_optimizer
+from cl_train.step.precision import Precision, build_scaler
+from cl_train.system import checkpoint_file as checkpoint
+from cl_train.training.run_state import collect, restore
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = (2, 3, 32, 32)
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def resnet18(layout: str = "channels_last") -> nn.Module:
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=10).eval()
+    convert(model, memory_format=LAYOUTS[layout])
+    return model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each kind of file, made by its own library from a channels_last model."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("files")
+    model, x = resnet18(), torch.randn(IMAGES)
+    paths = {kind: folder / name for kind, name in (
+        ("state dict", "w.pth"), ("checkpoint", "c.pt"), ("safetensors", "w.safetensors"),
+        ("scripted", "s.pt"), ("traced", "t.pt"), ("exported program", "e.pt2"))}  # fmt: skip
+    torch.save(model.state_dict(), paths["state dict"])
+    facts = {"model": "resnet18", "memory_format": "channels_last"}
+    checkpoint.save(paths["checkpoint"], {"model": model.state_dict(), "facts": facts})
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, paths["safetensors"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(model).save(str(paths["scripted"]))
+        torch.jit.trace(model, x).save(str(paths["traced"]))
+        torch.export.save(torch.export.export(model, (x,)), paths["exported program"])
+    return paths
+
+
+KINDS = {"state dict": "state dict", "checkpoint": "checkpoint", "safetensors": "safetensors",
+         "scripted": "TorchScript", "traced": "TorchScript", "exported program": "exported program"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_is_converted_and_equal(name: str, files: dict[str, Path], tmp_path: Path) -> None:
+    source, target = files[name], tmp_path / files[name].name
+    model_name = "resnet18" if name in ("state dict", "safetensors") else None
+    result = convert_file(source, target, model_name=model_name, input_shape=IMAGES)
+    assert result.kind == KINDS[name] and result.passed and result.values_equal
+    assert result.difference is not None and result.difference < 1e-4
+    assert "equal, bit by bit" in str(result) and "recorded layout: channels_last" in str(result)
+    saved = read(target)
+    assert saved.memory_format == "channels_last" and saved.stored == "contiguous"
+    assert all(value.is_contiguous() for value in saved.weights().values())
+    model = load_model(target, model_name)
+    assert model_memory_format(model) == "channels_last"
+    x = torch.randn(IMAGES).to(memory_format=torch.channels_last)
+    assert torch.allclose(model(x), resnet18()(x), atol=1e-4)
+    back = convert_file(target, tmp_path / f"back-{target.name}", memory_format="contiguous", model_name=model_name,
+                        input_shape=IMAGES)  # fmt: skip
+    assert back.passed and read(tmp_path / f"back-{target.name}").memory_format == "contiguous"
+
+
+def test_a_converted_state_dict_stays_a_plain_weights_file(files: dict[str, Path], tmp_path: Path) -> None:
+    convert_file(files["state dict"], tmp_path / "w.pth")
+    state = torch.load(tmp_path / "w.pth", weights_only=True)
+    assert resnet18("contiguous").load_state_dict(state).missing_keys == []
+    assert set(state) == set(resnet18().state_dict())
+
+
+def test_equal_weights_are_equal_bytes_on_disk(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        torch.save(resnet18(layout).state_dict(), tmp_path / f"{layout}.pth")
+        convert_file(tmp_path / f"{layout}.pth", tmp_path / layout / "weights.pth")
+    contents = [(tmp_path / layout / "weights.pth").read_bytes() for layout in LAYOUTS]
+    assert contents[0] == contents[1]
+
+
+def test_weights_without_a_model_compare_values_only(files: dict[str, Path], tmp_path: Path) -> None:
+    result = convert_file(files["state dict"], tmp_path / "w.safetensors")
+    assert result.passed and result.difference is None and "model=<name>" in str(result)
+    with pytest.raises(ConfigError, match="holds weights only"):
+        load_model(tmp_path / "w.safetensors")
+
+
+def test_wrapped_tied_and_5d_weights(tmp_path: Path) -> None:
+    shared = torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last)
+    video = torch.randn(8, 3, 3, 3, 3).to(memory_format=torch.channels_last_3d)
+    torch.save({"state_dict": {"a.weight": shared, "b.weight": shared, "c.weight": video}}, tmp_path / "w.pth")
+    for target in ("w2.pth", "w.safetensors"):
+        assert convert_file(tmp_path / "w.pth", tmp_path / target).values_equal
+        assert read(tmp_path / target).stored == "contiguous"
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/cl_train_was_here",)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, Path]) -> None:
+    (tmp_path / "evil.pth").write_bytes(pickle.dumps({"a": _Evil()}))
+    (tmp_path / "text.pth").write_text("hello")
+    torch.save({"a": 1}, tmp_path / "empty.pth")
+    (tmp_path / "cut.pt").write_bytes(files["checkpoint"].read_bytes()[:-1000])
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
+    damaged = bytearray(files["checkpoint"].read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(damaged)
+    for name in ("evil.pth", "text.pth", "empty.pth", "cut.pt", "bad.safetensors", "flipped.pt", "missing.pt"):
+        with pytest.raises(ConfigError, match=name):
+            convert_file(tmp_path / name, tmp_path / "out.pth")
+        assert not (tmp_path / "out.pth").exists()
+    assert not Path("/tmp/cl_train_was_here").exists()
+    with pytest.raises(ConfigError, match="another name"):
+        convert_file(files["state dict"], files["state dict"])
+    with pytest.raises(ConfigError, match="does not fit"):
+        convert_file(files["state dict"], tmp_path / "out.pth", model_name="alexnet")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/convert.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.slow
+def test_the_command(files: dict[str, Path], tmp_path: Path) -> None:
+    done = command(str(files["checkpoint"]), str(tmp_path / "c.pt"), "input=2,3,32,32")
+    assert done.returncode == 0, done.stderr
+    assert "outputs before (contiguous) and after (channels_last): equal" in done.stdout
+    assert checkpoint.load(tmp_path / "c.pt")["facts"]["memory_format"] == "channels_last"
+    wrong = command(str(files["checkpoint"]), "memory_formt=contiguous")
+    assert wrong.returncode == 2 and "expected two files" in wrong.stderr
+
+
+# --- every kind of model in memory, in both layouts -------------------------------------------------------------------
+
+
+def features() -> nn.Module:
+    """resnet18 up to its last convolution, so that the output's layout can be seen."""
+    torch.manual_seed(0)
+    return nn.Sequential(*list(torchvision.models.resnet18().children())[:-2]).eval()
+
+
+def as_eager(model: nn.Module, x: torch.Tensor) -> Any:
+    return model
+
+
+def as_fx(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.fx.symbolic_trace(model)
+
+
+def as_scripted(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.jit.script(model)
+
+
+def as_traced(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.jit.trace(model, x)
+
+
+def as_exported(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.export.export(model, (x,))
+
+
+def as_compiled(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [as_eager, as_fx, as_scripted, as_traced, as_exported, pytest.param(as_compiled, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("mode", ["full", "conv"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(make: Any, mode: str) -> None:
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = features()(x)
+        model = make(features(), x)
+        report = convert(model, mode)
+        assert len(report.changed) == 20
+        assert model_memory_format(model) == "channels_last"
+        run = model.module() if isinstance(model, torch.export.ExportedProgram) else model
+        found = run(in_format(x, torch.channels_last))
+        assert classify(found) == "channels_last"
+        assert torch.allclose(found, expected, atol=1e-4)
+        convert(model, mode, memory_format=torch.contiguous_format)
+        run = model.module() if isinstance(model, torch.export.ExportedProgram) else model
+        plain = run(x)
+        assert classify(plain) == "contiguous" and torch.allclose(plain, expected, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of inductor about its own imports
+def test_inductor_gives_equal_outputs_in_both_layouts() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    model = nn.Sequential(*list(features().children())[:5]).eval()
+    with torch.no_grad():
+        expected = model(x)
+        for layout in LAYOUTS.values():
+            convert(model, memory_format=layout)
+            found = torch.compile(model)(in_format(x, layout))
+            assert torch.allclose(found, expected, atol=1e-4)
+            assert classify(found) == ("contiguous" if layout is torch.contiguous_format else "channels_last")
+            torch._dynamo.reset()
+
+
+def test_models_inside_ddp_are_refused_with_the_reason() -> None:
+    class DistributedDataParallelDouble(nn.parallel.DistributedDataParallel):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    with pytest.raises(ConfigError, match="before wrapping it"):
+        convert(DistributedDataParallelDouble())
+
+
+# --- a run that changes its layout ------------------------------------------------------------------------------------
+
+
+class Run:
+    """resnet50 with SGD and momentum on one batch; float64, as BatchNorm over few pixels multiplies rounding errors."""
+
+    def __init__(self, layout: str) -> None:
+        torch.manual_seed(0)
+        self.model = torchvision.models.resnet50(num_classes=10).double()
+        convert(self.model, memory_format=LAYOUTS[layout])
+        self.optimizer = build_optimizer(OptimConfig(), self.model, dict(self.model.named_parameters()), lr=1e-3)
+        self.scaler = build_scaler(Precision("fp32"), torch.device("cpu"))
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(4, 3, 32, 32, generator=generator, dtype=torch.float64).to(memory_format=LAYOUTS[layout])
+        self.y = torch.tensor([1, 2, 3, 4])
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = nn.functional.cross_entropy(self.model(self.x), self.y)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        return collect(model=self.model, optimizer=self.optimizer, scaler=self.scaler, progress={}, facts={})
+
+    def resume(self, path: Path) -> None:
+        restore(checkpoint.load(path), model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("contiguous", "channels_last"), ("channels_last", "contiguous")])
+def test_a_resnet50_checkpoint_resumes_in_the_other_layout(first: str, second: str, tmp_path: Path) -> None:
+    run = Run(first)
+    run.steps(2)
+    checkpoint.save(tmp_path / "a.pt", run.state())
+    uninterrupted = run.steps(3)
+    other = Run(second)
+    other.resume(tmp_path / "a.pt")
+    assert model_memory_format(other.model) == second
+    for parameter in other.model.parameters():
+        assert other.optimizer.state[parameter]["momentum_buffer"].stride() == parameter.stride()
+    checkpoint.save(tmp_path / "b.pt", {**other.state(), "saved_at": checkpoint.load(tmp_path / "a.pt")["saved_at"]})
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()  # equal weights, equal bytes
+    assert other.steps(3) == pytest.approx(uninterrupted, rel=1e-6)
+
+
+def test_contiguous_state_leaves_the_model_alone() -> None:
+    model = resnet18()
+    before = copy.deepcopy(model.state_dict())
+    to_contiguous_state(model.state_dict())
+    assert model_memory_format(model) == "channels_last"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_writing_records_a_layout_of_its_own(files: dict[str, Path], tmp_path: Path) -> None:
+    write(read(files["scripted"]), tmp_path / "mixed.pt", "mixed")
+    assert read(tmp_path / "mixed.pt").memory_format == "mixed"
+
+
+def bias_before_head(num_classes: int) -> nn.Module:
+    """The last bias is not the classifier's."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes, False))
+
+
+def test_the_number_of_classes_is_found(tmp_path: Path) -> None:
+    torch.save(bias_before_head(5).state_dict(), tmp_path / "in.pt")
+    own_model = "tests.models.test_convert_file:bias_before_head"
+    done = convert_file(tmp_path / "in.pt", tmp_path / "out.pt", model_name=own_model)
+    assert done.difference is not None and done.difference < 1e-5
+
+
+def test_nan_weights_are_copied_faithfully(tmp_path: Path) -> None:
+    torch.save({"weight": torch.tensor([1.0, torch.nan])}, tmp_path / "in.pt")
+    assert convert_file(tmp_path / "in.pt", tmp_path / "out.pt").values_equal
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
+def test_a_script_for_other_images_is_converted_without_a_comparison(tmp_path: Path) -> None:
+    torch.jit.script(nn.Sequential(nn.Conv2d(1, 4, 3))).save(tmp_path / "in.pt")
+    done = convert_file(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert done.difference is None and "give input=" in done.note
+
+
+def test_an_export_with_named_and_nested_inputs(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, pair: list[torch.Tensor], *, scale: torch.Tensor) -> torch.Tensor:
+            return self.conv(pair[0] + pair[1]) * scale
+
+    images = torch.randn(2, 3, 8, 8)
+    program = torch.export.export(Model(), ([images, images],), {"scale": torch.tensor(2.0)})
+    torch.export.save(program, tmp_path / "in.pt2")
+    done = convert_file(tmp_path / "in.pt2", tmp_path / "out.pt2")
+    assert done.difference is not None and done.difference < 1e-5

@@ -1,0 +1,273 @@
+"""PyTorch's tutorial "Channels Last Memory Format", section by section: what it states, as assertions."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from cl_train.comparison import zoo
+from cl_train.memory_format.audit import audit
+from cl_train.memory_format.convert import classify, convert, in_format, model_memory_format
+
+N, C, H, W = 10, 3, 32, 32
+CONTIGUOUS = (3072, 1024, 32, 1)
+CHANNELS_LAST = (3072, 1, 96, 3)
+
+
+def channels_last() -> torch.Tensor:
+    return torch.empty(N, C, H, W).to(memory_format=torch.channels_last)
+
+
+# What is channels last
+
+
+def test_a_10x3x16x16_batch_has_the_stated_strides() -> None:
+    x = torch.empty(10, 3, 16, 16, memory_format=torch.channels_last)
+    assert x.stride() == (768, 1, 48, 3)
+    assert classify(x) == "channels_last"
+
+
+def test_pixels_are_stored_one_after_the_other() -> None:
+    x = torch.arange(2 * 3 * 4 * 4.0).view(2, 3, 4, 4)
+    stored = x.to(memory_format=torch.channels_last).flatten().storage_offset()
+    assert stored == 0
+    memory = torch.as_strided(x.to(memory_format=torch.channels_last), (6,), (1,))
+    assert memory.tolist() == [0.0, 16.0, 32.0, 1.0, 17.0, 33.0]  # R G B of pixel 0, R G B of pixel 1
+
+
+# Memory format API
+
+
+def test_classic_contiguous_tensor() -> None:
+    assert torch.empty(N, C, H, W).stride() == CONTIGUOUS
+
+
+def test_conversion_operator_preserves_the_shape() -> None:
+    x = torch.empty(N, C, H, W).to(memory_format=torch.channels_last)
+    assert x.shape == (10, 3, 32, 32) and x.stride() == CHANNELS_LAST
+    assert in_format(torch.empty(N, C, H, W), torch.channels_last).stride() == CHANNELS_LAST
+
+
+def test_back_to_contiguous() -> None:
+    assert channels_last().to(memory_format=torch.contiguous_format).stride() == CONTIGUOUS
+    assert in_format(channels_last(), torch.contiguous_format).stride() == CONTIGUOUS
+
+
+def test_alternative_option() -> None:
+    x = torch.empty(N, C, H, W).contiguous(memory_format=torch.channels_last)
+    assert x.stride() == CHANNELS_LAST
+    assert x.contiguous(memory_format=torch.contiguous_format).stride() == CONTIGUOUS
+
+
+def test_format_checks() -> None:
+    x = channels_last()
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert not x.is_contiguous()
+    assert classify(x) == "channels_last"
+
+
+def test_one_channel_is_both_formats_at_once() -> None:
+    special = torch.empty(4, 1, 4, 4)
+    assert special.is_contiguous(memory_format=torch.channels_last)
+    assert special.is_contiguous(memory_format=torch.contiguous_format)
+    assert classify(special) == "ambiguous"
+
+
+@pytest.mark.parametrize(
+    ("shape", "contiguous_gives", "to_gives"),
+    [((4, 1, 4, 4), (16, 16, 4, 1), (16, 1, 4, 1)), ((4, 8, 1, 1), (8, 1, 1, 1), (8, 1, 8, 8))],
+    ids=["N1HW", "NC11"],
+)
+def test_only_to_restrides_the_ambiguous(
+    shape: tuple[int, ...], contiguous_gives: tuple[int, ...], to_gives: tuple[int, ...]
+) -> None:
+    x = torch.empty(shape)
+    assert x.contiguous(memory_format=torch.channels_last).stride() == contiguous_gives
+    assert x.to(memory_format=torch.channels_last).stride() == to_gives
+    assert in_format(x, torch.channels_last).stride() == to_gives
+
+
+def test_permute_does_not_carry_the_format_where_it_is_ambiguous() -> None:
+    plain = torch.empty(4, 5, 6, 3).permute(0, 3, 1, 2)
+    assert plain.stride() == torch.empty(4, 3, 5, 6, memory_format=torch.channels_last).stride()
+    one_channel = torch.empty(4, 4, 4, 1).permute(0, 3, 1, 2)
+    assert classify(one_channel) == "ambiguous"
+    contiguous = torch.empty(4, 1, 4, 4).permute(0, 2, 3, 1).permute(0, 3, 1, 2)
+    assert contiguous.stride() == (16, 16, 4, 1)  # not what `to` would give
+    assert contiguous.to(memory_format=torch.channels_last).stride() == (16, 1, 4, 1)
+
+
+def test_n111_cannot_be_marked() -> None:
+    x = torch.empty(4, 1, 1, 1)
+    assert x.to(memory_format=torch.channels_last).stride() == x.stride() == (1, 1, 1, 1)
+    assert classify(x) == "ambiguous"
+
+
+def test_create_as_channels_last() -> None:
+    assert torch.empty(N, C, H, W, memory_format=torch.channels_last).stride() == CHANNELS_LAST
+
+
+def test_clone_preserves() -> None:
+    assert channels_last().clone().stride() == CHANNELS_LAST
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
+def test_to_another_dtype_preserves(dtype: torch.dtype) -> None:
+    assert channels_last().to(dtype).stride() == CHANNELS_LAST
+    assert channels_last().to("meta").stride() == CHANNELS_LAST
+    assert channels_last().float().stride() == CHANNELS_LAST
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_preserves() -> None:
+    assert channels_last().cuda().stride() == CHANNELS_LAST
+
+
+@pytest.mark.parametrize(
+    "like", [torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like]
+)
+def test_like_operators_preserve(like: object) -> None:
+    assert like(channels_last()).stride() == CHANNELS_LAST  # type: ignore[operator]
+
+
+def test_pointwise_operators_preserve() -> None:
+    x = channels_last()
+    for z in (x + x.clone(), x * 2, x.relu(), torch.where(x > 0, x, -x), x.add_(1)):
+        assert z.stride() == CHANNELS_LAST
+
+
+@pytest.mark.parametrize("weight_last", [False, True])
+@pytest.mark.parametrize("input_last", [False, True])
+def test_convolutions_are_contiguous_only_where_all_inputs_are(weight_last: bool, input_last: bool) -> None:
+    model = nn.Conv2d(8, 4, 3)
+    x = torch.randint(1, 10, (2, 8, 4, 4), dtype=torch.float32, requires_grad=True)
+    if weight_last:
+        convert(model)
+    if input_last:
+        x = x.to(memory_format=torch.channels_last)
+    expected = "channels_last" if weight_last or input_last else "contiguous"
+    assert classify(model(x)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cudnn_convolution_in_half_precision() -> None:
+    model = nn.Conv2d(8, 4, 3).cuda().half().to(memory_format=torch.channels_last)
+    x = torch.randint(1, 10, (2, 8, 4, 4), dtype=torch.float32, requires_grad=True)
+    x = x.to(device="cuda", memory_format=torch.channels_last, dtype=torch.float16)
+    assert model(x).is_contiguous(memory_format=torch.channels_last)
+
+
+# Converting existing models
+
+
+def test_any_model_is_converted_and_propagates_the_format() -> None:
+    seen: dict[str, str] = {}
+    model = torchvision.models.resnet18()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d):
+            module.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, classify(out)))
+    assert convert(model).memory_format == "channels_last"
+    model(torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last))
+    assert len(seen) == 41 and set(seen.values()) == {"channels_last"}
+
+
+def test_converted_weights_restore_the_format_of_a_contiguous_input() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    convert(model, "conv")
+    assert classify(model(torch.randn(2, 3, 8, 8))) == "channels_last"
+
+
+def test_the_checker_raised_at_the_first_loss_and_the_audit_tells_all() -> None:
+    """What the tutorial's `check_wrapper` stopped at is one of the losses in the audit."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8))
+    convert(model)
+    x = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    lost = audit(model, x).of("lost", "forward")
+    assert {call.module for call in lost} == {"1", "3"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert tutorial_check(model, x) == "instance_norm"
+
+
+def tutorial_check(model: nn.Module, x: torch.Tensor) -> str | None:
+    """The tutorial's idea, without its patches: the first function whose output is not channels_last."""
+    from torch.overrides import TorchFunctionMode, resolve_name
+
+    class Checker(TorchFunctionMode):
+        first: str | None = None
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = function(*args, **(kwargs or {}))
+            was = any(isinstance(a, torch.Tensor) and classify(a) == "channels_last" for a in args)
+            lost = isinstance(result, torch.Tensor) and result.dim() == 4 and classify(result) == "contiguous"
+            if was and lost and self.first is None:
+                self.first = (resolve_name(function) or str(function)).rpartition(".")[2]
+            return result
+
+    with Checker() as checker:
+        model(x)
+    return checker.first
+
+
+def test_the_tutorials_list_has_28_models_that_torchvision_knows() -> None:
+    assert len(set(zoo.TUTORIAL)) == 28
+    assert set(zoo.TUTORIAL) <= set(torchvision.models.list_models())
+
+
+# What the tutorial names first as its losses; the operators that lose the layout in each of the 28.
+FORWARD_LOSSES = {"alexnet": {"clone"}, "vgg": {"clone"}, "shufflenet": {"clone", "cat"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.TUTORIAL)
+def test_the_28_models_are_converted_and_lose_only_what_is_known(name: str) -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name, num_classes=10)
+    model = _without_large_layers(model).to_empty(device="cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            nn.init.normal_(tensor, std=0.02) if tensor.dim() > 1 else nn.init.ones_(tensor)
+    convert(model)
+    assert model_memory_format(model) == "channels_last"
+    report = audit(model, torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last), name=name)
+    expected = next((losses for family, losses in FORWARD_LOSSES.items() if name.startswith(family)), set())
+    found = {call.operator.split(".")[1] for call in report.of("lost", "forward")}
+    assert found == expected, report
+    assert report.totals["kept"] > 10
+
+
+def _without_large_layers(model: nn.Module) -> nn.Module:
+    """AlexNet's and VGG's first Linear layers, 100 million weights without a layout, made thin."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear) and child.in_features * child.out_features > 1e6:
+                thin = nn.Linear(child.in_features, 8) if child.in_features > 4096 else nn.Linear(8, child.out_features)
+                setattr(module, name, thin)
+            if isinstance(child, nn.Linear) and (child.in_features, child.out_features) == (4096, 4096):
+                setattr(module, name, nn.Linear(8, 4096))
+    return model
+
+
+# docs/channels_last.md
+
+
+def test_the_one_liners_of_the_documentation_print_what_it_says() -> None:
+    lines = (Path(__file__).resolve().parents[2] / "docs" / "channels_last.md").read_text().splitlines()
+    quoted = [(line, after) for line, after in pairwise(lines) if line.startswith("    python -c ")]
+    assert len(quoted) >= 4
+    for line, after in quoted:
+        code = line.partition('"')[2].rpartition('"')[0]
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(code, {})
+        if after.startswith("    # "):
+            assert out.getvalue().startswith(after.removeprefix("    # ").removesuffix(" ...")), line

@@ -1,0 +1,252 @@
+"""The recorded step: warm-up, recording and replay train as `train_step` does, and a moved tensor is noticed.
+
+The recorder of these tests runs on the CPU; `test_gpu.py` has the CUDA graph itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cl_train.config.schema import ConfigError, load, to_mapping
+from cl_train.data import Batch
+from cl_train.step.cuda_graph import GraphedCall, GraphedStep, HostRecorder, Work, graphed_average
+from cl_train.step.ema import WeightAverage
+from cl_train.step.optim import set_lr
+from cl_train.step.train_step import StepParts, StepSums, train_step
+from cl_train.training.run_state import collect, restore
+from tests.conftest import Run
+from tests.step.test_train_step import make_batch, make_parts
+
+PRECISIONS = ["fp32", "bf16", "fp16", "fp16_o2"]
+CPU = torch.device("cpu")
+
+
+class CountingRecorder(HostRecorder):
+    """Counts what was asked for; says that launching takes `share` of a step."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = share
+        self.asked: list[str] = []
+
+    def run(self, work: Work) -> list[torch.Tensor]:
+        self.asked.append("run")
+        return super().run(work)
+
+    def host_share(self, work: Work) -> tuple[list[torch.Tensor], float]:
+        self.asked.append("measure")
+        return work(), self.share
+
+    def record(self, work: Work) -> tuple[list[torch.Tensor], Callable[[], object]]:
+        self.asked.append("record")
+        return super().record(work)
+
+
+def states(parts: StepParts) -> list[torch.Tensor]:
+    tensors = [*parts.model.state_dict().values()]
+    for group in parts.optimizer.param_groups:
+        for parameter in group["params"]:
+            tensors += [parameter, *parts.optimizer.state[parameter].values()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def assert_same(one: StepParts, other: StepParts) -> None:
+    for index, (a, b) in enumerate(zip(states(one), states(other), strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda said, at=index: f"{at}: {said}")
+    assert one.scaler.state_dict() == other.scaler.state_dict()
+
+
+def values(sums: StepSums) -> list[float]:
+    return [float(value) for value in (sums.loss, sums.correct1, sums.correct5, sums.skipped)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
+    """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow in the middle."""
+    eager = make_parts(name, optimizer=optimizer, clip_norm=1.0, label_smoothing=0.1)
+    recorded = make_parts(name, optimizer=optimizer, clip_norm=1.0, label_smoothing=0.1)
+    step = GraphedStep(recorded, HostRecorder())
+    for parts in (eager, recorded):
+        for group in parts.optimizer.param_groups:
+            group["lr"] = torch.tensor(0.0)  # both in float32, so that results are equal to the last bit
+    for number in range(12):
+        batches = [make_batch(eager, seed=10 * number + micro) for micro in range(2)]
+        if number in (0, 6):
+            batches[1].images[0, 0, 0, 0] = float("inf")
+        for parts in (eager, recorded):
+            set_lr(parts.optimizer, 0.01 * (number + 1))
+        expected = values(train_step(eager, batches))
+        found = values(step(batches))
+        assert found == pytest.approx(expected, nan_ok=True)
+        assert found[3] == (number in (0, 6))
+        assert_same(eager, recorded)
+    assert step.is_recorded
+    if name.startswith("fp16"):
+        assert recorded.scaler.get_scale() == 256, "two overflows halved 1024 twice"
+
+
+def test_sums_of_earlier_steps_keep_their_values() -> None:
+    """A replay writes where the one before wrote; what was given out must not change."""
+    parts = make_parts("fp32")
+    step = GraphedStep(parts, HostRecorder(), warm_up=1)
+    given = [step([make_batch(parts, seed=seed)]) for seed in range(6)]
+    fresh = make_parts("fp32")
+    expected = [values(train_step(fresh, [make_batch(fresh, seed=seed)])) for seed in range(6)]
+    for one, other in zip(given, expected, strict=True):
+        assert values(one) == pytest.approx(other, rel=1e-6)
+    assert len({sums.loss.item() for sums in given}) == 6
+
+
+def test_the_callers_batch_may_be_overwritten_after_the_call() -> None:
+    """Static buffers: a replay reads its own copy, never the loader's memory of an earlier step."""
+    parts, fresh = make_parts("fp32"), make_parts("fp32")
+    step = GraphedStep(parts, HostRecorder(), warm_up=1)
+    for seed in range(5):
+        batch = make_batch(parts, seed=seed)
+        step([batch])
+        batch.images.fill_(float("nan"))
+        train_step(fresh, [make_batch(fresh, seed=seed)])
+    set_lr(fresh.optimizer, 0.1)
+    assert torch.isfinite(parts.model[0].weight).all()
+    torch.testing.assert_close(parts.model[0].weight, fresh.model[0].weight)
+
+
+def test_warm_up_then_one_recording() -> None:
+    parts, recorder = make_parts("fp16"), CountingRecorder()
+    step = GraphedStep(parts, recorder, warm_up=3)
+    for seed in range(8):
+        step([make_batch(parts, seed=seed)])
+    assert recorder.asked == ["run"] * 3 + ["record"]
+
+
+@pytest.mark.parametrize(("share", "last"), [(0.9, "record"), (0.3, "run")])
+def test_auto_records_only_where_launching_limits_the_step(share: float, last: str) -> None:
+    parts, recorder = make_parts("fp32"), CountingRecorder(share)
+    step = GraphedStep(parts, recorder, warm_up=3, only_if_launch_bound=True)
+    for seed in range(8):
+        step([make_batch(parts, seed=seed)])
+    assert recorder.asked[:3] == ["run", "run", "measure"] and recorder.asked[-1] == last
+    assert recorder.asked.count("measure") == 1 and step.is_recorded == (share > 0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_loaded_checkpoint_is_recorded_anew(optimizer: str) -> None:
+    """Loading gives the optimizer new tensors; a recording that still wrote to the old ones would train nothing."""
+    parts, recorder = make_parts("fp16", optimizer=optimizer), CountingRecorder()
+    step = GraphedStep(parts, recorder, warm_up=1)
+    for seed in range(3):
+        step([make_batch(parts, seed=seed)])
+    kept = collect(
+        model=parts.model, optimizer=parts.optimizer, scaler=parts.scaler, progress={}, facts={}, masters=parts.masters
+    )
+    restore(kept, model=parts.model, optimizer=parts.optimizer, scaler=parts.scaler, masters=parts.masters)
+    set_lr(parts.optimizer, 0.0)
+    before = parts.model[0].weight.detach().clone()
+    step([make_batch(parts, seed=3)])
+    step([make_batch(parts, seed=4)])
+    assert recorder.asked == ["run", "record", "run", "record"]
+    assert torch.equal(parts.model[0].weight, before), "the new learning rate of zero is the one that counts"
+
+
+def test_a_checkpoint_goes_from_the_eager_to_the_recorded_step_and_back() -> None:
+    """The loss scale is GradScaler's own, so its state dict is the same on both paths."""
+    eager, recorded = make_parts("fp16"), make_parts("fp16")
+    train_step(eager, [make_batch(eager)])
+    overflowing = make_batch(eager)
+    overflowing.images[0] = float("inf")
+    train_step(eager, [overflowing])
+    state = collect(model=eager.model, optimizer=eager.optimizer, scaler=eager.scaler, progress={}, facts={})
+    restore(state, model=recorded.model, optimizer=recorded.optimizer, scaler=recorded.scaler)
+    step = GraphedStep(recorded, HostRecorder(), warm_up=1)
+    for parts in (eager, recorded):
+        set_lr(parts.optimizer, 0.125)
+    for seed in range(4):
+        train_step(eager, [make_batch(eager, seed=seed)])
+        step([make_batch(recorded, seed=seed)])
+    assert_same(eager, recorded)
+    assert recorded.scaler.state_dict()["scale"] == 512 and recorded.scaler.state_dict()["_growth_tracker"] == 4
+
+
+def test_a_batch_of_another_shape_runs_as_it_is() -> None:
+    parts, recorder = make_parts("fp32"), CountingRecorder()
+    step = GraphedStep(parts, recorder, warm_up=1)
+    for images in (8, 8, 5, 8):
+        sums = step([make_batch(parts, images=images)])
+        assert torch.isfinite(sums.loss)
+    assert recorder.asked == ["run", "record"]
+    other = make_batch(parts)
+    step([Batch(other.images.contiguous(), other.targets)])
+    assert recorder.asked == ["run", "record"], "another layout is another form: strides are part of a recording"
+
+
+def test_the_average_follows_as_the_plain_one() -> None:
+    parts = make_parts("fp16_o2")
+    plain, replayed = WeightAverage(parts.model, 0.5), WeightAverage(parts.model, 0.5)
+    update = graphed_average(replayed, parts, HostRecorder(), warm_up=1)
+    for seed in range(5):
+        train_step(parts, [make_batch(parts, seed=seed)])
+        plain.update(parts.model, parts.masters)
+        update()
+    assert update.is_recorded
+    for name, value in plain.module.state_dict().items():
+        assert torch.equal(value, replayed.module.state_dict()[name]), name
+
+
+def test_a_call_is_recorded_again_when_a_tensor_moved() -> None:
+    held = [torch.ones(3)]
+    recorder = CountingRecorder()
+    call = GraphedCall(lambda: [held[0] * 2], lambda: held, recorder, warm_up=1)
+    results = [call()[0] for _ in range(3)]
+    held[0] = torch.full((3,), 5.0)
+    results += [call()[0] for _ in range(2)]
+    assert [result[0].item() for result in results] == [2, 2, 2, 10, 10]
+    assert recorder.asked == ["run", "record", "run", "record"]
+
+
+# --- through the whole program ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:cuda_graph")
+@pytest.mark.parametrize("words", [["precision=fp32"], ["precision=fp16_o2", "accumulate_steps=2", "batch_size=16"]])
+def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], words: list[str]) -> None:
+    shared = [*words, "epochs=3", "ema_decay=0.5", "ema_every=2", "optim.lr=0.25", "schedule=constant"]
+    plain, recorded = train(*shared), train(*shared, "cuda_graph=true")
+    assert recorded.losses == pytest.approx(plain.losses, rel=1e-6)
+    for kind in ("val", "val_average"):
+        assert recorded.records(kind)[-1]["loss"] == pytest.approx(plain.records(kind)[-1]["loss"], rel=1e-5)
+    assert recorded.summary["cuda_graph"] == "true"
+    assert recorded.records("train")[0]["lr"] == plain.records("train")[0]["lr"]
+
+
+def test_a_rollback_with_cuda_graph_goes_on(train: Callable[..., Run]) -> None:
+    done = train(
+        *("model=tests.networks:nan_at_third_step", "on_nonfinite=rollback", "checkpoint.every_steps=1"),
+        "cuda_graph=true",
+    )
+    assert done.exit_code == 0 and None not in done.losses and len(done.losses) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: RMSprop has no fused kernel"),
+        (
+            {"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"},
+            "cuda_graph=true: compile_mode=reduce-overhead makes CUDA graphs itself",
+        ),
+        ({"cuda_graph": True, "activation_checkpointing": True}, "cuda_graph=true: activation_checkpointing"),
+        ({"cuda_graph": "yes"}, "cuda_graph=yes: must be one of true, false, auto"),
+        ({"compile": True, "activation_checkpointing": True}, "the compiler decides itself"),
+        ({"ddp_static_graph": True, "accumulate_steps": 2}, "ddp_static_graph=true does not go with accumulate_steps"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(words: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(words)
+
+
+def test_cuda_graph_may_be_written_as_a_boolean() -> None:
+    assert to_mapping(load({"cuda_graph": True}))["cuda_graph"] == "true"

@@ -1,0 +1,88 @@
+"""Number formats on a CPU: the same code paths as on a GPU, so that none of them rots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cl_train.step.precision import (
+    MasterWeights,
+    autocast,
+    build_scaler,
+    cast_model,
+    full_precision_state,
+    resolve_precision,
+    trainable_parameters,
+    warnings_for,
+)
+from tests.networks import small
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", "fp16", "bf16", "fp16_o2"])
+def test_each_name_computes_in_its_dtype(name: str) -> None:
+    precision = resolve_precision(name, CPU)
+    model = cast_model(nn.Conv2d(3, 4, 3), precision)
+    with autocast(precision, CPU):
+        out = model(torch.randn(2, 3, 8, 8, dtype=precision.input_dtype))
+    expected = {"fp16": torch.float16, "fp16_o2": torch.float16, "bf16": torch.bfloat16}.get(name, torch.float32)
+    assert out.dtype == expected
+    assert build_scaler(precision, CPU).is_enabled() == (name in ("fp16", "fp16_o2"))
+
+
+def test_auto_is_never_left_unresolved() -> None:
+    precision = resolve_precision("auto", CPU)
+    assert precision.name in ("bf16", "fp32") and precision.reason
+
+
+def test_fp16_on_a_cpu_is_doubted() -> None:
+    assert "slowly" in warnings_for(resolve_precision("fp16", CPU), CPU)[0]
+    assert warnings_for(resolve_precision("fp32", CPU), CPU) == []
+
+
+@pytest.fixture
+def half_model() -> tuple[nn.Module, MasterWeights]:
+    model = cast_model(small(3).to(memory_format=torch.channels_last), resolve_precision("fp16_o2", CPU))
+    return model, MasterWeights(model)
+
+
+def test_o2_keeps_batchnorm_in_fp32(half_model: tuple[nn.Module, MasterWeights]) -> None:
+    model, _ = half_model
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.weight.dtype == module.running_var.dtype == torch.float32
+        elif isinstance(module, nn.Conv2d | nn.Linear):
+            assert module.weight.dtype == torch.float16
+
+
+def test_masters_have_the_models_strides_and_take_small_changes(half_model: tuple[nn.Module, MasterWeights]) -> None:
+    model, masters = half_model
+    weight = model[3].weight
+    master = masters.masters["3.weight"]
+    assert master.dtype == torch.float32 and master.stride() == weight.stride() == (72, 1, 24, 8)
+    before = master.detach().clone()
+    for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
+        with torch.no_grad():
+            master.mul_(1 + 1e-5)
+        masters.publish()
+    torch.testing.assert_close(master, before * (1 + 1e-5) ** 100, rtol=1e-5, atol=0)
+    torch.testing.assert_close(weight.float(), master, rtol=1e-3, atol=1e-7)
+
+
+def test_gradients_move_to_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
+    model, masters = half_model
+    model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
+    gradient = model[3].weight.grad.float()
+    masters.take_gradients()
+    assert model[3].weight.grad is None
+    assert torch.equal(masters.masters["3.weight"].grad, gradient)
+
+
+def test_full_precision_state_has_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
+    model, masters = half_model
+    state = full_precision_state(model, masters)
+    assert state.keys() == model.state_dict().keys()
+    assert all(value.dtype in (torch.float32, torch.int64) for value in state.values())
+    assert trainable_parameters(model, masters)["3.weight"] is masters.masters["3.weight"]

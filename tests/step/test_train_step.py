@@ -1,0 +1,202 @@
+"""The AMP step: autocast is used, one optimizer step per call, clipping sees unscaled gradients, an overflow skips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cl_train.config.schema import OptimConfig
+from cl_train.data import Batch
+from cl_train.models.registry import build_model
+from cl_train.step.optim import build_optimizer
+from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision, trainable_parameters
+from cl_train.step.train_step import (
+    GOOGLENET_AUX_WEIGHT,
+    INCEPTION_AUX_WEIGHT,
+    StepParts,
+    evaluate,
+    loss_of,
+    train_step,
+)
+from tests.networks import small
+
+CPU = torch.device("cpu")
+PRECISIONS = ["fp32", "bf16", "fp16", "fp16_o2"]
+
+
+def make_parts(
+    name: str,
+    *,
+    model: nn.Module | None = None,
+    layout: torch.memory_format = torch.channels_last,
+    clip_norm: float | None = None,
+    init_scale: float = 1024.0,
+    optimizer: str = "sgd",
+    label_smoothing: float = 0.0,
+) -> StepParts:
+    torch.manual_seed(0)
+    precision = resolve_precision(name, CPU)
+    model = cast_model((model or small(3)).to(memory_format=layout), precision)
+    masters = MasterWeights(model) if precision.master_weights else None
+    built = build_optimizer(
+        OptimConfig(name=optimizer, weight_decay=0.0), model, trainable_parameters(model, masters), lr=0.1
+    )
+    return StepParts(
+        model, built, build_scaler(precision, CPU, init_scale), precision, CPU, label_smoothing, clip_norm, masters
+    )
+
+
+def make_batch(parts: StepParts, images: int = 8, scale: float = 1.0, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(images, 3, 32, 32, generator=generator) * scale
+    layout = torch.channels_last if parts.model[0].weight.stride()[1] == 1 else torch.contiguous_format
+    return Batch(
+        pixels.to(parts.precision.input_dtype).to(memory_format=layout),
+        torch.randint(0, 3, (images,), generator=generator),
+    )
+
+
+def weights(parts: StepParts) -> torch.Tensor:
+    return parts.model[3].weight.detach().clone()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_each_precision_trains_in_each_layout(name: str, layout: torch.memory_format) -> None:
+    parts = make_parts(name, layout=layout)
+    batch = make_batch(parts)
+    losses = [train_step(parts, [batch]).loss.item() for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    expected = (72, 1, 24, 8) if layout == torch.channels_last else (72, 9, 3, 1)
+    momentum = [state["momentum_buffer"] for state in parts.optimizer.state.values()]
+    assert parts.model[3].weight.stride() == expected
+    assert [buffer.stride() for buffer in momentum if buffer.shape == (16, 8, 3, 3)] == [expected]
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_model_computes_in_the_precision(name: str) -> None:
+    parts = make_parts(name)
+    seen = []
+    parts.model[3].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    train_step(parts, [make_batch(parts)])
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.float16)
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_one_optimizer_step_per_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make_parts(name)
+    calls = []
+    step = parts.optimizer.step
+    monkeypatch.setattr(parts.optimizer, "step", lambda *arguments: calls.append(1) or step(*arguments))
+    parts.optimizer.step._step_supports_amp_scaling = True
+    train_step(parts, [make_batch(parts, seed=1), make_batch(parts, seed=2)])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "fp16_o2"])
+def test_clipping_sees_unscaled_gradients(name: str) -> None:
+    """After a step from rest with lr 0.1 the change of all weights has the norm lr * clip_norm, whatever the scale."""
+    changes = []
+    for init_scale in (1.0, 1024.0):
+        parts = make_parts(name, clip_norm=0.01, init_scale=init_scale)
+        named = trainable_parameters(parts.model, parts.masters)
+        before = {key: value.detach().clone() for key, value in named.items()}
+        train_step(parts, [make_batch(parts)])
+        changes.append(torch.stack([(named[key] - before[key]).norm() for key in named]).norm().item())
+    assert changes == pytest.approx([0.001, 0.001], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16_o2"])
+def test_an_overflow_skips_the_step_and_halves_the_scale(name: str) -> None:
+    parts = make_parts(name, init_scale=1024.0)
+    train_step(parts, [make_batch(parts)])
+    before = weights(parts)
+    batch = make_batch(parts)
+    batch.images[0, 0, 0, 0] = float("inf")
+    result = train_step(parts, [batch])
+    assert result.skipped.item() == 1 and parts.scaler.get_scale() == 512.0
+    assert torch.equal(weights(parts), before)
+    result = train_step(parts, [make_batch(parts)])
+    assert result.skipped.item() == 0 and not torch.equal(weights(parts), before)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rmsprop"])
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_without_scaling_a_nan_is_not_taken_in_either(name: str, optimizer: str) -> None:
+    parts = make_parts(name, optimizer=optimizer)
+    train_step(parts, [make_batch(parts)])
+    before = weights(parts)
+    batch = make_batch(parts)
+    batch.images[0, 0, 0, 0] = float("nan")
+    assert train_step(parts, [batch]).skipped.item() == 1
+    assert torch.equal(weights(parts), before)
+    assert train_step(parts, [make_batch(parts)]).skipped.item() == 0
+    assert not torch.equal(weights(parts), before)
+
+
+def test_accumulation_equals_the_larger_batch() -> None:
+    """Without BatchNorm, four micro-batches of four are one batch of sixteen."""
+    from tests.networks import without_batchnorm
+
+    results = []
+    for pieces in (1, 4):
+        torch.manual_seed(0)
+        parts = make_parts("fp32", model=without_batchnorm(3))
+        whole = make_batch(parts, images=16)
+        micro = [Batch(x, y) for x, y in zip(whole.images.chunk(pieces), whole.targets.chunk(pieces), strict=True)]
+        sums = train_step(parts, micro)
+        results.append((parts.model[0].weight.detach().clone(), sums.loss, sums.correct1))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+
+
+def test_layouts_agree_for_twenty_steps_in_fp32() -> None:
+    losses = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        parts = make_parts("fp32", layout=layout)
+        losses.append([train_step(parts, [make_batch(parts, seed=step)]).loss.item() for step in range(20)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rmsprop"])
+def test_each_optimizer_learns(optimizer: str) -> None:
+    parts = make_parts("fp32", optimizer=optimizer)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = 0.01
+    batch = make_batch(parts)
+    losses = [train_step(parts, [batch]).loss.item() for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_evaluation_counts_exactly_and_changes_nothing() -> None:
+    parts = make_parts("bf16")
+    batches = [make_batch(parts, images=count, seed=count) for count in (8, 8, 3)]
+    statistics = parts.model[1].running_mean.clone()
+    sums = evaluate(parts.model, batches, parts.precision, CPU)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        parts.model.eval()
+        logits = torch.cat([parts.model(batch.images) for batch in batches]).float()
+    targets = torch.cat([batch.targets for batch in batches])
+    assert sums[1].item() == (logits.argmax(1) == targets).sum().item()
+    assert sums[2].item() == sums[3].item() == 19  # top-5 of three classes holds every image
+    assert sums[0].item() == pytest.approx(
+        nn.functional.cross_entropy(logits, targets, reduction="sum").item(), rel=1e-5
+    )
+    assert torch.equal(parts.model[1].running_mean, statistics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "weight"), [("inception_v3", 299, INCEPTION_AUX_WEIGHT), ("googlenet", 64, GOOGLENET_AUX_WEIGHT)]
+)
+def test_auxiliary_heads_count(name: str, size: int, weight: float) -> None:
+    torch.manual_seed(0)
+    model = build_model(name, num_classes=5)
+    targets = torch.tensor([1, 2])
+    output = model(torch.randn(2, 3, size, size))
+    auxiliary = [value for field, value in output._asdict().items() if field != "logits"]
+    assert auxiliary and all(value.shape == (2, 5) for value in auxiliary)
+    expected = nn.functional.cross_entropy(output.logits, targets)
+    expected = expected + sum(weight * nn.functional.cross_entropy(value, targets) for value in auxiliary)
+    torch.testing.assert_close(loss_of(output, targets), expected)

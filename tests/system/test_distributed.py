@@ -1,0 +1,131 @@
+"""Two processes under torchrun, on gloo: the same weights as one process, exact evaluation, one run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.data import DeviceFormat, build_data
+from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import Dist, processes
+from cl_train.training.evaluation import evaluate_exactly
+from tests.conftest import write_images
+from tests.networks import without_batchnorm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(processes: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    return subprocess.run(
+        [
+            *(sys.executable, *launcher, "train.py"),
+            *("data=folder", "data.image_size=32", "data.workers=0", "device=cpu", "precision=fp32", "log_every=1"),
+            *("model=tests.networks:without_batchnorm", "optim.lr=0.4", f"hydra.run.dir={folder}"),
+            *overrides,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    path = max((folder / "checkpoints").glob("step-*.pt"))
+    return torch.load(path, weights_only=True)["model"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path) -> None:
+    shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
+    one = launch(1, tmp_path / "one", "batch_size=32", *shared)
+    two = launch(2, tmp_path / "two", "batch_size=16", *shared)
+    accumulated = launch(2, tmp_path / "accumulated", "batch_size=8", "accumulate_steps=2", *shared)
+    for done in (one, two, accumulated):
+        assert done.returncode == 0, done.stdout + done.stderr
+    expected = weights(tmp_path / "one")
+    for name in ("two", "accumulated"):
+        for key, value in weights(tmp_path / name).items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-5)
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert (summary["world_size"], summary["global_batch_size"], summary["val"]["images"]) == (2, 32, 21)
+    assert two.stdout.count("Epoch: [0][1/3]") == 1, "rank 0 alone speaks"
+    assert len(list((tmp_path / "two").glob("events*"))) == 1
+
+
+@pytest.mark.slow
+def test_evaluation_counts_each_image_once(image_folder: Path, tmp_path: Path) -> None:
+    """Images that split unevenly over ranks and batches: counted as one process counts them."""
+    expected = {}
+    for images in (7, 97, 101):
+        write_unevenly(tmp_path / str(images), images)
+        for batch_size in (1, 4, 16):
+            expected[f"{images}-{batch_size}"] = evaluate_folder(tmp_path / str(images), batch_size, ONE_PROCESS)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *("-m", "tests.system.test_distributed", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == expected.keys()
+    for name, result in expected.items():
+        assert found[name]["images"] == result["images"] == int(name.split("-")[0])
+        assert found[name] == pytest.approx(result, rel=1e-6), name
+
+
+ONE_PROCESS = Dist(0, 0, 1, torch.device("cpu"))
+
+
+def write_unevenly(root: Path, images: int) -> None:
+    write_images(root, {"train": 12, "val": images // 3 + 1})
+    for extra in sorted((root / "val" / "red").iterdir())[: 3 * (images // 3 + 1) - images]:
+        extra.unlink()
+
+
+def evaluate_folder(root: Path, batch_size: int, dist: Dist) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = without_batchnorm(3)
+    cfg = DataConfig(name="folder", root=str(root), image_size=32, workers=0)
+    data = build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=dist)
+    form = DeviceFormat(dist.device, torch.float32, torch.channels_last)
+    try:
+        return evaluate_exactly(model, data, form, resolve_precision("fp32", dist.device), dist)
+    finally:
+        data.close()
+
+
+def main(folder: Path) -> None:
+    """What each of the two processes runs: every case, then rank 0 prints the results."""
+    with processes("cpu", timeout_s=60) as dist:
+        cases = [(images, batch_size) for images in (7, 97, 101) for batch_size in (1, 4, 16)]
+        results = {f"{n}-{batch_size}": evaluate_folder(folder / str(n), batch_size, dist) for n, batch_size in cases}
+        if dist.is_main:
+            print(json.dumps(results))
+
+
+@pytest.mark.slow
+def test_multirun_under_torchrun_is_refused_with_the_right_command(tmp_path: Path) -> None:
+    done = launch(2, tmp_path / "run", "-m", "channels_last=true,false", "data=sample")
+    assert done.returncode != 0
+    assert "nproc=" in done.stderr and "python train.py -m" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,93 @@
+"""One writer per run folder, probed before training, with names that stay inside."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cl_train.config.schema import ConfigError
+from cl_train.system import run_folder
+from cl_train.system.run_folder import RunLock, check_space, check_writable, safe_name
+
+HOLD = """
+import os, sys, time
+from cl_train.system.run_folder import RunLock
+with RunLock(sys.argv[1]):
+    if os.fork() == 0:  # a loader worker
+        time.sleep(60)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_and_a_killed_one_frees_the_folder(tmp_path: Path) -> None:
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert first.stdout is not None and first.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=rf"process {first.pid} on .*hydra\.run\.dir"), RunLock(tmp_path):
+            pass
+        first.kill()
+        first.wait()
+        with RunLock(tmp_path):  # at once, though a forked worker of the killed run still lives
+            os.killpg(first.pid, 0)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+        first.stdout.close()
+    with RunLock(tmp_path):
+        pass
+
+
+def test_writable_makes_the_folder_and_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a/b")
+    assert list((tmp_path / "a/b").iterdir()) == []
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write to the run folder .*file/run: Not a directory"):
+        check_writable(tmp_path / "file/run")
+    with pytest.raises(ConfigError, match=r"cannot write"):
+        check_writable("/proc/no/such")
+
+
+def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_space(tmp_path, 1000, 2) == []
+    facts = list(os.statvfs(tmp_path))
+    facts[1], facts[4] = 1, 10_000  # f_frsize, f_bavail: 10,000 bytes free
+    monkeypatch.setattr(run_folder.os, "statvfs", lambda folder: os.statvfs_result(facts))
+    assert check_space(tmp_path, 2_500, 2) == []
+    (warning,) = check_space(tmp_path, 2_501, 2)
+    assert "up to 4 exist at a time" in warning
+    with pytest.raises(ConfigError, match="not even one fits"):
+        check_space(tmp_path, 10_001, 2)
+    facts[7] = 0  # f_favail
+    with pytest.raises(ConfigError, match="no free inode"):
+        check_space(tmp_path, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("channels_last=true,precision=fp16", "channels_last=true,precision=fp16"),
+        ("../../etc/passwd", "_.._etc_passwd"),
+        ("/abs", "_abs"),
+        ("...", "_"),
+        ("", "_"),
+        ("a b\nc\0d", "a_b_c_d"),
+        ("ünï", "_n_"),
+    ],
+)
+def test_names_stay_inside_the_folder(text: str, name: str) -> None:
+    assert safe_name(text) == name
+    assert "/" not in name and not name.startswith(".")
+
+
+def test_long_names_are_cut_and_stay_distinct() -> None:
+    first, second = safe_name("x" * 300 + "1"), safe_name("x" * 300 + "2")
+    assert len(first) == len(second) == 100 and first != second

@@ -1,0 +1,63 @@
+"""The records of a run: one JSON object a line, nothing twice after a resume, no NaN in JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cl_train.training.records import Tracker, drop_records_after, finite_or_null
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_drops_what_a_killed_process_left(tmp_path: Path) -> None:
+    first = Tracker(tmp_path, tensorboard=True, resumed_step=0)
+    for step in (10, 20, 30):
+        first.write("train", step, {"loss": 1.0})
+    first.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')  # killed in mid-write
+    second = Tracker(tmp_path, tensorboard=True, resumed_step=20)
+    second.write("train", 30, {"loss": 2.0})
+    second.close()
+    assert steps(tmp_path) == [10, 20, 30]
+    events = EventAccumulator(str(tmp_path), purge_orphaned_data=True)
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 1.0), (20, 1.0), (30, 2.0)]
+
+
+def test_a_fresh_start_in_an_old_folder_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 5}\n')
+    tracker = Tracker(tmp_path, tensorboard=False, resumed_step=0)
+    tracker.write("train", 1, {"loss": 1.0})
+    assert steps(tmp_path) == [1]
+
+
+def test_rewind_drops_later_records(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, tensorboard=False, resumed_step=0)
+    for step in (1, 2, 3):
+        tracker.write("train", step, {"loss": float("nan")})
+    tracker.rewind(2)
+    assert steps(tmp_path) == [1, 2]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] is None
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    tracker = Tracker(None, tensorboard=True, resumed_step=0)
+    tracker.write("train", 1, {"loss": 1.0})
+    tracker.write_summary({}, {})
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_no_nan() -> None:
+    assert finite_or_null({"a": [float("inf"), 1.5], "b": {"c": float("nan")}}) == {"a": [None, 1.5], "b": {"c": None}}
+
+
+def test_dropping_from_a_file_that_is_not_there(tmp_path: Path) -> None:
+    drop_records_after(tmp_path / "metrics.jsonl", 3)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
