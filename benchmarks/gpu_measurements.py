@@ -29,7 +29,7 @@ from cl_train.comparison.paired import release_memory
 from cl_train.comparison.pairs import interval_of_rounds
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.schema import load
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.models import registry as models
 from cl_train.step.precision import apply_tf32, resolve_precision
 from cl_train.system.distributed import Dist

@@ -33,9 +33,9 @@ from cl_train.config.schema import (
     settings_from_arguments,
     stop_with,
 )
-from cl_train.data import build_data
 from cl_train.data.augment import label_mix
-from cl_train.data.device import DeviceFormat
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import build_data
 from cl_train.memory_format import convert as memory_format
 from cl_train.memory_format import operators as operator_table
 from cl_train.memory_format.audit import audit

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash scripts/check.sh: lint, format and types; `--fix` mends what can be mended.
+# bash scripts/check.sh: lint, format, types and the order of the rooms; `--fix` mends what can be mended.
 export EXTRAS=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --fix ]; then
@@ -9,3 +9,4 @@ fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
+.venv/bin/lint-imports

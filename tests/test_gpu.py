@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import Config, load
-from cl_train.data import AugmentConfig, Batch, DataConfig, DeviceFormat, build_data
+from cl_train.config.schema import AugmentConfig, Config, DataConfig, load
+from cl_train.data.batch import Batch, DeviceFormat
+from cl_train.data.build import build_data
 from cl_train.data.device import HostBatch, Normalise, on_cuda
 from cl_train.memory_format.convert import classify
 from cl_train.models.registry import build_model

@@ -27,7 +27,8 @@ import torch
 from cl_train.comparison import reference_loaders
 from cl_train.comparison.reference_loaders import MEAN, STD, Close, Load, Run
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig, setting
-from cl_train.data import DATA_DIR, DeviceFormat, build_data, default_workers
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import DATA_DIR, build_data, default_workers
 from cl_train.data.decode import JPEG_MAGIC, BadImage, read_file
 from cl_train.data.device import Normalise
 from cl_train.data.folder import Split, read_folder

@@ -22,7 +22,7 @@ from torch import nn
 from cl_train.comparison.model_cost import peak_memory_of_step_gib
 from cl_train.comparison.pairs import Interval, interval_of_rounds, verdict_of
 from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.memory_format import convert as memory_format
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import (

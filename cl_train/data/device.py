@@ -9,30 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cl_train.data.batch import Batch, DeviceFormat
+
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, batch)
 MixBatch = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (images, targets, batch)
 _CPU_PIECE = 8  # images: 5 MB of float32 at 224 px
-
-
-@dataclass(frozen=True)
-class DeviceFormat:
-    """How the model wants its input."""
-
-    device: torch.device
-    dtype: torch.dtype
-    memory_format: torch.memory_format
-
-
-@dataclass
-class Batch:
-    """Images and their labels, on the device.
-
-    images: float [N, 3, H, W] (4 channels with data.pad_channels), normalised, in the asked dtype and memory format.
-    targets: int64 [N], or float [N, num_classes] after MixUp or CutMix.
-    """
-
-    images: Tensor
-    targets: Tensor
 
 
 @dataclass

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from cl_train.config.schema import ConfigError
 from cl_train.data import crops
+from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.decode import BadImage, Encoded, read_file
-from cl_train.data.device import Batch, DeviceFormat, Normalise
+from cl_train.data.device import Normalise
 from cl_train.data.loader import BadImageError, FolderData
 from cl_train.data.order import Indices, permutation, rank_share, sample_generator
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.decode import BadImage
-from cl_train.data.device import Batch, DeviceFormat, HostBatch, MixBatch, MixLabels, Normalise, on_cpu, on_cuda
+from cl_train.data.device import HostBatch, MixBatch, MixLabels, Normalise, on_cpu, on_cuda
 from cl_train.data.folder import Folder
 from cl_train.data.images import ImageForm, ImageReader, Times
 from cl_train.data.order import Indices, permutation, rank_share

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 import torch
 
-from cl_train.data.device import Batch, DeviceFormat
+from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.images import Times
 
 

@@ -1,0 +1,4 @@
+"""ImageNet on disk: from the official archives to folders, checked and resized.
+
+Read `archives.py` first. May import data, system and config.
+"""

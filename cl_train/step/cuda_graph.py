@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.step.ema import WeightAverage
 from cl_train.step.train_step import StepParts, StepSums, train_step
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.step.precision import MasterWeights, Precision, autocast
 
 INCEPTION_AUX_WEIGHT = 0.4  # Szegedy et al. 2015 (v3), as in torchvision's references

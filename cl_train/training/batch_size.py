@@ -15,7 +15,8 @@ import torch
 from cl_train.comparison.model_cost import peak_memory_of_step_gib
 from cl_train.comparison.paired import is_out_of_memory, release_memory
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
-from cl_train.data import Batch, build_data
+from cl_train.data.batch import Batch
+from cl_train.data.build import build_data
 from cl_train.step.precision import Precision
 from cl_train.system.distributed import Dist, broadcast_object
 from cl_train.training.run_state import tensor_bytes

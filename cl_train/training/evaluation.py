@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.data import Data, DeviceFormat
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import Data
 from cl_train.step.precision import Precision
 from cl_train.step.train_step import evaluate
 from cl_train.system.distributed import Dist, broadcast_buffers, sum_over_ranks

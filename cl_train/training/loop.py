@@ -22,9 +22,12 @@ import numpy as np
 import torch
 
 from cl_train.config.schema import Config, ConfigError, to_yaml
-from cl_train.data import BadImageError, Data, DeviceFormat, WorkerError, build_data
+from cl_train.data.batch import DeviceFormat
 from cl_train.data.bottleneck import bottleneck_advice
+from cl_train.data.build import Data, build_data
 from cl_train.data.images import Times
+from cl_train.data.loader import BadImageError
+from cl_train.data.workers import WorkerError
 from cl_train.memory_format.convert import model_memory_format
 from cl_train.models import registry as models
 from cl_train.step.optim import set_lr

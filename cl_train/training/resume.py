@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed
 
 from cl_train.config.schema import Config, ConfigError, to_mapping
-from cl_train.data import Data
+from cl_train.data.build import Data
 from cl_train.step.train_step import StepSums
 from cl_train.system.checkpoint_file import CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects

@@ -19,7 +19,7 @@ from torch import nn
 
 from cl_train.comparison.auto import choose_memory_format
 from cl_train.config.schema import Config, ConfigError, graph_conflict
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.memory_format import convert as memory_format
 from cl_train.memory_format.known_issues import advice
 from cl_train.models import registry as models

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data import DeviceFormat, build_data
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import build_data
 from cl_train.data.loader import FolderData
 from cl_train.system.distributed import Dist
 

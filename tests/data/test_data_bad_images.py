@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cl_train.data import BadImageError
 from cl_train.data.decode import MAX_PIXELS, BadImage, Encoded, read_file
+from cl_train.data.loader import BadImageError
 from tests.data.image_folders import (
     FLOAT_CHANNELS_LAST,
     encoded,

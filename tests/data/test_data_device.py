@@ -5,7 +5,8 @@ import torch
 from torchvision.transforms import v2
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data import DeviceFormat, build_data
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import build_data
 from cl_train.data.device import Normalise, four_channel_view
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import CPU, folder_data, write_folder

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cl_train.config.schema import AugmentConfig, ConfigError
-from cl_train.data import BadImageError, device_decode
+from cl_train.data import device_decode
 from cl_train.data.decode import Encoded
+from cl_train.data.loader import BadImageError
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, encoded, folder_data, jpeg, noise, write_folder
 
 
@@ -21,7 +22,7 @@ def stand_in(monkeypatch):
         except Exception as error:
             raise RuntimeError(str(error)) from None
 
-    monkeypatch.setattr("cl_train.data.torchcodec_decoder", lambda: decode)
+    monkeypatch.setattr("cl_train.data.build.torchcodec_decoder", lambda: decode)
 
 
 def test_pixels_and_order_are_the_cpu_paths_within_one_level(tmp_path, stand_in):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cl_train.config.schema import AugmentConfig, ConfigError
-from cl_train.data import WorkerError
 from cl_train.data.images import ImageReader
+from cl_train.data.workers import WorkerError
 from tests.data.image_folders import (
     CPU,
     FLOAT_CHANNELS_LAST,

@@ -9,8 +9,8 @@ import torch
 from outcome import Outcome
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data import build_data
-from cl_train.data.device import DeviceFormat
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import build_data
 from cl_train.data.order import permutation, rank_share
 from cl_train.system.distributed import Dist
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cl_train.config.schema import load
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import Dist, processes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cl_train.config.schema import ConfigError, load, to_mapping
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.step.cuda_graph import GraphedCall, GraphedStep, HostRecorder, Work, graphed_average
 from cl_train.step.ema import WeightAverage
 from cl_train.step.optim import set_lr

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import OptimConfig
-from cl_train.data import Batch
+from cl_train.data.batch import Batch
 from cl_train.models.registry import build_model
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision, trainable_parameters

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data import DeviceFormat, build_data
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import build_data
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, processes
 from cl_train.training.evaluation import evaluate_exactly

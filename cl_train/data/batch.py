@@ -1,0 +1,29 @@
+"""The two types that every room shares: a batch on the device, and the format that it has there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DeviceFormat:
+    """How the model wants its input."""
+
+    device: torch.device
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+
+
+@dataclass
+class Batch:
+    """Images and their labels, on the device.
+
+    images: float [N, 3, H, W] (4 channels with data.pad_channels), normalised, in the asked dtype and memory format.
+    targets: int64 [N], or float [N, num_classes] after MixUp or CutMix.
+    """
+
+    images: Tensor
+    targets: Tensor
