@@ -49,7 +49,6 @@ class Way:
     channels_last: bool = True
     compile: bool = False
     graph: bool = False
-    pad_channels: bool = False
     timm: bool = False
 
 
@@ -58,8 +57,6 @@ EAGER = Way("eager channels_last")
 GRAPHED = Way("graphed channels_last", graph=True)
 COMPILED = Way("compiled channels_last", compile=True)
 BEST = Way("compiled graphed channels_last", compile=True, graph=True)
-PADDED = Way("compiled graphed channels_last, 4-channel input", compile=True, graph=True, pad_channels=True)
-EAGER_PADDED = Way("eager channels_last, 4-channel input", pad_channels=True)
 COMPILED_NCHW = Way("compiled contiguous", channels_last=False, compile=True)
 GRAPHED_NCHW = Way("graphed contiguous", channels_last=False, graph=True)
 TIMM = Way("timm's loop, compiled channels_last", compile=True, timm=True)
@@ -82,7 +79,7 @@ class Group:
 
 def plan_groups(*, dry_run: bool) -> list[Group]:
     """In order of importance: what the time does not reach is left out and said so."""
-    first = (EAGER_NCHW, EAGER, BEST, GRAPHED, TIMM, EAGER_PADDED, COMPILED)
+    first = (EAGER_NCHW, EAGER, BEST, GRAPHED, TIMM, COMPILED)
     groups = [
         Group("environment", 40),
         Group("resnet50-fp16-256", 200, "resnet50", ways=first),
@@ -99,7 +96,6 @@ def plan_groups(*, dry_run: bool) -> list[Group]:
             for precision in ("fp16", "bf16", "fp16_o2", "tf32")
             if (precision, size) != ("fp16", 256)
         ),
-        Group("resnet50-padded", 90, "resnet50", ways=(BEST, PADDED)),
         Group("bytes-eager", 90, "resnet50", batch_size=64, ways=(EAGER,)),
         Group("bytes-compiled", 90, "resnet50", batch_size=64, ways=(COMPILED,)),
     ]
@@ -335,7 +331,7 @@ def build_step(way: Way, group: Group, device: torch.device) -> Callable[[], obj
     precision = resolve_precision(group.precision, device)
     torch.manual_seed(0)
     size = group.image_size
-    images = torch.randn(group.batch_size, 4 if way.pad_channels else 3, size, size, device=device)
+    images = torch.randn(group.batch_size, 3, size, size, device=device)
     layout = torch.channels_last if way.channels_last else torch.contiguous_format
     batch = Batch(
         images.to(precision.input_dtype, memory_format=layout),
@@ -355,7 +351,7 @@ def build_step(way: Way, group: Group, device: torch.device) -> Callable[[], obj
             "compile": way.compile,
             "cuda_graph": way.graph,
             "device": device.type,
-            "data": {"name": "synthetic", "pad_channels": way.pad_channels, "image_size": size},
+            "data": {"name": "synthetic", "image_size": size},
         }
     )
     assembly = assemble(cfg, precision, 1000, Dist(0, 0, 1, device), LEARNING_RATE)

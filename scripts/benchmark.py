@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py                                               resnet50, this machine's best precision
     python scripts/benchmark.py model=resnet50,mobilenet_v2 mode=train,infer batch_size=64 precision=fp16
-    python scripts/benchmark.py compile=false,true pad_channels=false,true --output results/train-fp16.json
+    python scripts/benchmark.py compile=false,true --output results/train-fp16.json
     python scripts/benchmark.py --baseline results/train-fp16.json            did the gain of channels_last fall?
 
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is narrow enough

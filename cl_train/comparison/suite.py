@@ -34,7 +34,6 @@ from cl_train.comparison.pairs import SMALLEST_DIFFERENCE
 from cl_train.comparison.parity import check_parity, fitting_image_size
 from cl_train.config.schema import PRECISIONS, ConfigError, OptimConfig, setting, suggest, to_mapping
 from cl_train.models import registry as models
-from cl_train.models.padded_stem import pad_stem
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.environment import describe_environment, device_name
@@ -56,7 +55,6 @@ class BenchmarkSettings:
     batch_size: list[int] = setting([32], "images per step")
     compile: list[bool] = setting([False], "torch.compile the model")
     compile_mode: str = setting("default", "mode of torch.compile")
-    pad_channels: list[bool] = setting([False], "pad the images and the model's stem to 4 channels")
     image_size: int | None = setting(None, "pixels; null = 224, or 299 for inception_v3", minimum=8)
     layouts: list[str] = setting(["contiguous", "channels_last"], "the first is what the others are compared with")
     num_classes: int = setting(1000, "outputs of the model", minimum=2)
@@ -80,7 +78,6 @@ class Case:
     batch_size: int
     image_size: int
     compile: bool
-    pad_channels: bool
 
 
 def check_settings(settings: BenchmarkSettings) -> None:
@@ -142,19 +139,16 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
 
 def cases(settings: BenchmarkSettings, device: torch.device) -> Iterator[Case]:
     what = itertools.product(settings.model, settings.mode, settings.precision, settings.batch_size)
-    how = list(itertools.product(settings.compile, settings.pad_channels))
-    for (model, mode, precision, batch_size), (compile_, pad_channels) in itertools.product(what, how):
+    for (model, mode, precision, batch_size), compile_ in itertools.product(what, settings.compile):
         size = settings.image_size or models.usual_image_size(model)
         resolved = resolve_precision(precision, device).name
-        yield Case(model, mode, resolved, batch_size, size, compile_, pad_channels)
+        yield Case(model, mode, resolved, batch_size, size, compile_)
 
 
 def run_case(case: Case, settings: BenchmarkSettings, device: torch.device) -> dict[str, Any]:
     """Parity, then speed, then where the time goes."""
     torch.manual_seed(0)
     model = models.build_model(case.model, num_classes=settings.num_classes, image_size=case.image_size)
-    if case.pad_channels:
-        pad_stem(model, case.model)
     workload = Workload(
         batch_size=case.batch_size,
         image_size=case.image_size,
@@ -163,7 +157,6 @@ def run_case(case: Case, settings: BenchmarkSettings, device: torch.device) -> d
         mode=case.mode,
         compile=case.compile,
         compile_mode=settings.compile_mode,
-        input_channels=4 if case.pad_channels else 3,
         optim=OptimConfig(name=settings.optimizer),
     )
     layouts = [LAYOUTS[name] for name in settings.layouts]
@@ -263,7 +256,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 def describe(result: dict[str, Any]) -> str:
     """One combination in a few lines."""
     flags = [result["mode"], result["precision"], f"batch {result['batch_size']}", f"{result['image_size']} px"]
-    flags += ["compiled"] * result["compile"] + ["4 channels"] * result["pad_channels"]
+    flags += ["compiled"] * result["compile"]
     lines = [f"{result['model']} ({', '.join(flags)})"]
     if "error" in result:
         return f"{lines[0]}\n  failed: {result['error']}"
@@ -360,7 +353,7 @@ def _pairs_by_case(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for result in document["results"]:
         for pair in result["pairs"]:
             case = [result[name] for name in ("model", "mode", "precision", "batch_size", "image_size")]
-            flags = ["compiled"] * result["compile"] + ["4 channels"] * result["pad_channels"]
+            flags = ["compiled"] * result["compile"]
             found[" ".join([*map(str, case), *flags, pair["candidate"]])] = pair
     return found
 

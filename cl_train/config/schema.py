@@ -88,7 +88,6 @@ class DataConfig:
     persistent_workers: bool = setting(True, "keep workers alive between epochs")
     on_bad_image: str = setting("error", "an image that cannot be decoded", choices=("error", "skip"))
     max_bad_images: int = setting(100, "with on_bad_image=skip: stop when more than this many were skipped", minimum=0)
-    pad_channels: bool = setting(False, "pad the input to 4 channels, and the stem's weight with zeros")
     mean: list[float] = setting([0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale")
     std: list[float] = setting([0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale")
     download: bool = setting(False, "data=imagenette: fetch the archive when it is missing")
@@ -193,9 +192,6 @@ class Config:
         "false",
         "replay the whole step as one CUDA graph; auto = where launching it is what limits the step",
         choices=("true", "false", "auto"),
-    )
-    activation_checkpointing: bool = setting(
-        False, "recompute the inside of each block in the backward pass: less memory, more time"
     )
     conversion: str = setting("full", "what is converted: all, convolution weights, `select`", choices=CONVERSIONS)
     select: list[str] = setting([], "conversion=select: module names to convert (shell patterns)")
@@ -389,9 +385,6 @@ def check_together(cfg: Config) -> list[str]:
         "ddp_static_graph=true does not go with accumulate_steps above 1: only the last micro-step is synchronised": (
             cfg.ddp_static_graph and cfg.accumulate_steps > 1
         ),
-        "activation_checkpointing=true with compile=true: the compiler decides itself what to recompute; use one": (
-            cfg.activation_checkpointing and cfg.compile
-        ),
         "batch_size=auto with resume=...: a run goes on with the batch size that it began with; see its config.yaml": (
             cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None
         ),
@@ -409,8 +402,6 @@ def graph_conflict(cfg: Config) -> str | None:
         return "RMSprop has no fused kernel, so the host decides whether to skip a step; use optim=sgd or adamw"
     if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
         return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use default or max-autotune-no-cudagraphs"
-    if cfg.activation_checkpointing:
-        return "activation_checkpointing=true saves random numbers on the host in each step; use one of the two"
     return None
 
 

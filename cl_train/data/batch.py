@@ -21,7 +21,7 @@ class DeviceFormat:
 class Batch:
     """Images and their labels, on the device.
 
-    images: float [N, 3, H, W] (4 channels with data.pad_channels), normalised, in the asked dtype and memory format.
+    images: float [N, 3, H, W], normalised, in the asked dtype and memory format.
     targets: int64 [N], or float [N, num_classes] after MixUp or CutMix.
     """
 

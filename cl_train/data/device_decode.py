@@ -52,7 +52,7 @@ class DeviceDecodedData(FolderData):
         """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
         s = self._settings
         order = permutation(self._seed, epoch, self.train_images)
-        normalise, mix = Normalise(s.mean, s.std, form, s.pad_channels), self._mix_of(epoch)
+        normalise, mix = Normalise(s.mean, s.std, form), self._mix_of(epoch)
         numbers = iter(range(first_batch, self.batches_per_epoch))
         with ThreadPoolExecutor(max(1, s.workers)) as readers:
 

@@ -54,7 +54,6 @@ class LoaderSettings:
     skip_bad_images: bool
     max_bad_images: int
     worker_timeout_s: float
-    pad_channels: bool
     mean: tuple[float, ...]
     std: tuple[float, ...]
     rank: int
@@ -239,7 +238,7 @@ class FolderData:
 
     def _to_device(self, batches: Iterator[HostBatch], form: DeviceFormat, mix: MixBatch | None) -> Iterator[Batch]:
         s = self._settings
-        normalise = Normalise(s.mean, s.std, form, s.pad_channels)
+        normalise = Normalise(s.mean, s.std, form)
         if form.device.type == "cuda":
             return on_cuda(batches, normalise, mix, form.device, s.device_prefetch)
         return on_cpu(batches, normalise, mix)

@@ -13,9 +13,7 @@ from cl_train.data.images import Times
 class SyntheticData:
     """Normal noise with random labels, made once per DeviceFormat and handed out by reference: do not write into it."""
 
-    def __init__(
-        self, *, images: int, classes: int, size: int, channels: int, batch_size: int, seed: int, world_size: int
-    ) -> None:
+    def __init__(self, *, images: int, classes: int, size: int, batch_size: int, seed: int, world_size: int) -> None:
         self.num_classes = classes
         self.classes = tuple(f"class_{number}" for number in range(classes))
         self.train_images, self.val_images = images, batch_size * world_size
@@ -23,7 +21,7 @@ class SyntheticData:
         self.batches_per_epoch = images // (batch_size * world_size)
         self.workers = 0
         self.skipped_images = 0
-        self._shape = (batch_size, channels, size, size)
+        self._shape = (batch_size, 3, size, size)
         self._seed = seed
         self._batches: dict[DeviceFormat, Batch] = {}
 
@@ -43,8 +41,6 @@ class SyntheticData:
             generator = torch.Generator().manual_seed(self._seed)
             images = torch.randn(self._shape, generator=generator)
             targets = torch.randint(self.num_classes, (self._shape[0],), generator=generator)
-            if self._shape[1] == 4:
-                images[:, 3] = 0
             images = images.to(form.device, form.dtype, memory_format=form.memory_format)
             self._batches[form] = Batch(images, targets.to(form.device))
         return self._batches[form]

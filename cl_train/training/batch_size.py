@@ -200,12 +200,11 @@ def _steps_of(cfg: Config, precision: Precision, classes: int, device: torch.dev
         cfg, batch_size=FIRST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
     )
     assembly = assemble(plain, precision, classes, Dist(0, 0, 1, device), lr=1e-4)
-    channels = 4 if cfg.data.pad_channels else 3
 
     def measure(size: int) -> Measured:
         if device.type == "cuda":
             release_memory(device)
-        shape = (size, channels, cfg.data.image_size, cfg.data.image_size)
+        shape = (size, 3, cfg.data.image_size, cfg.data.image_size)
         images = torch.randn(shape, device=device).to(precision.input_dtype, memory_format=assembly.memory_format)
         micro_batches = [Batch(images, torch.randint(classes, (size,), device=device))] * cfg.accumulate_steps
 

@@ -30,10 +30,9 @@ def try_one_step(cfg: Config, assembly: Assembly, num_classes: int) -> None:
     is_own = ":" in cfg.model
     if cfg.evaluate_only or not (device.type == "cuda" or is_own):
         return
-    channels = 4 if cfg.data.pad_channels else 3
 
     def step(batch_size: int) -> None:
-        blank_step(assembly, batch_size, cfg.data.image_size, num_classes, channels)
+        blank_step(assembly, batch_size, cfg.data.image_size, num_classes)
 
     try:
         if device.type == "cuda":
@@ -42,7 +41,7 @@ def try_one_step(cfg: Config, assembly: Assembly, num_classes: int) -> None:
         else:
             twin = _twin(assembly)
             if twin is not None:
-                blank_step(twin, min(cfg.batch_size, 2), cfg.data.image_size, num_classes, channels)
+                blank_step(twin, min(cfg.batch_size, 2), cfg.data.image_size, num_classes)
     except (TrainingFault, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the user's own code raises
@@ -66,12 +65,12 @@ def _place(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
-def blank_step(assembly: Assembly, batch_size: int, image_size: int, num_classes: int, channels: int = 3) -> None:
+def blank_step(assembly: Assembly, batch_size: int, image_size: int, num_classes: int) -> None:
     """Forward and backward of the bare model on zeros; leaves no trace but memory in torch's cache."""
     model, parts = assembly.model, assembly.parts
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     generators = random_state(parts.device)
-    images = torch.zeros(batch_size, channels, image_size, image_size, device=parts.device)
+    images = torch.zeros(batch_size, 3, image_size, image_size, device=parts.device)
     images = images.to(parts.precision.input_dtype, memory_format=assembly.memory_format)
     try:
         with autocast(parts.precision, parts.device):

@@ -23,8 +23,6 @@ from cl_train.data.batch import Batch
 from cl_train.memory_format import convert as memory_format
 from cl_train.memory_format.known_issues import advice
 from cl_train.models import registry as models
-from cl_train.models.activation_checkpointing import checkpoint_blocks
-from cl_train.models.padded_stem import pad_stem
 from cl_train.step.cuda_graph import (
     WARM_UP_STEPS,
     WARM_UP_STEPS_DDP,
@@ -74,10 +72,6 @@ def assemble(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if cfg.data.pad_channels:
-        log.info("data.pad_channels: %s takes four channels", pad_stem(model, cfg.model))
-    if cfg.activation_checkpointing:
-        log.info("activation_checkpointing: %d blocks are recomputed", len(checkpoint_blocks(model, cfg.model)))
     model = cast_model(model.to(dist.device), precision)
     chosen = convert_layout(cfg, model, precision, dist)
     check_ranks_alike(model, dist)
@@ -136,7 +130,6 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
             precision=precision,
             compile=cfg.compile,
             compile_mode=cfg.compile_mode,
-            input_channels=4 if cfg.data.pad_channels else 3,
             optim=cfg.optim,
             dist=dist,
         )
@@ -148,7 +141,6 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
         model,
         device=dist.device,
         precision_name=precision.name,
-        input_channels=4 if cfg.data.pad_channels else 3,
         sync_batchnorm=cfg.sync_batchnorm,
     ):
         log.warning("channels_last: %s", line)

@@ -214,7 +214,7 @@ def settings(**changes: Any) -> BenchmarkSettings:
 
 
 def test_a_result_has_speeds_pairs_and_parity() -> None:
-    document = run_suite(settings(detail=True, parity=True, pad_channels=[True], mode=["train", "infer"]))
+    document = run_suite(settings(detail=True, parity=True, mode=["train", "infer"]))
     assert [result["mode"] for result in document["results"]] == ["train", "infer"]
     result = document["results"][0]
     assert result["parity"]["passed"] is True
@@ -261,7 +261,7 @@ def document(ratio: float, low: float, high: float, device_name: str = "a GPU") 
         "schema_version": 1,
         "device_name": device_name,
         "settings": {},
-        "results": [{**case, "compile": False, "pad_channels": False, "pairs": [pair]}],
+        "results": [{**case, "compile": False, "pairs": [pair]}],
     }
 
 

@@ -24,7 +24,6 @@ CASES = {
     "plain": {},
     "static graph": {"ddp_static_graph": True},
     "recorded": {"cuda_graph": True},
-    "padded": {"data": {"name": "synthetic", "pad_channels": True}},
 }
 
 

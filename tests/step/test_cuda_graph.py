@@ -237,9 +237,7 @@ def test_a_rollback_with_cuda_graph_goes_on(train: Callable[..., Run]) -> None:
             {"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"},
             "cuda_graph=true: compile_mode=reduce-overhead makes CUDA graphs itself",
         ),
-        ({"cuda_graph": True, "activation_checkpointing": True}, "cuda_graph=true: activation_checkpointing"),
         ({"cuda_graph": "yes"}, "cuda_graph=yes: must be one of true, false, auto"),
-        ({"compile": True, "activation_checkpointing": True}, "the compiler decides itself"),
         ({"ddp_static_graph": True, "accumulate_steps": 2}, "ddp_static_graph=true does not go with accumulate_steps"),
     ],
 )
