@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 import torch.distributed
 
 from cl_train.config.schema import ConfigError
+from cl_train.system.child_process import end_with_parent
+from cl_train.system.launcher import read_launch
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,6 @@ class Dist:
     def is_main(self) -> bool:
         """Rank 0: the one that writes files and speaks on the console."""
         return self.rank == 0
-
-
-def launched_by_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -61,11 +60,12 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
     A collective that waits longer than `timeout_s` for a dead or hung rank raises, and torchrun ends the others.
     """
-    if not launched_by_torchrun():
+    launch = read_launch()
+    if launch is None:
         yield Dist(0, 0, 1, choose_device(device))
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = choose_device(device, local_rank)
+    end_with_parent(signal.SIGTERM)  # a rank whose torchrun was killed saves and ends
+    chosen = choose_device(device, launch.local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
@@ -80,7 +80,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         timeout=timeout,
         device_id=chosen if chosen.type == "cuda" else None,
     )
-    dist = Dist(torch.distributed.get_rank(), local_rank, torch.distributed.get_world_size(), chosen)
+    dist = Dist(rank, launch.local_rank, world_size, chosen)
     try:
         yield dist
     finally:

@@ -2,66 +2,50 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import json
 import os
 import re
-import socket
-import time
 from pathlib import Path
 from types import TracebackType
 
 from cl_train.config.schema import ConfigError
+from cl_train.system.locks import LockHeld, lock_file
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
 class RunLock:
-    """Context manager: this process alone writes to the folder. Rank 0 takes it.
+    """Context manager: this process alone writes to the run folder. Rank 0 takes it, before it changes anything there.
 
-    A POSIX record lock: the kernel drops it when the process ends, however it ends, and forked loader workers do not
-    inherit it, so a killed run can be resumed at once. `.lock` names the holder for the message.
+    The kernel releases it when the process ends, however it ends, so a killed run can be resumed at once.
+
+    Raises:
+        ConfigError: another run writes to the folder, or `.lock` cannot be created or locked.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._path = Path(folder) / ".lock"
-        self._descriptor = -1
+        self._folder = Path(folder)
+        self._lock = lock_file(self._folder / ".lock")
 
     def __enter__(self) -> RunLock:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._descriptor, 4096).decode(errors="replace")
-            os.close(self._descriptor)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise ConfigError(
-                    f"{self._path}: cannot be locked: {error.strerror}; use a folder on a local disk"
-                ) from None
+            self._lock.__enter__()
+        except LockHeld as holder:
             raise ConfigError(
-                f"another run writes to {self._path.parent} ({_describe(holder)}): stop it first, or give this run "
-                "its own folder with hydra.run.dir=FOLDER"
+                f"another run writes to {self._folder} ({holder}): stop it first, or give this run its own folder with "
+                "hydra.run.dir=FOLDER"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")})
-        os.write(self._descriptor, holder.encode())
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder / '.lock'}: cannot be locked: {error.strerror}; choose a folder that you may write to, "
+                "on a file system with locks"
+            ) from None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
-
-
-def _describe(holder: str) -> str:
-    try:
-        known = json.loads(holder)
-        return f"process {known['pid']} on {known['host']} since {known['since']}"
-    except (ValueError, KeyError, TypeError):
-        return "by an unknown process"
+        self._lock.__exit__(kind, error, trace)
 
 
 def check_writable(folder: str | Path) -> None:

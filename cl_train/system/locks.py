@@ -1,0 +1,79 @@
+"""Exclusive locks between processes: whoever has to wait, or is refused, is told who holds the lock.
+
+They are POSIX record locks. The kernel releases them when the process that took them ends, however it ends, and forked
+children do not inherit them: a worker that outlives a killed parent cannot keep others out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_POLL_S = 0.2
+_REPEAT_MESSAGE_S = 60.0
+
+
+class LockHeld(RuntimeError):
+    """Another process holds the lock; the message names it: `process 4711 on host since 2025-01-31 12:00:00`."""
+
+
+@contextmanager
+def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, which is created if necessary and stays.
+
+    It excludes other processes, not other threads of this one.
+
+    Args:
+        waiting_for: wait for the lock, and say so on stderr once a minute, as in "waiting for the sample data: locked
+            by process 4711 on host since ...". None = do not wait.
+
+    Raises:
+        LockHeld: another process holds the lock and `waiting_for` is None.
+        OSError: the file cannot be created, or its file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        message_at = 0.0
+        while not _try_lock(descriptor):
+            holder = _read_holder(descriptor)
+            if waiting_for is None:
+                raise LockHeld(holder)
+            if time.monotonic() >= message_at:
+                print(f"waiting for {waiting_for}: locked by {holder} ({path})", file=sys.stderr, flush=True)
+                message_at = time.monotonic() + _REPEAT_MESSAGE_S
+            time.sleep(_POLL_S)
+        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")})
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _read_holder(descriptor: int) -> str:
+    try:
+        known = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {known['pid']} on {known['host']} since {known['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "an unknown process"
