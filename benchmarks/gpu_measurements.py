@@ -31,7 +31,7 @@ from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.schema import load
 from cl_train.data.batch import Batch
 from cl_train.models import registry as models
-from cl_train.step.precision import apply_tf32, resolve_precision
+from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.training.setup import assemble
@@ -211,9 +211,11 @@ def _timed_s(work: Callable[[], object], device: torch.device) -> float:
 
 def measure_ways(rows: Rows, group: Group, device: torch.device) -> None:
     """Build every way, time it alone at once, then all in alternating blocks; ratios are to the first way."""
-    precision = resolve_precision(group.precision, device)
-    apply_tf32(precision)
-    torch.backends.cudnn.benchmark = True
+    with kernel_selection(tf32=resolve_precision(group.precision, device).tf32, autotune=True):
+        _measure_ways(rows, group, device)
+
+
+def _measure_ways(rows: Rows, group: Group, device: torch.device) -> None:
     steps: dict[Way, Callable[[], object]] = {}
     for way in group.ways:
         if way.timm and importlib.util.find_spec("timm") is None:

@@ -22,7 +22,7 @@ from cl_train.data.device import HostBatch, Normalise, on_cuda
 from cl_train.memory_format.convert import classify
 from cl_train.models.registry import build_model
 from cl_train.step.optim import set_lr
-from cl_train.step.precision import apply_tf32, resolve_precision
+from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.training.batch_size import settle_batch_size
 from cl_train.training.run_state import collect, restore
@@ -42,15 +42,11 @@ PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "fp16_o2"]
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Equal kernels for equal work, so that paths can be compared to the last bit; TF32 as before afterwards."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    benchmark = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
-    yield
+    with kernel_selection(tf32=False, autotune=False):
+        yield
     torch.cuda.set_sync_debug_mode("default")
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.benchmark = benchmark
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
 def alone() -> Dist:
@@ -65,7 +61,7 @@ def settings(**words: object) -> Config:
 def put_together(cfg: Config, classes: int = 10) -> Assembly:
     torch.manual_seed(0)
     precision = resolve_precision(cfg.precision, alone().device)
-    apply_tf32(precision)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
     return assemble(cfg, precision, classes, alone(), lr=0.0625)
 
 

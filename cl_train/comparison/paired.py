@@ -28,10 +28,10 @@ from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import (
     MasterWeights,
     Precision,
-    apply_tf32,
     autocast,
     build_scaler,
     cast_model,
+    kernel_selection,
     trainable_parameters,
 )
 from cl_train.step.train_step import StepParts, logits_of, train_step
@@ -164,18 +164,11 @@ def release_memory(device: torch.device) -> None:
 def switches(workload: Workload) -> Iterator[None]:
     """Autotuning and TF32 as in training, and nothing of it, nor of the random numbers, left behind."""
     cuda = [workload.device] if workload.device.type == "cuda" else []
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    autotune = torch.backends.cudnn.benchmark
+    autotune = not torch.are_deterministic_algorithms_enabled()
     if workload.compile:
         torch._dynamo.reset()  # else the limit on recompilations ends in eager code
-    with torch.random.fork_rng(devices=cuda):
-        try:
-            apply_tf32(workload.precision)
-            torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-            torch.backends.cudnn.benchmark = autotune
+    with torch.random.fork_rng(devices=cuda), kernel_selection(tf32=workload.precision.tf32, autotune=autotune):
+        yield
 
 
 class Trial:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +25,15 @@ from torch import nn
 from cl_train.config.schema import OptimConfig
 from cl_train.memory_format import convert as memory_format
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
+from cl_train.step.precision import (
+    MasterWeights,
+    Precision,
+    autocast,
+    build_scaler,
+    cast_model,
+    kernel_selection,
+    trainable_parameters,
+)
 from cl_train.step.train_step import logits_of, loss_of
 
 TOLERANCE = 4.0
@@ -131,7 +137,10 @@ def check_parity(
     """
     cuda = [device] if device.type == "cuda" else []
     shape = (batch_size, input_channels, image_size, image_size)
-    with torch.random.fork_rng(devices=cuda), _without_tf32(precision):
+    with (
+        torch.random.fork_rng(devices=cuda),
+        kernel_selection(tf32=precision.tf32, autotune=torch.backends.cudnn.benchmark),
+    ):
         for number in range(1 + OTHER_IMAGES):
             torch.manual_seed(seed + number)
             report = _compare_sides(model, torch.randn(shape), precision, device, conversion, steps)
@@ -162,17 +171,6 @@ def _compare_sides(
 def _nudge_size(precision: Precision) -> float:
     """Relative to the image's values."""
     return max(ROUNDING_OF_SUMS, torch.finfo(precision.input_dtype).eps)
-
-
-@contextmanager
-def _without_tf32(precision: Precision) -> Iterator[None]:
-    """The float64 reference does not care; a run in fp32 must not have TF32 left on by someone else."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 # --- one side ---------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ Nothing outside this file decides about precision. The names are those of `preci
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -100,10 +100,24 @@ def warnings_for(precision: Precision, device: torch.device) -> list[str]:
     return []
 
 
-def apply_tf32(precision: Precision) -> None:
-    """Allow or forbid TF32 in matmuls and convolutions. Process-wide: PyTorch has no narrower switch."""
-    torch.backends.cuda.matmul.allow_tf32 = precision.tf32
-    torch.backends.cudnn.allow_tf32 = precision.tf32
+@contextmanager
+def kernel_selection(*, tf32: bool, autotune: bool) -> Iterator[None]:
+    """Set which CUDA kernels torch may select; the previous switches are restored at the end.
+
+    The switches are process-wide: PyTorch has no narrower scope.
+
+    Args:
+        tf32: allow TF32 in fp32 matmuls and convolutions.
+        autotune: let cuDNN time its convolution algorithms once per shape, all of them (torch's default is ten).
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit)
+    try:
+        matmul.allow_tf32 = cudnn.allow_tf32 = tf32
+        cudnn.benchmark, cudnn.benchmark_limit = autotune, 0
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

@@ -31,7 +31,7 @@ from cl_train.data.workers import WorkerError
 from cl_train.memory_format.convert import model_memory_format
 from cl_train.models import registry as models
 from cl_train.step.optim import set_lr
-from cl_train.step.precision import Precision, apply_tf32, resolve_precision, warnings_for
+from cl_train.step.precision import Precision, kernel_selection, resolve_precision, warnings_for
 from cl_train.step.train_step import StepSums
 from cl_train.system.checkpoint_file import CheckpointError, CheckpointStore
 from cl_train.system.distributed import (
@@ -131,7 +131,9 @@ def train(cfg: Config, folder: Path) -> int:
             stack.enter_context(RunLock(folder))
         stack.enter_context(logging_to(folder if dist.is_main else None))
         precision = resolve_precision(cfg.precision, dist.device)
-        prepare_torch(cfg, precision, dist)
+        prepare_torch(cfg, dist)
+        # Autotuning pays off because shapes never change: the loader drops the last, smaller batch.
+        stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
         cfg = settle_batch_size(cfg, precision, dist)
         stack.push(tell_fault(cfg, dist))
         stack.enter_context(watch_ranks(dist))
@@ -247,15 +249,12 @@ def train(cfg: Config, folder: Path) -> int:
 # --- before the loop ------------------------------------------------------------------------------------------------
 
 
-def prepare_torch(cfg: Config, precision: Precision, dist: Dist) -> None:
+def prepare_torch(cfg: Config, dist: Dist) -> None:
     """Process-wide switches and seeds. Ranks share the seed: their models must be equal, their images differ."""
     random.seed(cfg.seed)
     np.random.seed(cfg.seed)
     torch.manual_seed(cfg.seed)
-    apply_tf32(precision)
     torch.use_deterministic_algorithms(cfg.deterministic)
-    # Autotuning pays off as shapes never change: the loader drops the last, smaller batch.
-    torch.backends.cudnn.benchmark = not cfg.deterministic
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
     if dist.world_size > 1 and dist.device.type == "cpu":

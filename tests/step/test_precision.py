@@ -12,6 +12,7 @@ from cl_train.step.precision import (
     build_scaler,
     cast_model,
     full_precision_state,
+    kernel_selection,
     resolve_precision,
     trainable_parameters,
     warnings_for,
@@ -86,3 +87,17 @@ def test_full_precision_state_has_the_masters(half_model: tuple[nn.Module, Maste
     assert state.keys() == model.state_dict().keys()
     assert all(value.dtype in (torch.float32, torch.int64) for value in state.values())
     assert trainable_parameters(model, masters)["3.weight"] is masters.masters["3.weight"]
+
+
+def test_kernel_selection_is_restored_also_after_an_error() -> None:
+    def switches() -> tuple[object, ...]:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        return matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit
+
+    before = switches()
+    with pytest.raises(KeyError), kernel_selection(tf32=True, autotune=True):
+        assert switches() == (True, True, True, 0)
+        raise KeyError
+    with kernel_selection(tf32=False, autotune=False):
+        assert switches() == (False, False, False, 0)
+    assert switches() == before
