@@ -1,60 +1,11 @@
-"""Convert a saved model: contiguous on disk, its layout recorded, its outputs compared before and after.
+"""`cl-train convert` from a checkout that is not installed."""
 
-    python scripts/convert.py resnet50.pth resnet50-nhwc.pth model=resnet50      a file of weights
-    python scripts/convert.py outputs/run/checkpoints/best.pt resnet50.safetensors   a checkpoint's weights
-    python scripts/convert.py scripted.pt scripted-nhwc.pt input=8,3,224,224     TorchScript
-    python scripts/convert.py program.pt2 program-nhwc.pt2                       an exported program
-    python scripts/convert.py a.pth b.pth memory_format=contiguous               and back
-
-`cl_train.models.convert_file.load_model(path)` loads a file in its recorded layout. Exit codes: 1, values or outputs
-differ; 2, wrong usage or an unreadable file.
-"""
-
-from __future__ import annotations
-
-import dataclasses
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `python scripts/convert.py` from a bare checkout
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cl_train.config.schema import ConfigError, setting, settings_from_arguments, stop_with
-from cl_train.models.convert_file import convert_file
-
-
-@dataclass
-class ConvertSettings:
-    memory_format: str = setting(
-        "channels_last", "the layout of the model once loaded", choices=("channels_last", "contiguous")
-    )
-    model: str | None = setting(None, "what a file of weights belongs to; its outputs are then compared too")
-    input: list[int] = setting([2, 3, 224, 224], "shape of the images for the comparison")
-
-
-def main(arguments: list[str]) -> int:
-    if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
-        for field in dataclasses.fields(ConvertSettings):
-            print(f"  {field.name}: {field.metadata['help']}")
-        return 0
-    files = [word for word in arguments if "=" not in word]
-    if len(files) != 2:
-        raise ConfigError(f"expected two files, IN and OUT, and got {len(files)}: {' '.join(files) or 'none'}")
-    cfg = settings_from_arguments(ConvertSettings, [word for word in arguments if "=" in word])
-    result = convert_file(
-        Path(files[0]),
-        Path(files[1]),
-        memory_format=cfg.memory_format,
-        model_name=cfg.model,
-        input_shape=tuple(cfg.input),
-    )
-    print(result)
-    return 0 if result.passed else 1
-
+from cl_train.cli import main
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        stop_with(error)
+    sys.exit(main(["convert", *sys.argv[1:]]))

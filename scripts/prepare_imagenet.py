@@ -1,100 +1,11 @@
-"""Make and check an ImageNet folder.
+"""`cl-train prepare_imagenet` from a checkout that is not installed."""
 
-    python scripts/prepare_imagenet.py tars /datasets/imagenet --train ILSVRC2012_img_train.tar \\
-        --val ILSVRC2012_img_val.tar --devkit ILSVRC2012_devkit_t12.tar.gz      unpack the official archives
-    python scripts/prepare_imagenet.py verify /datasets/imagenet               counts, classes, files that are no images
-    python scripts/prepare_imagenet.py verify /datasets/imagenet --deep         decode every image
-    python scripts/prepare_imagenet.py resize /datasets/imagenet --out /datasets/small --max-side 400 --quality 90
-
-Settings are also taken as key=value; `COMMAND --help` lists them. Interrupted? Run the same command again.
-Exit codes: 0 done, 1 `verify` found problems, 2 wrong usage or unusable input.
-"""
-
-from __future__ import annotations
-
-import argparse
-import dataclasses
 import sys
 from pathlib import Path
-from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cl_train.config.schema import ConfigError, setting_fields, settings_from_arguments, stop_with, suggest
-
-COMMANDS = ("tars", "verify", "resize")
-T = TypeVar("T")
-
-
-def parse(command: str, schema: type[T], arguments: list[str]) -> T:
-    """Options, key=value words, and the root as a bare word."""
-    parser = argparse.ArgumentParser(prog=f"prepare_imagenet.py {command}")
-    parser.add_argument("words", nargs="*", metavar="ROOT | key=value", help="the folder, and settings as key=value")
-    fields = setting_fields(schema)
-    for key, item in fields.items():
-        flag, meaning = f"--{key.replace('_', '-')}", item.metadata["help"].replace("%", "%%")
-        if item.type == "bool":
-            parser.add_argument(flag, dest=key, action="store_const", const="true", help=meaning)
-        else:
-            parser.add_argument(flag, dest=key, metavar=key.upper(), help=meaning)
-    given = vars(parser.parse_intermixed_args(arguments))
-    words = [word if "=" in word else f"root={word}" for word in given.pop("words")]
-    return settings_from_arguments(schema, words + [f"{key}={value}" for key, value in given.items() if value])
-
-
-def unpack(arguments: list[str]) -> int:
-    from cl_train.imagenet.archives import PrepareSettings, prepare
-
-    settings = parse("tars", PrepareSettings, arguments)
-    counts = prepare(settings)
-    for split, images in counts.items():
-        print(f"{settings.root}/{split}: {images:,} images")
-    print(f"check them: python scripts/prepare_imagenet.py verify {settings.root}")
-    return 0
-
-
-def verify(arguments: list[str]) -> int:
-    from cl_train.imagenet.verify import VerifySettings
-    from cl_train.imagenet.verify import verify as check
-
-    report = check(parse("verify", VerifySettings, arguments))
-    for split, images in report.images.items():
-        print(f"{split}: {images:,} images in {report.classes[split]:,} classes")
-    for line in report.notes:
-        print(f"note: {line}")
-    for line in report.problems:
-        print(line)
-    print(f"{len(report.problems)} problems" if report.problems else "all is well")
-    return 1 if report.problems else 0
-
-
-def resize(arguments: list[str]) -> int:
-    from cl_train.imagenet.resize import ResizeSettings, resize_folder
-
-    print(resize_folder(**dataclasses.asdict(parse("resize", ResizeSettings, arguments))))
-    return 0
-
-
-def main(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print("usage: prepare_imagenet.py COMMAND [options]\n")
-        print(__doc__)
-        return 0 if words else 2
-    name, arguments = words[0], words[1:]
-    name = "tars" if name == "prepare" else name
-    if name not in COMMANDS:
-        raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
-    return {"tars": unpack, "verify": verify, "resize": resize}[name](arguments)
-
+from cl_train.cli import main
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        stop_with(error)
-    except OSError as error:  # a full or failing disk, mostly
-        print(f"failed: {error}; the same command continues", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main(["prepare_imagenet", *sys.argv[1:]]))

@@ -104,7 +104,7 @@ def run_sweep(arguments: Sequence[str], program: Sequence[str] | None = None) ->
         else:
             time.sleep(2)  # torchrun ends all ranks with the first that leaves: that must be the one that speaks
         return 2
-    program = program or [str(Path(__file__).resolve().parents[2] / "train.py")]
+    program = program or ["-m", "cl_train", "train"]
     sweep = plan_sweep(arguments)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     sweep.save()

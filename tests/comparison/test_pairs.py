@@ -408,7 +408,7 @@ def test_pairs_that_hold_different_things_equal_have_one_table(tmp_path: Path) -
 
 
 def test_failed_runs_of_a_folder_are_listed(tmp_path: Path) -> None:
-    from scripts.compare import runs_inside
+    from cl_train.commands.compare import runs_inside
 
     for name in ("a", "b", "broken", "empty"):
         (tmp_path / name).mkdir()
