@@ -1,0 +1,55 @@
+"""Where encoded images come from: the interface that folders and shards implement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+class Split(Protocol):
+    """The encoded images of one split, in a fixed order, with their labels.
+
+    Loader workers are forked from the process that made the object. Keep the index in a few arrays: a worker that reads
+    a list of a million Python objects copies its memory page by page. A file that stays open must be read with `pread`,
+    because all workers share its position.
+    """
+
+    @property
+    def labels(self) -> Indices:
+        """int64 [images], each in [0, number of classes)."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """How messages refer to image `index`: a path, or a path and a member."""
+        ...
+
+    def read(self, index: int) -> bytes:
+        """The encoded file of image `index`. Raises `cl_train.data.decode.BadImage` if it cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Both splits of a data set with the same classes.
+
+    Attributes:
+        classes: names in the order of the labels.
+        fingerprint: identifies the list of images, their labels and the classes, not the files' contents.
+        train_shards: int64 [shards + 1]: shard `s` holds the training images `train_shards[s]` to `train_shards[s + 1]`;
+            None if the images do not lie in shards.
+        notes: what a user should know about the source, one sentence each; logged once per run.
+    """
+
+    classes: tuple[str, ...]
+    train: Split
+    val: Split
+    fingerprint: str
+    train_shards: Indices | None = None
+    notes: tuple[str, ...] = ()
