@@ -26,7 +26,7 @@ from benchmarks.roofline import Machine, roofline
 from benchmarks.timm_loop import timm_step
 from cl_train.comparison.model_cost import matmul_tflops
 from cl_train.comparison.paired import release_memory
-from cl_train.comparison.pairs import interval_of_rounds
+from cl_train.comparison.statistics import interval_of_rounds
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.schema import load
 from cl_train.data.batch import Batch

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from cl_train.comparison.model_cost import peak_memory_of_step_gib
-from cl_train.comparison.pairs import Interval, interval_of_rounds, verdict_of
+from cl_train.comparison.statistics import Interval, interval_of_rounds, verdict_of
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.data.batch import Batch
 from cl_train.memory_format import convert as memory_format

@@ -1,132 +1,16 @@
-"""Is one memory format faster than the other? Statistics of paired speeds. No torch here.
-
-Two designs are analysed, both on the logarithm of speed, so that a ratio and its inverse are treated alike:
-
-- *blocks* in one process, A B B A (`benchmark.py`, `auto.py`): `interval_of_rounds`;
-- *runs*, each a process of its own, with windows inside and repeats in the order A B B A (a sweep): `interval_of_runs`.
-
-docs/benchmarks.md has the error rates that were measured with simulated and with real noise.
-"""
+"""Which runs may be compared with which, and the verdict on each pair. No torch here."""
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from cl_train.comparison.run_records import Run
+from cl_train.comparison.statistics import SMALLEST_DIFFERENCE, Interval, interval_of_runs, verdict_of
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
-
-# Two equal models in one process differ by where their memory lies, and nobody changes a layout for less: a ratio
-# nearer to 1 than this is no difference, however narrow the interval.
-SMALLEST_DIFFERENCE = 0.01
-
-# Spread (standard deviation of log speed) between processes that run the same command on a quiet machine, and how many
-# degrees of freedom that belief is worth. With many repeats the measured spread takes over (`interval_of_runs`).
-PROCESS_SPREAD = 0.01
-PRIOR_DEGREES = 4
-SEGMENTS = 4
-MIN_WINDOWS = 4
-
-_T975 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """candidate / baseline, with a 95 % interval, from `n` pairs."""
-
-    ratio: float
-    low: float
-    high: float
-    n: int
-
-    @property
-    def width(self) -> float:
-        return self.high - self.low
-
-
-def student_t(degrees: int) -> float:
-    """The 97.5 % point of Student's t."""
-    assert degrees >= 1
-    return _T975[degrees - 1] if degrees <= len(_T975) else 1.96 + 2.4 / degrees
-
-
-def interval_of_rounds(log_ratios: Sequence[float]) -> Interval:
-    """The interval over rounds of alternating blocks, each log(candidate / baseline) of one round A B B A.
-
-    A round cancels linear drift, which leaves rounds nearly independent: a t interval. With fewer than two rounds the
-    interval is unbounded.
-    """
-    centre = statistics.fmean(log_ratios)
-    count = len(log_ratios)
-    if count < 2:
-        return Interval(math.exp(centre), 0.0, math.inf, count)
-    half = student_t(count - 1) * statistics.stdev(log_ratios) / math.sqrt(count)
-    return _interval(centre, half, count)
-
-
-def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Interval:
-    """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s) of pair k.
-
-    What counts is how much a whole run may be off, not how many windows it has: neighbouring windows are alike, and a
-    run that fell into a slow spell is slow in all of them. So the variance of a pair is
-
-    - seen inside the runs: of the medians of four segments of each run, *not* divided by four (drift that shows within
-      a run shows at least as much between runs), and of `PROCESS_SPREAD`: worth `PRIOR_DEGREES` degrees of freedom;
-    - seen between the pairs, worth their number - 1.
-
-    They are pooled as in a moderated t test (Smyth 2004). One repeat has the first part only, hence a wide interval.
-
-    Raises:
-        ValueError: unequal numbers of runs, or a run with fewer than `MIN_WINDOWS` windows.
-    """
-    if len(baseline) != len(candidate) or not baseline:
-        raise ValueError("runs come in pairs")
-    if min(len(windows) for windows in [*baseline, *candidate]) < MIN_WINDOWS:
-        raise ValueError(f"a run needs at least {MIN_WINDOWS} windows after warm-up")
-    differences = [_log_median(b) - _log_median(a) for a, b in zip(baseline, candidate, strict=True)]
-    count = len(differences)
-    within = statistics.fmean([_segment_variance(run) for run in [*baseline, *candidate]])
-    prior = 2 * PROCESS_SPREAD**2 + 2 * within
-    between = statistics.variance(differences) if count > 1 else 0.0
-    degrees = PRIOR_DEGREES + count - 1
-    pooled = (PRIOR_DEGREES * prior + (count - 1) * between) / degrees
-    half = student_t(degrees) * math.sqrt(pooled / count)
-    return _interval(statistics.fmean(differences), half, count)
-
-
-def _interval(centre: float, half: float, count: int) -> Interval:
-    return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half), count)
-
-
-def _log_median(windows: Sequence[float]) -> float:
-    return math.log(statistics.median(windows))
-
-
-def _segment_variance(windows: Sequence[float]) -> float:
-    """Variance of the log medians of consecutive quarters of a run: what its speed wanders by."""
-    bounds = [len(windows) * index // SEGMENTS for index in range(SEGMENTS + 1)]
-    return statistics.variance([_log_median(windows[a:b]) for a, b in pairwise(bounds)])
-
-
-def verdict_of(interval: Interval) -> str:
-    """`faster`, `slower` or `no_difference`, of the candidate."""
-    if interval.low > 1 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
-        return "faster"
-    if interval.high < 1 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:
-        return "slower"
-    return "no_difference"
-
-
-# --- pairs ------------------------------------------------------------------------------------------------------------
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
 

@@ -16,7 +16,7 @@ from torch import nn
 from cl_train.comparison import auto
 from cl_train.comparison.auto import Choice, choose_memory_format
 from cl_train.comparison.paired import CHANNELS_LAST, CONTIGUOUS, LayoutBenchmark, LayoutSpeed
-from cl_train.comparison.pairs import Interval, verdict_of
+from cl_train.comparison.statistics import Interval, verdict_of
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist

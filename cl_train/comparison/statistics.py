@@ -1,0 +1,125 @@
+"""Confidence intervals of speed ratios. No torch here.
+
+Two experimental designs are analysed, both on the logarithm of the speed, so that a ratio and its inverse are treated
+alike:
+
+- rounds of alternating blocks A B B A in one process (`paired.py`): `interval_of_rounds`;
+- repeated runs, each a process of its own, with windows inside each run (a sweep): `interval_of_runs`.
+
+docs/comparison.md has the error rates of both.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+# Two equal models in one process differ by where their memory lies, so a ratio this close to 1 counts as no difference,
+# however narrow its interval is.
+SMALLEST_DIFFERENCE = 0.01
+
+# Prior of `interval_of_runs`: the standard deviation of log speed between processes that run the same command on a
+# quiet machine, and its weight in degrees of freedom. With many repeats the measured spread dominates.
+PROCESS_SPREAD = 0.01
+PRIOR_DEGREES = 4
+SEGMENTS = 4
+MIN_WINDOWS = SEGMENTS
+
+_EXACT_T = {1: 12.706, 2: 4.303, 3: 3.182}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The speed ratio candidate / baseline with its 95 % confidence interval, from `n` pairs."""
+
+    ratio: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def width(self) -> float:
+        return self.high - self.low
+
+
+def student_t(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t distribution, within 0.3 % (Abramowitz and Stegun 1964, 26.7.5)."""
+    assert degrees >= 1
+    if degrees in _EXACT_T:
+        return _EXACT_T[degrees]
+    z = 1.959964
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+def interval_of_rounds(log_ratios: Sequence[float]) -> Interval:
+    """The t interval over rounds, each log(candidate / baseline) of one round A B B A.
+
+    A round cancels linear drift, so rounds are nearly independent. With fewer than two the interval is unbounded.
+    """
+    centre = statistics.fmean(log_ratios)
+    count = len(log_ratios)
+    if count < 2:
+        return Interval(math.exp(centre), 0.0, math.inf, count)
+    half = student_t(count - 1) * statistics.stdev(log_ratios) / math.sqrt(count)
+    return _interval(centre, half, count)
+
+
+def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Interval:
+    """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s) of pair k.
+
+    Windows of one run are correlated: a run that starts in a slow period is slow throughout. The interval therefore
+    depends on the number of runs, not on the number of windows. The variance of a pair has two estimates:
+
+    - within runs, with `PRIOR_DEGREES` degrees of freedom: the variance of the log medians of four segments of each
+      run, *not* divided by four (drift within a run is at least as large between runs), plus `PROCESS_SPREAD` squared;
+    - between pairs, with as many degrees of freedom as there are pairs, less one.
+
+    They are pooled as in a moderated t test (Smyth 2004). One pair has the first estimate only, hence a wide interval.
+
+    Raises:
+        ValueError: unequal numbers of runs, or a run with fewer than `MIN_WINDOWS` windows.
+    """
+    if len(baseline) != len(candidate) or not baseline:
+        raise ValueError("both sides need the same number of runs")
+    if min(len(windows) for windows in [*baseline, *candidate]) < MIN_WINDOWS:
+        raise ValueError(f"a run needs at least {MIN_WINDOWS} windows after warm-up")
+    log_ratios = [_log_median(b) - _log_median(a) for a, b in zip(baseline, candidate, strict=True)]
+    count = len(log_ratios)
+    within = statistics.fmean([_segment_variance(run) for run in [*baseline, *candidate]])
+    prior = 2 * PROCESS_SPREAD**2 + 2 * within
+    between = statistics.variance(log_ratios) if count > 1 else 0.0
+    degrees = PRIOR_DEGREES + count - 1
+    pooled = (PRIOR_DEGREES * prior + (count - 1) * between) / degrees
+    half = student_t(degrees) * math.sqrt(pooled / count)
+    return _interval(statistics.fmean(log_ratios), half, count)
+
+
+def _interval(centre: float, half: float, count: int) -> Interval:
+    return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half), count)
+
+
+def _log_median(windows: Sequence[float]) -> float:
+    return math.log(statistics.median(windows))
+
+
+def _segment_variance(windows: Sequence[float]) -> float:
+    bounds = [len(windows) * index // SEGMENTS for index in range(SEGMENTS + 1)]
+    return statistics.variance([_log_median(windows[a:b]) for a, b in pairwise(bounds)])
+
+
+def verdict_of(interval: Interval) -> str:
+    """`faster`, `slower` or `no_difference`, of the candidate."""
+    if interval.low > 1 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
+        return "faster"
+    if interval.high < 1 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:
+        return "slower"
+    return "no_difference"
