@@ -33,7 +33,8 @@ from cl_train.models import registry as models
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import Precision, kernel_selection, resolve_precision, warnings_for
 from cl_train.step.train_step import StepSums
-from cl_train.system.checkpoint_file import CheckpointError, CheckpointStore
+from cl_train.system.checkpoint_file import CheckpointError
+from cl_train.system.checkpoint_store import CheckpointStore
 from cl_train.system.distributed import (
     Dist,
     agree,

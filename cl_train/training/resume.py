@@ -11,7 +11,8 @@ import torch.distributed
 from cl_train.config.schema import Config, ConfigError, to_mapping
 from cl_train.data.build import Data
 from cl_train.step.train_step import StepSums
-from cl_train.system.checkpoint_file import CheckpointStore, load_for_resume, snapshot
+from cl_train.system.checkpoint_file import snapshot
+from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.plan import Progress

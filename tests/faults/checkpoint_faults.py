@@ -18,7 +18,8 @@ from forkserver import ForkServer
 from outcome import Outcome
 
 from cl_train.system import checkpoint_file as checkpoint
-from cl_train.system.checkpoint_file import CheckpointError, CheckpointStore, load, save
+from cl_train.system.checkpoint_file import CheckpointError, load, save
+from cl_train.system.checkpoint_store import CheckpointStore
 
 EIGHT_MB = 2_000_000  # float32 values
 

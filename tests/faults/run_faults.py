@@ -12,7 +12,7 @@ import tiny
 from forkserver import ForkServer, Run
 from outcome import Outcome
 
-from cl_train.system.checkpoint_file import CheckpointStore
+from cl_train.system.checkpoint_store import CheckpointStore
 
 SLOW = {"PLANT_MS": "15"}
 

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from cl_train.system.checkpoint_file import CheckpointStore, load
+from cl_train.system.checkpoint_file import load
+from cl_train.system.checkpoint_store import CheckpointStore
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CLASSES = ("ant", "bee", "cat")

@@ -1,0 +1,202 @@
+"""The `checkpoints/` folder of a run: which files are kept, which one a resumed run starts from."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cl_train.config.schema import ConfigError
+from cl_train.system.checkpoint_file import CheckpointError, load, snapshot, sync_folder, write
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_SAVES = 3
+
+_STEP_FILE = re.compile(r"step-(\d+)\.pt")
+_TEMPORARY = re.compile(r"\..+\.pt\.tmp-\d+")
+
+
+class CheckpointStore:
+    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link).
+
+    Only rank 0 calls `save`. With `background` a thread writes the file while training continues; the snapshot is taken
+    before `save` returns, and only one file is written at a time. Call `wait` before forking loader workers: a fork
+    copies locks that another thread holds.
+
+    A failed write (disk full, I/O error) leaves the earlier checkpoints and is logged; the third in a row raises.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
+        assert keep >= 1
+        self.folder = Path(folder)
+        self.keep = keep
+        self.background = background
+        self.failures = 0  # failed writes in a row
+        self._reason = ""  # of the last failure
+        self.last_saved: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_clean = False
+
+    def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
+        """Save `state` as `step-<n>.pt`, and also as `best.pt` if `best`.
+
+        Raises:
+            CheckpointError: three writes in a row failed.
+            TypeError: see `snapshot`.
+        """
+        self.wait()
+        copied = snapshot(state)
+        if not self.background:
+            self._write(copied, step, best)
+            self.wait()
+            return
+        # Not a daemon thread: a program that ends, even by an exception, finishes the write first.
+        self._thread = threading.Thread(target=self._write, args=(copied, step, best), name="checkpoint")
+        self._thread.start()
+
+    def wait(self, *, final: bool = False) -> None:
+        """Wait until the current write has ended.
+
+        Args:
+            final: raise if the last write failed, because no later one follows.
+
+        Raises:
+            CheckpointError: the last write failed, and it was the third in a row or `final`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if self.failures >= MAX_FAILED_SAVES or (final and self.failures):
+            raise CheckpointError(
+                f"{self.failures} checkpoints in a row could not be written to {self.folder} ({self._reason}); "
+                f"the last good one of this process: {self.last_saved or 'none'}. Free some space and continue with "
+                "resume=auto"
+            )
+
+    def _write(self, state: Mapping[str, Any], step: int, best: bool) -> None:
+        path = self.folder / f"step-{step:08d}.pt"
+        try:
+            self._prepare_folder()
+            write(path, state)
+            if best:
+                _link(path, self.folder / "best.pt")
+            self._retire(step)
+        except OSError as error:
+            self.failures += 1
+            self._error, self._reason = error, str(error)
+            log.warning(
+                "checkpoint %s was not written: %s; earlier ones are unchanged, training continues", path, error
+            )
+        except BaseException as error:
+            self._error = error  # `wait` raises it in the training thread
+        else:
+            self.failures = 0
+            self.last_saved = path
+
+    def _prepare_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._is_clean:  # files of a killed process; a run folder has one writer, see run_folder.RunLock
+            for path in self.folder.iterdir():
+                if _TEMPORARY.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            self._is_clean = True
+
+    def _retire(self, step: int) -> None:
+        """Delete all but the newest `keep`, after the new one is durable. Later steps than `step` are renamed.
+
+        Those are damaged files that a resume skipped, or they follow the checkpoint that the user resumed from.
+        """
+        steps = self._steps()
+        for later in [known for known in steps if known > step]:
+            path = steps.pop(later)
+            target = _unused_name(path.with_suffix(".pt.superseded"))
+            os.replace(path, target)
+            log.warning("%s is later than the checkpoint just written: renamed to %s", path, target.name)
+        for old in sorted(steps)[: -self.keep]:
+            steps[old].unlink(missing_ok=True)
+
+    def _steps(self) -> dict[int, Path]:
+        if not self.folder.is_dir():
+            return {}
+        matches = ((_STEP_FILE.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return {int(match[1]): path for match, path in matches if match}
+
+    def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
+        """The newest whole checkpoint: its path, its state, and why newer ones were skipped, one line each.
+
+        `best.pt` is tried last. None if there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them is whole.
+        """
+        steps = self._steps()
+        candidates = [steps[step] for step in sorted(steps, reverse=True)]
+        best = self.folder / "best.pt"
+        if best.exists():
+            candidates.append(best)
+        skipped: list[str] = []
+        for path in candidates:
+            try:
+                return path, load(path), skipped
+            except CheckpointError as error:
+                skipped.append(str(error))
+        if skipped:
+            raise CheckpointError("no checkpoint can be used:\n" + "\n".join(skipped))
+        return None
+
+
+def _unused_name(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source`, atomically; a copy if the file system has no hard links."""
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+            raise
+        shutil.copyfile(source, temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+    os.replace(temporary, target)
+    temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names are the same file already
+    sync_folder(target.parent)
+
+
+def load_for_resume(resume: str, store: CheckpointStore) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """The checkpoint that `resume=` names, as `newest` returns it: of the store for `auto`, else a file or run folder.
+
+    Raises:
+        ConfigError: there is no such file or folder, or no checkpoint in it.
+        CheckpointError: the file is damaged, or every file of the folder is.
+    """
+    if resume == "auto":
+        return store.newest()
+    path = Path(resume).expanduser()
+    if path.is_file():
+        return path, load(path), []
+    if not path.is_dir():
+        raise ConfigError(f"resume={resume}: no such file or folder; give a checkpoint, a run folder, or auto")
+    folder = path / "checkpoints"
+    found = CheckpointStore(folder if folder.is_dir() else path).newest()
+    if found is None:
+        raise ConfigError(f"resume={resume}: the folder has no checkpoint (checkpoints/step-*.pt)")
+    return found
