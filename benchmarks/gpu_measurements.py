@@ -28,7 +28,7 @@ from cl_train.comparison.model_cost import matmul_tflops
 from cl_train.comparison.paired import release_memory
 from cl_train.comparison.statistics import interval_of_rounds
 from cl_train.comparison.zoo import TUTORIAL
-from cl_train.config.schema import load
+from cl_train.config.validation import load
 from cl_train.data.batch import Batch
 from cl_train.models import registry as models
 from cl_train.step.precision import kernel_selection, resolve_precision

@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.gpu_measurements import ROOT, Group, Rows, dram_bytes, plan_groups, read_rows, run_group
 from benchmarks.gpu_report_table import as_markdown
-from cl_train.config.schema import ConfigError, setting, settings_from_arguments, stop_with
+from cl_train.config.schema import ConfigError, setting
+from cl_train.config.validation import settings_from_arguments, stop_with
 
 NCU = ["--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics"]
 NCU_METRICS = "dram__bytes_read.sum,dram__bytes_write.sum"

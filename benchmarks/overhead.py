@@ -23,7 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cl_train.config.schema import ConfigError, load, setting, settings_from_arguments, stop_with
+from cl_train.config.schema import ConfigError, setting
+from cl_train.config.validation import load, settings_from_arguments, stop_with
 from cl_train.models.registry import build_model
 from cl_train.step.precision import autocast, build_scaler, resolve_precision
 from cl_train.system.distributed import choose_device

@@ -9,7 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from cl_train.config.schema import ConfigError, stop_with, suggest
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import stop_with, suggest
 
 COMMANDS = {
     "train": "train a model, or compare settings with -m",

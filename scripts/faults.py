@@ -22,7 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cl_train.config.schema import ConfigError, setting, settings_from_arguments, stop_with
+from cl_train.config.schema import ConfigError, setting
+from cl_train.config.validation import settings_from_arguments, stop_with
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import AugmentConfig, Config, DataConfig, load
+from cl_train.config.schema import AugmentConfig, Config, DataConfig
+from cl_train.config.validation import load
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.data.device import HostBatch, Normalise, on_cuda

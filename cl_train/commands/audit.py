@@ -21,14 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import (
-    AugmentConfig,
-    ConfigError,
-    DataConfig,
-    OptimConfig,
-    setting,
-    settings_from_arguments,
-)
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig, OptimConfig, setting
+from cl_train.config.validation import settings_from_arguments
 from cl_train.data.augment import label_mix
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data

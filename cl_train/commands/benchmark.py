@@ -18,7 +18,7 @@ import argparse
 import json
 from pathlib import Path
 
-from cl_train.config.schema import from_mapping, setting_fields, settings_from_arguments
+from cl_train.config.validation import from_mapping, setting_fields, settings_from_arguments
 
 
 def main(words: list[str]) -> int:

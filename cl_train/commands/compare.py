@@ -19,7 +19,8 @@ from pathlib import Path
 from cl_train.comparison.pairs import Pair, compare_pair, compare_runs
 from cl_train.comparison.report import Comparison, FailedJob, as_markdown, write_report
 from cl_train.comparison.run_records import Run, read_run
-from cl_train.config.schema import PRECISIONS, Config, ConfigError, setting_fields, suggest
+from cl_train.config.schema import PRECISIONS, Config, ConfigError
+from cl_train.config.validation import setting_fields, suggest
 
 
 def main(words: list[str]) -> int:

@@ -16,7 +16,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from cl_train.config.schema import ConfigError, setting, settings_from_arguments
+from cl_train.config.schema import ConfigError, setting
+from cl_train.config.validation import settings_from_arguments
 from cl_train.models.convert_file import convert_file
 
 

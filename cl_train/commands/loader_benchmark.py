@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cl_train.config.schema import settings_from_arguments
+from cl_train.config.validation import settings_from_arguments
 
 
 def main(words: list[str]) -> int:

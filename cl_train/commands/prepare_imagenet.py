@@ -17,7 +17,8 @@ import dataclasses
 import sys
 from typing import TypeVar
 
-from cl_train.config.schema import ConfigError, setting_fields, settings_from_arguments, suggest
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import setting_fields, settings_from_arguments, suggest
 
 COMMANDS = ("tars", "verify", "resize")
 T = TypeVar("T")

@@ -15,7 +15,8 @@ import hydra
 from omegaconf import DictConfig
 
 from cl_train.config.command_line import CONF_DIR, check_command_line, requested_folder, run_folder
-from cl_train.config.schema import ConfigError, load, stop_with
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import load, stop_with
 from cl_train.system.run_folder import check_writable
 
 

@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 import torch
 
 from cl_train.comparison import zoo, zoo_table
-from cl_train.config.schema import ConfigError, suggest
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import suggest
 from cl_train.models import registry as models
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device

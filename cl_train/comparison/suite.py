@@ -32,7 +32,8 @@ from cl_train.comparison.paired import (
 )
 from cl_train.comparison.parity import check_parity, fitting_image_size
 from cl_train.comparison.statistics import SMALLEST_DIFFERENCE
-from cl_train.config.schema import PRECISIONS, ConfigError, OptimConfig, setting, suggest, to_mapping
+from cl_train.config.schema import PRECISIONS, ConfigError, OptimConfig, setting
+from cl_train.config.validation import suggest, to_mapping
 from cl_train.models import registry as models
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device

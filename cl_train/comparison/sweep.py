@@ -28,7 +28,8 @@ from cl_train.comparison.pairs import compare_runs
 from cl_train.comparison.report import Comparison, FailedJob, as_markdown, write_report
 from cl_train.comparison.run_records import read_run
 from cl_train.config.command_line import split_sweep
-from cl_train.config.schema import Config, ConfigError, settings_from_arguments
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import settings_from_arguments
 from cl_train.system.machine_load import MachineLoad
 from cl_train.system.run_folder import safe_name
 

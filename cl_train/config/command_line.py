@@ -19,7 +19,8 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import Config, ConfigError, load, setting_fields, show, suggest, suggest_key, to_mapping
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import load, setting_fields, show, suggest, suggest_key, to_mapping
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("data", "augment", "optim", "schedule", "experiment")

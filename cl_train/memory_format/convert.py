@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError, suggest
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import suggest
 from cl_train.memory_format.known_issues import advice as advice
 
 Layout = Literal["channels_last", "contiguous", "ambiguous", "other"]

@@ -14,7 +14,8 @@ import torch
 import torchvision
 from torch import nn
 
-from cl_train.config.schema import ConfigError, suggest
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import suggest
 from cl_train.models.saved_models import read as read_saved_model
 
 log = logging.getLogger(__name__)

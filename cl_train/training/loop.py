@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cl_train.config.schema import Config, ConfigError, to_yaml
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import to_yaml
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.data.build import Data, build_data

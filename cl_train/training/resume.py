@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed
 
-from cl_train.config.schema import Config, ConfigError, to_mapping
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import to_mapping
 from cl_train.data.build import Data
 from cl_train.step.train_step import StepSums
 from cl_train.system.checkpoint_file import snapshot

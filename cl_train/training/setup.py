@@ -18,7 +18,8 @@ import torch.distributed
 from torch import nn
 
 from cl_train.comparison.auto import choose_memory_format
-from cl_train.config.schema import Config, ConfigError, graph_conflict
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import graph_conflict
 from cl_train.data.batch import Batch
 from cl_train.memory_format import convert as memory_format
 from cl_train.memory_format.known_issues import advice

@@ -15,7 +15,8 @@ from cl_train.comparison.pairs import compare_pair, compare_runs
 from cl_train.comparison.report import Comparison, FailedJob, as_markdown, draw_chart, verdict_sentence, write_report
 from cl_train.comparison.run_records import Run, read_run
 from cl_train.comparison.statistics import Interval, interval_of_rounds, interval_of_runs, verdict_of
-from cl_train.config.schema import Config, ConfigError, to_mapping, to_yaml
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import to_mapping, to_yaml
 
 
 def wandering(rng: random.Random, count: int, noise: float, phi: float = 0.7) -> list[float]:

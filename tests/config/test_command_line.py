@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices
-from cl_train.config.schema import Config, ConfigError, load, setting_fields, settings_from_arguments, to_mapping
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import load, setting_fields, settings_from_arguments, to_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group)]

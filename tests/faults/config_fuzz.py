@@ -8,7 +8,8 @@ from typing import Any
 from outcome import Outcome
 
 from cl_train.config.command_line import GROUPS, check_command_line
-from cl_train.config.schema import Config, ConfigError, setting_fields
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import setting_fields
 
 MAX_LINES = 24  # one screen
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cl_train.config.schema import load
+from cl_train.config.validation import load
 from cl_train.data.batch import Batch
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of

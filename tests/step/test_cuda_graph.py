@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError, load, to_mapping
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import load, to_mapping
 from cl_train.data.batch import Batch
 from cl_train.step.cuda_graph import GraphedCall, GraphedStep, HostRecorder, Work, graphed_average
 from cl_train.step.ema import WeightAverage

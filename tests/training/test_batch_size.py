@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cl_train.config.schema import Config, ConfigError, load
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import load
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.training import batch_size

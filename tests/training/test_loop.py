@@ -11,7 +11,8 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.config.schema import Config, ConfigError, load, to_mapping
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import load, to_mapping
 from cl_train.training.loop import check, run
 from cl_train.training.nonfinite import TrainingFault
 from tests.conftest import Run, write_images
