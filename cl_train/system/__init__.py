@@ -1,4 +1,4 @@
-"""The machine around a run: processes, signals, files that survive kills, versions and load.
+"""The machine around a run: processes, signals, files and locks that survive kills, versions and load.
 
-Read `checkpoint_file.py` for how files are written. May import config.
+Start with `checkpoint_file.py`. May import `config`.
 """

@@ -1,7 +1,4 @@
-"""The processes of one run: who am I, which device is mine, and the few collectives that a run needs.
-
-`torchrun` sets RANK, LOCAL_RANK and WORLD_SIZE; without them the run is a single process and no group is made.
-"""
+"""The processes of one run: rank, device and process group, and the few collectives that a run needs."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: the one that writes files and speaks on the console."""
+        """Rank 0 writes the files and the console."""
         return self.rank == 0
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is CUDA where there is a device, else the CPU.
+    """The device of a setting `device=`: `auto` is CUDA if there is a device, else the CPU.
 
     Raises:
         ConfigError: no CUDA device for this rank.
@@ -56,9 +53,13 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def processes(device: str, timeout_s: float) -> Iterator[Dist]:
-    """Join the group that torchrun started (NCCL on CUDA, gloo on a CPU), and leave it at the end.
+    """Join the process group that torchrun started (NCCL on CUDA, gloo on a CPU), and leave it at the end.
 
-    A collective that waits longer than `timeout_s` for a dead or hung rank raises, and torchrun ends the others.
+    Without torchrun no group is created. A collective that waits longer than `timeout_s` for a dead or hung rank raises
+    RuntimeError, and torchrun ends the other ranks.
+
+    Raises:
+        ConfigError: see `read_launch` and `choose_device`.
     """
     launch = read_launch()
     if launch is None:
@@ -70,10 +71,10 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    # A rank that torchrun restarted would find the addresses of the ranks before it in the same store (torch 2.15).
-    store = torch.distributed.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = torch.distributed.PrefixStore(store_prefix("attempt"), store)
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",  # gloo too: hosts agree without waiting for a device
+        # gloo on CUDA too: the hosts agree on flags without waiting for a device
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
@@ -85,6 +86,11 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         yield dist
     finally:
         torch.distributed.destroy_process_group()
+
+
+def store_prefix(name: str) -> str:
+    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the attempt before."""
+    return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
@@ -102,21 +108,21 @@ def max_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
 
 
 def agree(flags: list[int], dist: Dist) -> list[int]:
-    """The maximum of each flag over the ranks, on the hosts: no device is waited for."""
+    """The maximum of each flag over the ranks. It runs on the hosts and does not wait for a device."""
     if dist.world_size == 1:
         return flags
     return [int(flag) for flag in max_over_ranks(torch.tensor(flags), dist).tolist()]
 
 
 def broadcast_buffers(model: torch.nn.Module, dist: Dist) -> None:
-    """Rank 0's BatchNorm statistics on every rank: what is evaluated is then what rank 0 saves."""
+    """Copy rank 0's BatchNorm statistics to every rank, so that the ranks evaluate what rank 0 saves."""
     if dist.world_size > 1:
         for buffer in model.buffers():
             torch.distributed.broadcast(buffer, src=0)
 
 
 def broadcast_object(value: Any, dist: Dist) -> Any:
-    """Rank 0's `value` on every rank (small Python objects: pickled between processes of one run)."""
+    """Rank 0's `value` on every rank; it is pickled."""
     if dist.world_size == 1:
         return value
     box = [value]
@@ -125,7 +131,7 @@ def broadcast_object(value: Any, dist: Dist) -> Any:
 
 
 def gather_objects(value: Any, dist: Dist) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank."""
+    """The values of all ranks, in rank order, on every rank; they are pickled."""
     if dist.world_size == 1:
         return [value]
     values: list[Any] = [None] * dist.world_size

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, hardware and the state of the code, for `summary.json` and for comparisons."""
+"""Versions, hardware and the state of the checkout, for `summary.json` and for comparisons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torchvision
 
 
 def cache_folder() -> Path:
-    """${XDG_CACHE_HOME:-~/.cache}/cl_train; below the temporary folder for a user without a home, as in containers."""
+    """${XDG_CACHE_HOME:-~/.cache}/cl_train; in the temporary folder if there is no home directory."""
     given = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(given) if given else Path.home() / ".cache") / "cl_train"
@@ -22,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def describe_environment(device: torch.device) -> dict[str, str | None]:
-    """Versions and hardware; None where there is no such thing."""
+    """Versions and hardware; None for what this machine does not have."""
     cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
     return {
         "torch": str(torch.__version__),
@@ -58,7 +58,7 @@ def _driver_version() -> str | None:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """Commit of the checkout this package runs from, and whether files differ from it; None outside a checkout."""
+    """The commit of the checkout that this package runs from, and whether tracked files differ; None outside of one."""
     folder = Path(__file__).resolve().parents[2]
     commit = _output_of(["git", "-C", str(folder), "rev-parse", "HEAD"])
     changes = _output_of(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])

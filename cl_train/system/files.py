@@ -1,4 +1,4 @@
-"""Small files that a kill leaves either as they were or complete."""
+"""Small files that are replaced atomically: a killed process leaves the old content or the new one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step: a reader, or a kill, never meets half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    """Replace the content of `path` by `text`, in UTF-8.
+
+    Raises:
+        OSError: the disk is full or failing; `path` is unchanged, and no temporary file stays.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
     """`write_text` of strict JSON.
 
     Raises:
-        ValueError: `value` holds a NaN or an infinity, which JSON has no form for.
+        ValueError: `value` holds a NaN or an infinity, which JSON cannot express.
+        OSError: see `write_text`.
     """
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")

@@ -1,7 +1,7 @@
-"""Which rank is silent? A collective that fails says only that some connection broke, and on most ranks not whose.
+"""Which rank died or hangs? The error of a failed collective says only that some connection broke.
 
-A thread of each rank counts up in the store that the ranks met in. A killed or stopped process does not; a rank that
-waits in a collective does, as waiting releases the interpreter's lock.
+A thread of every rank increments a counter in the store through which the ranks met. The counter of a killed or stopped
+process stands still; that of a rank that waits in a collective does not, because waiting releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from datetime import timedelta
 
 import torch.distributed
 
-from cl_train.system.distributed import Dist
+from cl_train.system.distributed import Dist, store_prefix
 
 BEAT_S = 0.5
 LISTEN_S = 3.0
 
 
 class RankFault(RuntimeError):
-    """Another rank died or hangs; the message names it where that can be known."""
+    """Another rank died or hangs; the message names it if it is known."""
 
 
 @contextmanager
 def watch_ranks(dist: Dist) -> Iterator[None]:
-    """Beat in the background, and turn a failed collective into a `RankFault` that names the silent rank."""
+    """Send heartbeats in the background, and raise a `RankFault` that names the silent rank if a collective fails."""
     if dist.world_size == 1:
         yield
         return
-    store = own_store()
+    store = connect_to_store()
     stop = threading.Event()
     thread = threading.Thread(target=beat, args=(store, dist.rank, stop), name="heartbeat", daemon=True)
     thread.start()
@@ -40,59 +40,56 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        raise RankFault(f"{name_silent(dist)} ({str(error).splitlines()[0]})") from error
+        raise RankFault(f"{find_silent_ranks(dist)} ({str(error).splitlines()[0]})") from error
     finally:
         stop.set()
         thread.join(2 * BEAT_S)
 
 
-def own_store() -> torch.distributed.Store:
-    """A connection of its own to the ranks' store: one that waits would hold up another's calls."""
+def connect_to_store() -> torch.distributed.Store:
+    """A separate connection to the ranks' store, because a call that waits blocks the others on its connection."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=LISTEN_S)
     store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return torch.distributed.PrefixStore(f"heartbeat-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return torch.distributed.PrefixStore(store_prefix("heartbeat"), store)
 
 
 def beat(store: torch.distributed.Store, rank: int, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
             store.add(str(rank), 1)
-        except RuntimeError:  # the process that holds the store is gone; the next collective says so
+        except RuntimeError:  # the process that holds the store has ended; the next collective fails
             return
         stop.wait(BEAT_S)
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """An error of a collective, not of this rank's own work: gloo raises plain RuntimeErrors that name their source."""
+    """Whether a collective failed, not this rank's own work: gloo raises plain RuntimeErrors that name it."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
-def name_silent(dist: Dist) -> str:
-    """Listen for a few seconds: `rank 1 is dead or hangs`, or what else is known."""
-    heard: list[list[int]] = []
-    # In a thread, because a stopped process keeps its connections open and a question to it would wait for ever.
-    listener = threading.Thread(target=listen, args=(dist.world_size, heard), daemon=True)
-    listener.start()
-    listener.join(LISTEN_S + 3.0)
-    if len(heard) < 2:  # without torchrun it is rank 0 that holds the store
+def find_silent_ranks(dist: Dist) -> str:
+    """Compare the counters over a few seconds; returns for example `rank 1 is dead or hangs`."""
+    readings: list[list[int]] = []
+    # In a thread, because a stopped process keeps its connections open and never answers.
+    reader = threading.Thread(target=read_counters, args=(dist.world_size, readings), daemon=True)
+    reader.start()
+    reader.join(LISTEN_S + 3.0)
+    if len(readings) < 2:  # without torchrun, rank 0 holds the store
         return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not answer"
-    before, after = heard
+    before, after = readings
     silent = [f"rank {rank}" for rank in range(dist.world_size) if after[rank] == before[rank]]
     if not silent:
-        return "a rank hangs at its own work, though its process is alive"
+        return "a rank hangs although its process is alive"
     return f"{', '.join(silent)} {'is dead or hangs' if len(silent) == 1 else 'are dead or hang'}"
 
 
-def listen(world_size: int, heard: list[list[int]]) -> None:
+def read_counters(world_size: int, readings: list[list[int]]) -> None:
+    """Append the counters of all ranks to `readings` twice, `LISTEN_S` apart."""
     try:
-        store = own_store()
-        heard.append(counts(store, world_size))
-        time.sleep(LISTEN_S)
-        heard.append(counts(store, world_size))
+        store = connect_to_store()
+        for pause_s in (LISTEN_S, 0.0):
+            readings.append([store.add(str(rank), 0) for rank in range(world_size)])
+            time.sleep(pause_s)
     except RuntimeError:
         return
-
-
-def counts(store: torch.distributed.Store, world_size: int) -> list[int]:
-    return [store.add(str(rank), 0) for rank in range(world_size)]

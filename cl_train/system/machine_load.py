@@ -1,20 +1,20 @@
-"""How much of this process's cores others used meanwhile: on a busy machine a measurement is none. Linux; no torch."""
+"""How busy other processes kept this process's cores meanwhile: on a busy machine a measured speed is worthless.
+
+Linux only; imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
-import resource
 import time
+from pathlib import Path
 
-BUSY_PCT = 10.0  # of the cores, used by others: worth a note
-TOO_BUSY_PCT = 25.0  # no speed measured on these cores means anything
+BUSY_PCT = 10.0  # of the cores, used by others: reported with the result
+TOO_BUSY_PCT = 25.0  # a speed measured meanwhile cannot be compared
 
 
 class MachineLoad:
-    """Watch the cores that this process may use, from construction on. Its own and its children's time is not counted.
-
-    Children count when they have ended and were waited for.
-    """
+    """Watches the cores that this process may use, from construction on, without its own and its descendants' work."""
 
     def __init__(self) -> None:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -23,7 +23,7 @@ class MachineLoad:
         self._own_s = _own_cpu_s()
 
     def others_pct(self) -> float | None:
-        """Percent of the cores' time that other processes, and the hypervisor's other guests, took; None if unknown."""
+        """Percent of the cores' time that other processes and other guests of the hypervisor used; None if unknown."""
         before, now = self._busy_s, self._all_busy_s()
         if before is None or now is None:
             return None
@@ -31,18 +31,34 @@ class MachineLoad:
         return max(0.0, 100 * (now - before - (_own_cpu_s() - self._own_s)) / elapsed_s)
 
     def _all_busy_s(self) -> float | None:
-        """Seconds that the cores were not idle, since boot."""
+        """Seconds since boot in which the cores were not idle."""
         try:
             with open("/proc/stat", encoding="ascii") as file:
                 rows = [line.split() for line in file if line.startswith("cpu")]
         except OSError:
             return None
-        wanted = {f"cpu{core}" for core in self._cores}
-        # user nice system idle iowait irq softirq steal: all but idle and iowait
-        ticks = sum(sum(map(int, row[1:9])) - int(row[4]) - int(row[5]) for row in rows if row[0] in wanted)
-        return ticks / os.sysconf("SC_CLK_TCK") if wanted else None
+        names = {f"cpu{core}" for core in self._cores}
+        # columns: user nice system idle iowait irq softirq steal
+        ticks = sum(sum(map(int, row[1:9])) - int(row[4]) - int(row[5]) for row in rows if row[0] in names)
+        return ticks / os.sysconf("SC_CLK_TCK") if names else None
 
 
 def _own_cpu_s() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    """CPU seconds of this process, its descendants and the children it has waited for; under torchrun of all ranks."""
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        pid = int(entry.parent.name)
+        children.setdefault(int(fields[1]), []).append(pid)
+        ticks[pid] = sum(map(int, fields[11:15]))  # utime, stime, and both of children that were waited for
+    pending = [os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()]
+    total = 0
+    while pending:
+        pid = pending.pop()
+        total += ticks.get(pid, 0)
+        pending += children.get(pid, [])
+    return total / os.sysconf("SC_CLK_TCK")

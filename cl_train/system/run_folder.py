@@ -1,4 +1,4 @@
-"""The run folder: one writer at a time, writable, with room for checkpoints, and names that stay inside it."""
+"""The run folder: one writer at a time, writable, with room for checkpoints, and safe names for files in it."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class RunLock:
 
 
 def check_writable(folder: str | Path) -> None:
-    """Make the folder, and write, sync and delete a small file in it: minutes of training later is too late to learn.
+    """Make the folder, and write, sync and delete a small file in it: a run must not find out at its first checkpoint.
 
     Raises:
-        ConfigError: what the system said.
+        ConfigError: with the system's reason.
     """
     folder = Path(folder)
     probe = folder / f".probe-{os.getpid()}"
@@ -65,32 +65,29 @@ def check_writable(folder: str | Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the run folder {folder}: {error.strerror or error}; choose another with "
-            "hydra.run.dir=FOLDER"
+            f"cannot write to the folder {folder}: {error.strerror or error}; choose another with hydra.run.dir=FOLDER"
         ) from None
 
 
 def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[str]:
-    """Room for the checkpoints that are kept, the best one and the one being written.
+    """Check for room for the `keep` last checkpoints, the best one and the one being written.
 
     Returns:
-        A warning where some but not all fit; empty where all do.
+        A warning if some but not all fit; empty if all fit.
 
     Raises:
         ConfigError: not even one fits.
     """
-    facts = os.statvfs(folder)
-    free = facts.f_bavail * facts.f_frsize
-    if facts.f_files and not facts.f_favail:
-        raise ConfigError(f"{folder}: the file system has no free inode (df -i): no file can be made")
-    wanted = (keep + 2) * checkpoint_bytes
-    numbers = f"{folder}: {_mib(free)} free; one checkpoint takes {_mib(checkpoint_bytes)}"
-    if free < checkpoint_bytes:
-        raise ConfigError(f"{numbers}: not even one fits; free some space or choose another hydra.run.dir=FOLDER")
-    if free < wanted:
-        return [
-            f"{numbers}, and up to {keep + 2} exist at a time ({_mib(wanted)}): lower checkpoint.keep or free space"
-        ]
+    disk = os.statvfs(folder)
+    if disk.f_files and not disk.f_favail:
+        raise ConfigError(f"{folder}: the file system has no free inode (df -i), so no file can be created")
+    free_bytes, count = disk.f_bavail * disk.f_frsize, keep + 2
+    sizes = f"{folder}: {_mib(free_bytes)} free; one checkpoint takes {_mib(checkpoint_bytes)}"
+    if free_bytes < checkpoint_bytes:
+        raise ConfigError(f"{sizes}: not even one fits; free some space or choose another hydra.run.dir=FOLDER")
+    if free_bytes < count * checkpoint_bytes:
+        needed = _mib(count * checkpoint_bytes)
+        return [f"{sizes}, and up to {count} exist at a time ({needed}): lower checkpoint.keep or free some space"]
     return []
 
 
@@ -101,7 +98,7 @@ def _mib(count: int) -> str:
 def safe_name(text: str, limit: int = 100) -> str:
     """`text` as one component of a path: no separators, no leading dot, at most `limit` bytes.
 
-    What is cut off is replaced by a few digits of a hash, so that two long names stay two.
+    A longer text ends in a few digits of its hash instead, so that two long names stay distinct.
     """
     name = _UNSAFE.sub("_", text).lstrip(".") or "_"
     if len(name) <= limit:

@@ -1,11 +1,10 @@
-"""Stopping politely: SIGTERM and SIGINT ask the run to save and leave, SIGUSR1 asks it to save and go on.
+"""Signals that a run acts on: SIGTERM and SIGINT ask it to save and stop, SIGUSR1 asks it to save and continue.
 
-Nothing here saves, prints progress or talks to other ranks: signals only set flags, and the loop reads them between two
-optimizer steps, where the state is whole. Under torchrun every rank must act on the same step, so the loop agrees on
-the flags (one small reduction) before it acts.
+Signals only set flags here. The loop reads them between two optimizer steps, where the state is consistent; under
+torchrun the ranks agree on the flags first (one small reduction), because all must act at the same step.
 
-A Python handler runs only between two bytecodes of the main thread, which may be stuck in a collective that never
-returns. So the signals are read from Python's wake-up descriptor by a small thread: a second Ctrl-C leaves even then.
+A Python signal handler runs only between two bytecodes of the main thread, which may wait for ever in a collective.
+Therefore a thread reads the signals from Python's wake-up descriptor: a second Ctrl-C ends the process even then.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAVE_SIGNAL = signal.SIGUSR1
 
-# Slurm and process managers signal torchrun *and* its ranks, and torchrun passes the signal on: two SIGTERMs within
+# Slurm and process managers signal torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within
 # milliseconds are one request. Two SIGINTs are a person who pressed Ctrl-C twice.
-SAME_REQUEST_SECONDS = 0.5
+_SAME_REQUEST_S = 0.5
 
 _active: StopRequest | None = None
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """The handler itself does nothing; without one the descriptor would not be written."""
+    """Without a handler Python would not write to the wake-up descriptor."""
 
 
 def _reset_in_child() -> None:
-    """A forked loader worker must not answer for its parent: SIGTERM ends it, Ctrl-C is left to the parent."""
+    """In forked loader workers SIGTERM ends the worker; Ctrl-C and SIGUSR1 are left to the parent."""
     global _active
     if _active is None:
         return
@@ -48,20 +47,20 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def ignore_stop_signals() -> None:
-    """For a program that has written everything and is about to leave: nothing is left to stop."""
+    """For a program that has written everything and is about to exit."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 class StopRequest:
-    """Context manager; enter it in the main thread. Read `stop` and `save_requested` between steps.
+    """Context manager for the main thread. Read `stop` and `save_requested` between steps.
 
-    A second SIGINT, or a second SIGTERM more than half a second after the first, ends the process at once with 128 + n:
-    nothing is saved then, and the checkpoints on disk stay as they are.
+    A second SIGINT, or a second SIGTERM more than half a second after the first, ends the process at once with exit
+    code 128 + n. Nothing is saved then; existing checkpoints stay as they are.
     """
 
     def __init__(self) -> None:
-        self.stop: int | None = None
+        self.stop: int | None = None  # the signal that asked the run to stop
         self._save = threading.Event()
         self._stopped_at = 0.0
         self._previous: dict[int, Any] = {}
@@ -69,7 +68,7 @@ class StopRequest:
 
     @property
     def save_requested(self) -> bool:
-        """True once after each SIGUSR1; reading it answers the request."""
+        """True once after each SIGUSR1; reading it resets it."""
         if not self._save.is_set():
             return False
         self._save.clear()
@@ -77,7 +76,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """What a program ends with after a polite stop: 143 for SIGTERM, 130 for SIGINT, 0 where there was none."""
+        """143 after SIGTERM, 130 after SIGINT, 0 if there was no request to stop."""
         return 128 + self.stop if self.stop is not None else 0
 
     def __enter__(self) -> StopRequest:
@@ -97,14 +96,13 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _active
-        if _active is not self:  # never entered
+        if _active is not self:  # in a forked child
             return
         _active = None
         signal.set_wakeup_fd(self._previous_fd)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        # The listener reads the end of the stream and returns; close alone would not end it while a forked loader
-        # worker still holds a copy of the descriptor.
+        # shutdown ends the thread's recv; close alone would not, while a forked worker has a copy of the descriptor.
         self._writer.shutdown(socket.SHUT_RDWR)
         self._writer.close()
         self._thread.join()
@@ -122,8 +120,6 @@ class StopRequest:
             now = time.monotonic()
             if self.stop is None:
                 self.stop, self._stopped_at = signum, now
-                return
-            echo = signum == signal.SIGTERM and now - self._stopped_at < SAME_REQUEST_SECONDS
-            if not echo:
-                os.write(2, f"second {signal.Signals(signum).name}: leaving now, without saving\n".encode())
+            elif signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S:
+                os.write(2, f"second {signal.Signals(signum).name}: exiting without saving\n".encode())
                 os._exit(128 + signum)

@@ -1,7 +1,6 @@
 """One writer per run folder, probed before training, with names that stay inside."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,34 +11,26 @@ from cl_train.config.schema import ConfigError
 from cl_train.system import run_folder
 from cl_train.system.run_folder import RunLock, check_space, check_writable, safe_name
 
-HOLD = """
-import os, sys, time
-from cl_train.system.run_folder import RunLock
-with RunLock(sys.argv[1]):
-    if os.fork() == 0:  # a loader worker
-        time.sleep(60)
-    print("held", flush=True)
-    time.sleep(60)
-"""
 
-
-def test_a_second_run_is_refused_and_a_killed_one_frees_the_folder(tmp_path: Path) -> None:
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True
+def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from cl_train.system.run_folder import RunLock\n"
+        "with RunLock(sys.argv[1]): print(1, flush=True); time.sleep(60)"
     )
-    try:
-        assert first.stdout is not None and first.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=rf"process {first.pid} on .*hydra\.run\.dir"), RunLock(tmp_path):
-            pass
-        first.kill()
-        first.wait()
-        with RunLock(tmp_path):  # at once, though a forked worker of the killed run still lives
-            os.killpg(first.pid, 0)
-    finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
-        first.stdout.close()
+    first = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
+    assert first.stdout is not None and first.stdout.readline() == b"1\n"
+    with pytest.raises(ConfigError, match=rf"process {first.pid} on .*hydra\.run\.dir"), RunLock(tmp_path):
+        pass
+    first.kill()
+    first.wait()
+    first.stdout.close()
     with RunLock(tmp_path):
+        pass
+
+
+def test_an_impossible_lock_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigError, match=r"\.lock"), RunLock(tmp_path):
         pass
 
 
@@ -50,9 +41,9 @@ def test_writable_makes_the_folder_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write to the run folder .*file/run: Not a directory"):
+    with pytest.raises(ConfigError, match=r"file/run: Not a directory"):
         check_writable(tmp_path / "file/run")
-    with pytest.raises(ConfigError, match=r"cannot write"):
+    with pytest.raises(ConfigError, match="/proc/no/such"):
         check_writable("/proc/no/such")
 
 
@@ -63,11 +54,11 @@ def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder.os, "statvfs", lambda folder: os.statvfs_result(facts))
     assert check_space(tmp_path, 2_500, 2) == []
     (warning,) = check_space(tmp_path, 2_501, 2)
-    assert "up to 4 exist at a time" in warning
-    with pytest.raises(ConfigError, match="not even one fits"):
+    assert "4" in warning and "checkpoint.keep" in warning
+    with pytest.raises(ConfigError, match="free some space"):
         check_space(tmp_path, 10_001, 2)
     facts[7] = 0  # f_favail
-    with pytest.raises(ConfigError, match="no free inode"):
+    with pytest.raises(ConfigError, match="df -i"):
         check_space(tmp_path, 1, 2)
 
 
