@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from cl_train.config.schema import AugmentConfig, Config, DataConfig
 from cl_train.config.validation import load
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.device import HostBatch, Normalise, on_cuda
+from cl_train.data.collate import channels_last_collate
+from cl_train.data.device import DevicePrefetcher, HostBatch, Normalise, to_device
 from cl_train.memory_format.convert import classify
 from cl_train.models.registry import build_model
 from cl_train.step.optim import set_lr
@@ -214,14 +216,27 @@ def test_normalisation_is_one_kernel_per_batch_with_the_right_numbers() -> None:
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     raw = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8, device="cuda").permute(0, 3, 1, 2)
     form = DeviceFormat(torch.device("cuda", 0), torch.float16, torch.channels_last)
-    for padded in (False, True):
-        normalise = Normalise(mean, std, form, pad_channels=padded)
-        found = normalise(normalise.to_device(raw))
-        scale = torch.tensor(std, device="cuda").view(3, 1, 1)
-        expected = (raw.float() / 255 - torch.tensor(mean, device="cuda").view(3, 1, 1)) / scale
-        torch.testing.assert_close(found[:, :3].float(), expected, rtol=2e-3, atol=2e-3)
-        assert found.is_contiguous(memory_format=torch.channels_last)
-        assert not padded or found[:, 3].abs().max() == 0
+    found = Normalise(mean, std, form)(raw)
+    scale = torch.tensor(std, device="cuda").view(3, 1, 1)
+    expected = (raw.float() / 255 - torch.tensor(mean, device="cuda").view(3, 1, 1)) / scale
+    torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu(pin_memory: bool) -> None:
+    samples = [(torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), label, {"id": label}) for label in range(20)]
+    loader = DataLoader(samples, 4, collate_fn=channels_last_collate, pin_memory=pin_memory)  # type: ignore[arg-type]
+    host = [images for images, *_ in loader]
+    assert all(images.is_contiguous(memory_format=torch.channels_last) for images in host)
+    assert all(images.is_pinned() == pin_memory for images in host)
+    on_cpu = list(DevicePrefetcher(loader, "cpu"))
+    on_gpu = list(DevicePrefetcher(loader, "cuda", ahead=2))
+    assert len(on_gpu) == 5
+    for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
+        assert gpu[0].is_cuda and gpu[0].is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(gpu[0].cpu(), cpu[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(gpu[1].cpu(), cpu[1]) and torch.equal(gpu[2]["id"].cpu(), cpu[2]["id"])
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -245,7 +260,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     form = DeviceFormat(assembly.parts.device, torch.bfloat16, torch.channels_last)
     normalise = Normalise([0.5] * 3, [0.25] * 3, form)
     seen = []
-    for batch in on_cuda(host_batches(), normalise, None, assembly.parts.device, 2):
+    for batch in to_device(host_batches(), normalise, ahead=2):
         torch.cuda._sleep(2_000_000)
         assembly.step([batch])
         seen.append(batch.images.float().mean())

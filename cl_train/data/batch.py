@@ -1,4 +1,4 @@
-"""The two types that every room shares: a batch on the device, and the format that it has there."""
+"""A batch on the device, and the format that it has there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeviceFormat:
-    """How the model wants its input."""
+    """Device, dtype and memory format of the model's input."""
 
     device: torch.device
     dtype: torch.dtype

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,15 @@ from cl_train.data.batch import Batch, DeviceFormat
 
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, batch)
 MixBatch = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (images, targets, batch)
-_CPU_PIECE = 8  # images: 5 MB of float32 at 224 px
+_CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass
 class HostBatch:
-    """A prepared batch in the loader's memory, valid until `release` is called.
+    """A batch in the loader's memory, valid until `release` is called.
 
-    images: uint8 [N, 3, H, W], strides (H*W*3, 1, W*3, 3) with data.memory_format=channels_last. targets: int64 [N].
+    images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in its epoch.
     """
 
     images: Tensor
@@ -29,137 +31,217 @@ class HostBatch:
     release: Callable[[], None]
 
 
+class DevicePrefetcher:
+    """Iterates over a DataLoader's batches on the device, copied and normalised ahead of their use.
+
+    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run on a side stream;
+    copies overlap with the computation if the loader pins its memory. On a CPU, batches are prepared when they are
+    asked for.
+
+    Batches are tensors, or tuples, lists or dicts of tensors, at any depth; they keep their structure, and their images
+    their place in it. Tensors uint8 [N, C, H, W], with as many channels as `mean` has entries, are images: they become
+    (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch without such a tensor, the first floating-point
+    tensor [N, C, H, W] is taken for normalised images and gets `dtype` and `memory_format`. All other tensors are only
+    moved to the device; what is not a tensor is passed on.
+
+    Args:
+        loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
+        mean, std: per channel, on the 0-1 scale. Default: ImageNet's.
+        ahead: batches on the device before they are asked for.
+
+    Raises:
+        ValueError: `mean` and `std` of different length, or a `std` of zero.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: str | torch.device,
+        mean: Sequence[float] = _IMAGENET_MEAN,
+        std: Sequence[float] = _IMAGENET_STD,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.channels_last,
+        ahead: int = 1,
+    ) -> None:
+        self._loader, self._ahead = loader, ahead
+        self._normalise = Normalise(mean, std, DeviceFormat(torch.device(device), dtype, memory_format))
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        normalise = self._normalise
+        jobs = (_Job(batch, normalise.in_structure, _nothing) for batch in self._loader)
+        return _run(jobs, normalise.format.device, self._ahead)
+
+
 class Normalise:
     """(x / 255 - mean) / std in float32, written in the wanted dtype and memory format."""
 
-    def __init__(
-        self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat, pad_channels: bool = False
-    ) -> None:
-        self._form, self._channels = form, 4 if pad_channels else 3
-        # Of four channels, the fourth with zeros: whatever is read there becomes zero.
-        scale = [*(1 / (255 * s) for s in std), 0.0]
-        offset = [*(-m / s for m, s in zip(mean, std, strict=True)), 0.0]
-        self._scale = torch.tensor(scale, dtype=torch.float32, device=form.device)
+    def __init__(self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat) -> None:
+        if len(mean) != len(std) or not all(std):
+            raise ValueError(f"mean {list(mean)} and std {list(std)}: one number per channel each, std not 0")
+        self.format = form
+        self._scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=form.device)
+        offset = [-m / s for m, s in zip(mean, std, strict=True)]
         self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
-    def to_device(self, images: Tensor) -> Tensor:
-        """uint8 [N, 3, H, W] from the host's memory in a copy on the device, asynchronously.
-
-        A byte of slack lies behind a copy that is to have four channels: see `four_channel_view`.
-        """
-        if self._channels == 3:
-            return images.to(self._form.device, non_blocking=True)
-        memory = torch.empty(images.numel() + 1, dtype=torch.uint8, device=self._form.device)
-        return memory.as_strided(images.shape, images.stride()).copy_(images, non_blocking=True)
-
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 [N, 3, H, W] on the device -> float [N, 3 or 4, H, W]; a fourth channel is zero."""
-        count, _, height, width = images.shape
-        form = self._form
-        out = torch.empty(
-            (count, self._channels, height, width),
-            dtype=form.dtype,
-            device=form.device,
-            memory_format=form.memory_format,
-        )
-        is_cpu = form.device.type == "cpu"
-        wide = four_channel_view(images) if self._channels == 4 and not is_cpu else None
-        if wide is not None:
-            self.in_one_kernel(wide, out)
-            return out
-        if is_cpu:
-            self._on_cpu(images, out[:, :3])
+        """uint8 [N, C, H, W] on the device, of any layout -> floating point [N, C, H, W]."""
+        form = self.format
+        out = torch.empty(images.shape, dtype=form.dtype, device=form.device, memory_format=form.memory_format)
+        if form.device.type == "cpu":
+            self._in_chunks(images, out)
         else:
-            self.in_one_kernel(images, out[:, :3])
-        if self._channels == 4:
-            out[:, 3].zero_()
+            self.in_one_kernel(images, out)
         return out
 
     def in_one_kernel(self, images: Tensor, out: Tensor) -> None:
         """uint8 in, `out`'s dtype and layout out, float32 between: on CUDA without any intermediate tensor."""
-        shape = (images.shape[1], 1, 1)
-        offset, scale = (values[: images.shape[1]].view(shape) for values in (self._offset, self._scale))
-        torch.addcmul(offset, images, scale, out=out)
+        torch.addcmul(self._offset.view(-1, 1, 1), images, self._scale.view(-1, 1, 1), out=out)
 
-    def _on_cpu(self, images: Tensor, out: Tensor) -> None:
-        """The same in pieces that fit the cache, over rows of W*3 numbers: a broadcast over 3 channels would leave the
-        vector units idle, at seven times the price."""
-        count, width = images.shape[0], images.shape[3]
-        scale, offset = self._scale[:3].repeat(width), self._offset[:3].repeat(width)
-        for first in range(0, count, _CPU_PIECE):
-            piece = images[first : first + _CPU_PIECE].permute(0, 2, 3, 1)
-            rows = piece.reshape(-1, width * 3).to(torch.float32)
+    def _in_chunks(self, images: Tensor, out: Tensor) -> None:
+        """On a CPU: chunks that fit the cache, as rows of W*C numbers. Broadcasting over C would leave the vector units
+        idle and take seven times as long."""
+        count, channels, _, width = images.shape
+        scale, offset = self._scale.repeat(width), self._offset.repeat(width)
+        for first in range(0, count, _CHUNK_IMAGES):
+            chunk = images[first : first + _CHUNK_IMAGES].permute(0, 2, 3, 1)
+            rows = chunk.reshape(-1, width * channels).to(torch.float32)
             torch.addcmul(offset, rows, scale, out=rows)
-            out[first : first + _CPU_PIECE].copy_(rows.view(piece.shape).permute(0, 3, 1, 2))
+            out[first : first + _CHUNK_IMAGES].copy_(rows.view(chunk.shape).permute(0, 3, 1, 2))
+
+    def in_structure(self, batch: Any) -> Any:
+        """`batch` on the device with its images normalised; see `DevicePrefetcher`."""
+        tensors = list(_tensors(batch))
+        raw = {id(tensor) for tensor in tensors if self._is_raw(tensor)}
+        floating = [tensor for tensor in tensors if tensor.ndim == 4 and tensor.is_floating_point()]
+        cast = id(floating[0]) if floating and not raw else None
+
+        def prepare(tensor: Tensor) -> Tensor:
+            if id(tensor) in raw:
+                return self(tensor)
+            if id(tensor) == cast:
+                return tensor.to(self.format.dtype, memory_format=self.format.memory_format)
+            return tensor
+
+        return _map_tensors(batch, prepare)
+
+    def _is_raw(self, tensor: Tensor) -> bool:
+        return tensor.ndim == 4 and tensor.dtype == torch.uint8 and tensor.shape[1] == len(self._scale)
 
 
-def four_channel_view(images: Tensor) -> Tensor | None:
-    """uint8 [N, 3, H, W] in channels_last as [N, 4, H, W] over the same bytes: the fourth is the next pixel's first.
-
-    So one kernel can read three channels and write four. None where the layout is another, or where the last pixel has
-    no byte behind it.
-    """
-    count, channels, height, width = images.shape
-    end = images.storage_offset() + images.numel()
-    if images.stride() != (height * width * channels, 1, width * channels, channels):
-        return None
-    if images.untyped_storage().nbytes() <= end:
-        return None
-    return images.as_strided((count, channels + 1, height, width), images.stride())
-
-
-def on_cpu(batches: Iterator[HostBatch], normalise: Normalise, mix: MixBatch | None) -> Iterator[Batch]:
-    """Normalise in the calling thread; the loader's memory is free again before the batch is handed out."""
-    for host in batches:
-        images, targets = normalise(host.images), host.targets.clone()
-        host.release()
-        yield Batch(*(mix(images, targets, host.number) if mix else (images, targets)))
-
-
-def on_cuda(
-    batches: Iterator[HostBatch], normalise: Normalise, mix: MixBatch | None, device: torch.device, ahead: int
+def to_device(
+    batches: Iterable[HostBatch], normalise: Normalise, mix: MixBatch | None = None, ahead: int = 1
 ) -> Iterator[Batch]:
-    """Copy and normalise on a side stream, `ahead` batches before they are asked for."""
+    """The loader's batches on the device, normalised; `mix` (MixUp, CutMix) is applied there.
+
+    Args:
+        ahead: on CUDA, batches on the device before they are asked for.
+    """
+    device = normalise.format.device
+
+    def job(host: HostBatch) -> _Job:
+        def prepare(moved: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            images, targets = moved
+            if targets is host.targets:  # on a CPU nothing was moved, and the loader's memory is about to be released
+                targets = targets.clone()
+            images = normalise(images)
+            return mix(images, targets, host.number) if mix else (images, targets)
+
+        return _Job((host.images, host.targets), prepare, host.release)
+
+    for images, targets in _run(map(job, batches), device, ahead):
+        yield Batch(images, targets)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A batch on the host; what to do with it on the device; what to call when its memory is no longer read."""
+
+    host: Any
+    prepare: Callable[[Any], Any]
+    release: Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _run(jobs: Iterable[_Job], device: torch.device, ahead: int) -> Iterator[Any]:
+    return _on_side_stream(jobs, device, ahead) if device.type == "cuda" else _in_this_thread(jobs, device)
+
+
+def _in_this_thread(jobs: Iterable[_Job], device: torch.device) -> Iterator[Any]:
+    for job in jobs:
+        batch = job.prepare(_map_tensors(job.host, lambda tensor: tensor.to(device)))
+        job.release()
+        yield batch
+
+
+def _on_side_stream(jobs: Iterable[_Job], device: torch.device, ahead: int) -> Iterator[Any]:
+    """Copy and prepare on a side stream, `ahead` batches before they are asked for."""
     side = torch.cuda.Stream(device)
-    queue: deque[tuple[Batch, torch.cuda.Event]] = deque()
-    copied: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+    ready: deque[tuple[Any, torch.cuda.Event]] = deque()
+    copying: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
-    def start(host: HostBatch) -> None:
+    def start(job: _Job) -> None:
         with torch.cuda.stream(side):
-            raw = normalise.to_device(host.images)
-            targets = host.targets.to(device, non_blocking=True)
-            after_copy = torch.cuda.Event()
-            after_copy.record(side)
-            images = normalise(raw)
-            if mix:
-                images, targets = mix(images, targets, host.number)
-            done = torch.cuda.Event()
-            done.record(side)
-        queue.append((Batch(images, targets), done))
-        copied.append((after_copy, host.release))
+            moved = _map_tensors(job.host, lambda tensor: tensor.to(device, non_blocking=True))
+            copied = torch.cuda.Event()
+            copied.record(side)
+            batch = job.prepare(moved)
+            prepared = torch.cuda.Event()
+            prepared.record(side)
+        ready.append((batch, prepared))
+        copying.append((copied, job.release))
 
-    def take() -> Batch:
-        batch, done = queue.popleft()
+    def take() -> Any:
+        batch, prepared = ready.popleft()
         current = torch.cuda.current_stream(device)
-        current.wait_event(done)
-        batch.images.record_stream(current)  # else the allocator would reuse the memory on the side stream
-        batch.targets.record_stream(current)
+        current.wait_event(prepared)
+        for tensor in _tensors(batch):
+            if tensor.is_cuda:
+                tensor.record_stream(current)  # else the allocator would reuse the memory on the side stream
         return batch
 
     try:
-        for host in batches:
-            start(host)
-            while copied and copied[0][0].query():
-                copied.popleft()[1]()
-            if len(copied) > ahead + 1:  # the host waits for the oldest copy: its memory is needed for the next batch
-                event, release = copied.popleft()
+        for job in jobs:
+            start(job)
+            while copying and copying[0][0].query():
+                copying.popleft()[1]()
+            if len(copying) > ahead + 1:  # the host waits for the oldest copy: its memory is needed for the next batch
+                event, release = copying.popleft()
                 event.synchronize()
                 release()
-            if len(queue) > ahead:
+            if len(ready) > ahead:
                 yield take()
-        while queue:
+        while ready:
             yield take()
     finally:
-        for event, release in copied:  # the host waits: the copies still read the loader's memory
+        for event, release in copying:  # the host waits: the copies still read the loader's memory
             event.synchronize()
             release()
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for member in batch.values():
+            yield from _tensors(member)
+    elif isinstance(batch, (tuple, list)):
+        for member in batch:
+            yield from _tensors(member)
+
+
+def _map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`batch` with `function` applied to its tensors; dicts, lists, tuples and namedtuples keep their type."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: _map_tensors(member, function) for key, member in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        members = [_map_tensors(member, function) for member in batch]
+        return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
+    return batch

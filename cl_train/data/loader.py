@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.decode import BadImage
-from cl_train.data.device import HostBatch, MixBatch, MixLabels, Normalise, on_cpu, on_cuda
+from cl_train.data.device import HostBatch, MixBatch, MixLabels, Normalise, to_device
 from cl_train.data.folder import Folder
 from cl_train.data.images import ImageForm, ImageReader, Times
 from cl_train.data.order import Indices, permutation, rank_share
@@ -238,10 +238,7 @@ class FolderData:
 
     def _to_device(self, batches: Iterator[HostBatch], form: DeviceFormat, mix: MixBatch | None) -> Iterator[Batch]:
         s = self._settings
-        normalise = Normalise(s.mean, s.std, form)
-        if form.device.type == "cuda":
-            return on_cuda(batches, normalise, mix, form.device, s.device_prefetch)
-        return on_cpu(batches, normalise, mix)
+        return to_device(batches, Normalise(s.mean, s.std, form), mix, s.device_prefetch)
 
     def _mix_of(self, epoch: int) -> MixBatch | None:
         if self._mix is None:

@@ -1,13 +1,16 @@
 """Normalised batches on the device, and the synthetic batch."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.device import Normalise, four_channel_view
+from cl_train.data.device import DevicePrefetcher, Normalise
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import CPU, folder_data, write_folder
 
@@ -51,31 +54,47 @@ def test_the_kernel_for_gpus_computes_the_same(dtype):
     assert (out.float() - normalise(raw).float()).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("target", FORMATS)
-def test_a_fourth_channel_is_zero(target):
-    raw = images(torch.channels_last)
-    three = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, target))(raw)
-    four = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, target), pad_channels=True)(raw)
-    assert four.shape == (19, 4, 13, 17) and four.is_contiguous(memory_format=target)
-    assert torch.equal(four[:, :3], three) and not four[:, 3].any()
+def test_any_number_of_channels_is_normalised():
+    raw = torch.randint(0, 256, (3, 5, 4, 6), dtype=torch.uint8)
+    ours = Normalise([0.5] * 5, [0.25] * 5, DeviceFormat(CPU, torch.float32, torch.channels_last))(raw)
+    torch.testing.assert_close(ours, (raw / 255 - 0.5) / 0.25)
+    assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_four_channels_are_written_by_one_kernel_from_three():
-    """What a GPU runs, here on the CPU: the fourth channel reads the next pixel, and the last one the byte of slack."""
-    images = torch.randint(0, 256, (3, 5, 7, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-    normalise = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, torch.channels_last), pad_channels=True)
-    copied = normalise.to_device(images)
-    wide = four_channel_view(copied)
-    assert torch.equal(copied, images) and wide.shape == (3, 4, 5, 7)
-    out = torch.full((3, 4, 5, 7), torch.nan).to(memory_format=torch.channels_last)
-    normalise.in_one_kernel(wide, out)
-    torch.testing.assert_close(out, normalise(images), rtol=0, atol=1e-6)
-    assert not out[:, 3].any()
+@pytest.mark.parametrize(("mean", "std"), [([0.5], [0.5, 0.5]), ([0.5], [0.0])])
+def test_wrong_statistics_are_refused(mean, std):
+    with pytest.raises(ValueError, match="std"):
+        DevicePrefetcher([], "cpu", mean, std)
 
 
-def test_without_slack_or_in_another_layout_there_is_no_fourth_channel_to_read():
-    assert four_channel_view(torch.zeros(3, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2)) is None
-    assert four_channel_view(torch.zeros(4, 3, 5, 7, dtype=torch.uint8)[:3]) is None
+class Sample(NamedTuple):
+    image: torch.Tensor
+    label: int
+
+
+def test_the_prefetcher_prepares_a_data_loaders_batches_and_keeps_the_rest():
+    raw = images(torch.contiguous_format, count=6)
+    samples = [(image, label, {"mask": torch.ones(13, 17), "name": str(label)}) for label, image in enumerate(raw)]
+    prefetcher = DevicePrefetcher(DataLoader(samples, 4), "cpu", MEAN, STD, torch.bfloat16, torch.channels_last)
+    batches = list(prefetcher)
+    assert len(prefetcher) == len(batches) == 2
+    assert len(list(prefetcher)) == 2, "a second epoch"
+    found, labels, extra = batches[1]
+    normalise = Normalise(MEAN, STD, DeviceFormat(CPU, torch.bfloat16, torch.channels_last))
+    assert torch.equal(found, normalise(raw[4:])) and found.is_contiguous(memory_format=torch.channels_last)
+    assert labels.tolist() == [4, 5] and extra["name"] == ["4", "5"] and extra["mask"].dtype == torch.float32
+
+
+def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():
+    batch = Sample(torch.rand(2, 3, 8, 8), torch.tensor([1, 2]))
+    (found,) = DevicePrefetcher([batch], "cpu", dtype=torch.float16)
+    assert isinstance(found, Sample) and found.image.dtype == torch.float16 and found.label is batch.label
+    assert torch.equal(found.image, batch.image.half())
+    assert found.image.is_contiguous(memory_format=torch.channels_last)
+    raw = images(torch.channels_last, count=2)
+    (found,) = DevicePrefetcher([{"views": [raw, raw], "flow": torch.rand(2, 2, 8, 8)}], "cpu")
+    assert found["views"][1].dtype == torch.float32 and torch.equal(*found["views"])
+    assert found["flow"].is_contiguous(), "not an image: there are uint8 images in the batch"
 
 
 @pytest.mark.parametrize("target", FORMATS)
