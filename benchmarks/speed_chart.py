@@ -46,8 +46,12 @@ def draw(document: dict[str, Any], out: Path) -> None:
     settings = document["settings"]
     batch, size = settings["batch_size"][0], settings["image_size"] or 224
     version = document["environment"]["torch"].partition("+")[0]
-    figure.suptitle(f"Training step on {document['device_name']}, batch {batch}, {size} px, torch {version}", fontsize=10)
-    handles = [plt.Line2D([], [], marker="o", color=COLOURS[verdict]) for verdict in ("faster", "no_difference", "slower")]
+    figure.suptitle(
+        f"Training step on {document['device_name']}, batch {batch}, {size} px, torch {version}", fontsize=10
+    )
+    handles = [
+        plt.Line2D([], [], marker="o", color=COLOURS[verdict]) for verdict in ("faster", "no_difference", "slower")
+    ]
     figure.legend(handles, ["faster", "no difference", "slower"], loc="lower center", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(out, dpi=110)

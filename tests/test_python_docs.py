@@ -24,7 +24,12 @@ def test_every_section_has_one_program() -> None:
 def test_program(title: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS[title]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", PROGRAMS[title]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
