@@ -1,23 +1,27 @@
 """Train an image classifier and measure what the channels_last memory format is worth.
 
     cl-train train channels_last=true                       on the sample data, which is generated on first use
-    cl-train train -m channels_last=true,false repeats=3    compare the layouts; ends in a verdict
-    torchrun --standalone --nproc-per-node=8 -m cl_train train data=imagenet data.root=/datasets/imagenet
+    cl-train train -m channels_last=true,false repeats=3    compare the layouts; ends with a verdict
+    cl-train train channels_last=auto model=resnet50        measure both layouts, train with the faster one
+    cl-train train data=imagenet data.root=/datasets/imagenet model=resnet50 channels_last=true precision=fp16
+    torchrun --standalone --nproc-per-node=8 -m cl_train train experiment=resnet50_90ep data.root=/datasets/imagenet
 
-`python train.py` is the same from a checkout. The loop is `train` in cl_train/training/loop.py.
+`python train.py` is the same from a checkout. The training loop is `train` in cl_train/training/loop.py.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from cl_train.config.command_line import CONF_DIR, check_command_line, requested_folder, run_folder
+from cl_train.config.command_line import CONF_DIR, Words, check_command_line, hydra_folder, quoted, run_folder
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load, stop_with
-from cl_train.system.run_folder import check_writable
+from cl_train.system.launcher import read_launch
+from cl_train.system.run_folder import check_writable, safe_name
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
@@ -36,21 +40,37 @@ def train(raw: DictConfig) -> None:
 
 def main(words: list[str]) -> int:
     """Check the command line as a whole, then start the run or the sweep."""
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     try:
         runs = check_command_line(words)
         if runs:  # none for --help, --cfg and tab completion, which must not wait for torch
+            launch = read_launch()
             from cl_train.training import loop
 
             loop.check(runs)
-            if "-m" in words or "--multirun" in words:
+            if Words.read(words).multirun:
                 from cl_train.comparison.sweep import run_sweep
 
                 return run_sweep(words)
-            check_writable(requested_folder(words))  # Hydra itself would fail with a traceback
-            words = [*words, *loop.hydra_arguments_of_rank()]
+            folder = Path()  # rank 0 alone makes a run folder; with the time in its name, each rank would make its own
+            if launch is None or launch.rank == 0:
+                folder = hydra_folder(Words.read(words).overrides, "run")
+                check_writable(folder)  # Hydra would fail with a traceback
+            words = [*words, f"hydra.run.dir={quoted(folder)}"]
         sys.argv = ["train.py", *words]  # Hydra reads it
         train()
         return 0
     except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
         print("stopped before the first step", file=sys.stderr)
         return 130
+
+
+def run_name(model: str, channels_last: object, precision: str, device: str) -> str:
+    """The end of a run folder's name: `resnet50_channels_last_fp16`. Imports torch where precision=auto."""
+    layout = {"true": "channels_last", "false": "contiguous"}.get(str(channels_last).lower(), str(channels_last))
+    if precision == "auto":
+        from cl_train.step.precision import resolve_precision
+        from cl_train.system.distributed import choose_device
+
+        precision = resolve_precision(precision, choose_device(device)).name
+    return safe_name(f"{model}_{layout}_{precision}")

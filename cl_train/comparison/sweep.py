@@ -27,7 +27,7 @@ from types import FrameType
 from cl_train.comparison.pairs import compare_runs
 from cl_train.comparison.report import Comparison, FailedJob, as_markdown, write_report
 from cl_train.comparison.run_records import read_run
-from cl_train.config.command_line import split_sweep
+from cl_train.config.command_line import quoted, split_sweep
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import settings_from_arguments
 from cl_train.system.machine_load import MachineLoad
@@ -263,7 +263,7 @@ def _run_job(job: Job, folder: Path, program: Sequence[str]) -> int:
     if job.nproc > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
     overrides = _continued(job.overrides, folder) if has_checkpoint else job.overrides
-    command += [*program, *overrides, f"hydra.run.dir={_quoted(folder.absolute())}"]
+    command += [*program, *overrides, f"hydra.run.dir={quoted(folder.absolute())}"]
     if has_checkpoint and not any(word.startswith("resume=") for word in job.overrides):
         command.append("resume=auto")
     with open(folder / LOG_NAME, "ab") as output:
@@ -283,11 +283,6 @@ def _continued(overrides: Sequence[str], folder: Path) -> list[str]:
         return list(overrides)
     found = re.search(r"^batch_size: (\d+)$", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     return [f"batch_size={found[1]}" if word == "batch_size=auto" and found else word for word in overrides]
-
-
-def _quoted(path: Path) -> str:
-    """As Hydra's grammar wants a string with commas and equal signs in it."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _end(process: subprocess.Popen[bytes], signum: int) -> None:

@@ -1,79 +1,138 @@
-"""From the words of a command line to checked settings: the only file that knows Hydra.
+"""From train.py's words to checked settings: the only file that knows Hydra.
 
-Everything is checked before Hydra runs, before torch is imported and before any file is made. Hydra's own message for a
-typo advises `+key`, which would train with the default value; here it never reaches the user.
+Everything is checked before Hydra starts, before torch is imported and before any file is made. Hydra's own message for
+a typo advises `+key`, which would train with the default value; the user never sees it here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, setting_fields, show, suggest, suggest_key, to_mapping
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("data", "augment", "optim", "schedule", "experiment")
+MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "compare_by")
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+_PACKAGE = Path(__file__).resolve().parents[1]
+# An installed wheel holds conf/ in the package, a checkout beside it.
+CONF_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 
-def register_schema() -> None:
-    """Make the defaults known to Hydra as `schema`, which `conf/config.yaml` starts from.
+class WorkingFolderConf(SearchPathPlugin):
+    """Hydra looks into `conf/` of the working folder first."""
 
-    As plain values, not as a typed node: Hydra would stop at the first wrong type, `load` reports all.
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in conf_folders()[:-1]:
+            search_path.prepend("working folder", f"file://{folder}", "main")
+
+
+def conf_folders() -> list[Path]:
+    """Where files of settings are searched: `conf/` of the working folder, then the project's own."""
+    own = Path.cwd() / "conf"
+    return [own, CONF_DIR] if own.is_dir() and own.resolve() != CONF_DIR else [CONF_DIR]
+
+
+def prepare_hydra() -> None:
+    """Make the defaults known to Hydra as `schema`, which `conf/config.yaml` starts from, and the search path.
+
+    The defaults are plain values, not a typed node: Hydra would stop at the first wrong type, `load` reports all.
     """
     ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
+    Plugins.instance().register(WorkingFolderConf)
 
 
-def check_command_line(arguments: Sequence[str]) -> list[Config]:
-    """Check train.py's arguments as a whole before Hydra, torch or any file is touched.
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Words:
+    """A command line of train.py, taken apart."""
+
+    overrides: list[str] = field(default_factory=list)
+    multirun: bool = False
+    help: bool = False
+    for_hydra: bool = False  # --cfg and -sc, which print and do not run
+
+    @classmethod
+    def read(cls, words: Iterable[str]) -> Words:
+        """Raises: ConfigError for options that this program does not have."""
+        found, rest, problems = cls(), iter(words), []
+        for word in rest:
+            option, equals, value = word.partition("=")
+            if not word.startswith("-"):
+                found.overrides.append(word)
+            elif word in ("-m", "--multirun"):
+                found.multirun = True
+            elif word in ("-h", "--help"):
+                found.help = True
+            elif option in ("-c", "--cfg", "-sc", "--shell-completion"):
+                found.for_hydra = True
+                value = value if equals else next(rest, "")
+                if not value or (option in ("-c", "--cfg") and value not in ("job", "hydra", "all")):
+                    problems.append(f"{option} {value}: the options are --cfg job and -sc install=bash")
+            elif word == "--resolve":
+                found.for_hydra = True
+            else:
+                key = option.lstrip("-").replace("-", "_")
+                hint = f"; settings have no dashes: {key}=..." if key in setting_fields(Config) else ""
+                problems.append(f"no option {option}{hint} (there are -m, --help, --cfg job and -sc install=bash)")
+        if found.multirun and found.for_hydra:
+            problems.append("-m cannot be combined with --cfg or -sc")
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def check_command_line(words: Sequence[str]) -> list[Config]:
+    """Check train.py's words as a whole before Hydra, torch or any file is touched.
 
     Returns:
-        The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the arguments ask
-        for something else than a run (--help, --cfg, --info, --shell-completion).
+        The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the words ask for
+        something else than a run (--help, --cfg, --shell-completion).
 
     Raises:
-        ConfigError: every problem found. Hydra's own message for a typo advises `+key`, which would train with the
-            default value, so it must never reach the user.
+        ConfigError: every problem found.
     """
-    register_schema()
-    flags = get_args_parser().parse_intermixed_args(list(arguments))
-    if flags.help or flags.hydra_help or flags.info or flags.shell_completion:
+    prepare_hydra()
+    asked = Words.read(words)
+    if asked.help or (asked.for_hydra and not asked.overrides):
         return []
-    parsed, problems = _parse_overrides(flags.overrides)
+    parsed, problems = _parse_overrides(asked.overrides)
+    valid = []
     for override in parsed:
-        problems += _key_problems(override)
-        if override.is_sweep_override() and not flags.multirun:
-            problems.append(f"{override.input_line}: several values need multirun, python train.py -m ...")
-    kept = [override for override in parsed if not _key_problems(override)]
+        found = _override_problems(override, asked.multirun)
+        problems += found
+        if not found:
+            valid.append(override)
     configs = []
-    for words in _combinations(kept):
+    for combination in itertools.product(*map(_alternatives, valid)):  # the last key varies fastest, as in Hydra
         try:
-            configs.append(_compose(words, flags.config_name))
+            configs.append(load(_compose(combination)))
         except ConfigError as error:
             problems += error.problems
-    if not flags.multirun:
-        for name in ("nproc", "repeats"):
-            if any(getattr(cfg, name) > 1 for cfg in configs):
-                other = "torchrun --standalone --nproc-per-node=N train.py ..." if name == "nproc" else "multirun (-m)"
-                problems.append(f"{name} is a setting of multirun and has no effect here; use {other}")
-        problems += [
-            f"{word}: a setting of multirun; use python train.py -m {word}"
-            for word in flags.overrides
-            if word.startswith(("resume_sweep=", "compare_by="))
-        ]
+    problems += [problem for cfg in configs if not asked.multirun for problem in _multirun_problems(cfg)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return [] if flags.cfg else configs
+    return [] if asked.for_hydra else configs
 
 
 def _parse_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -88,13 +147,14 @@ def _parse_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     return parsed, problems
 
 
-def _key_problems(override: Override) -> list[str]:
-    key = override.key_or_group
-    word = str(override.input_line)
+def _override_problems(override: Override, multirun: bool) -> list[str]:
+    key, word = override.key_or_group, str(override.input_line)
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return []
+        return _hydra_problems(override)
     if override.is_delete():
         return [f"{word}: a setting cannot be removed; give it another value"]
+    if override.is_sweep_override() and not multirun:
+        return [f"{word}: several values need multirun, python train.py -m ..."]
     if key in GROUPS:
         return _choice_problems(key, override)
     known = setting_fields(Config)
@@ -102,14 +162,28 @@ def _key_problems(override: Override) -> list[str]:
         return [f"unknown setting '{key}'{suggest_key(key, [*known, *GROUPS])}"]
     if override.is_add() and not override.is_force_add():
         return [f"{word}: the setting exists, so leave out the '+'"]
+    if key == "resume" and override.value() in ("", None) and word.endswith("="):
+        return ["resume= is empty: give a checkpoint file, a run folder or auto, or leave it out"]
+    return []
+
+
+def _hydra_problems(override: Override) -> list[str]:
+    key, word = override.key_or_group, str(override.input_line)
+    if key not in HYDRA_KEYS:
+        return [f"{word}: of Hydra's own settings only {' and '.join(HYDRA_KEYS)} can be set"]
+    if override.is_delete() or not override.value():
+        return [f"{word}: needs a folder"]
+    try:
+        hydra_folder([word], "run" if key == "hydra.run.dir" else "sweep")
+    except ConfigError as error:
+        return [f"{word}: {problem}" for problem in error.problems]
     return []
 
 
 def _choice_problems(group: str, override: Override) -> list[str]:
     choices = group_choices(group)
-    chosen = _swept_values(override) if override.is_sweep_override() else [override.value()]
     problems = []
-    for value in chosen:
+    for value in _swept_values(override) if override.is_sweep_override() else [override.value()]:
         if isinstance(value, dict):
             problems.append(
                 f"{override.input_line}: {group} takes a name; single settings are written {group}.key=value"
@@ -120,32 +194,39 @@ def _choice_problems(group: str, override: Override) -> list[str]:
     return problems
 
 
+def _multirun_problems(cfg: Config) -> list[str]:
+    problems = []
+    for key in MULTIRUN_KEYS:
+        value = getattr(cfg, key)
+        if value != getattr(Config, key):
+            ranks = "; one run on several devices: torchrun --standalone --nproc-per-node=N train.py ..."
+            word = f"{key}={show(value)}"
+            problems.append(
+                f"{word}: a setting of multirun; use python train.py -m {word}{ranks if key == 'nproc' else ''}"
+            )
+    return problems
+
+
 def group_choices(group: str) -> list[str]:
     """The files of `conf/<group>/`, by name."""
-    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
 
 
-def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The words of a sweep that was checked already: those of every job, and per key that varies its words.
-
-    Hydra's own options (--config-name and the like) are among the first.
-    """
-    flags = get_args_parser().parse_intermixed_args(list(arguments))
-    fixed = [f"--config-name={flags.config_name}"] if flags.config_name else []
-    varying = []
-    for override in _parse_overrides(flags.overrides)[0]:
-        if override.is_sweep_override():
-            varying.append(_axis(override))
-        else:
-            fixed.append(str(override.input_line))
-    return fixed, varying
+# --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-def _axis(override: Override) -> list[str]:
+def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The words of a sweep that was checked already: those of every job, and per key that varies its words."""
+    alternatives = [_alternatives(override) for override in _parse_overrides(Words.read(words).overrides)[0]]
+    return [axis[0] for axis in alternatives if len(axis) == 1], [axis for axis in alternatives if len(axis) > 1]
+
+
+def _alternatives(override: Override) -> list[str]:
+    """The words that an override stands for: one, or of a sweep (`epochs=1,2`) one per value."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     as_typed = {"True": "true", "False": "false", "None": "null"}
-    return [f"{override.get_key_element()}={as_typed.get(v, v)}" for v in _swept_values(override)]
+    return [f"{override.get_key_element()}={as_typed.get(value, value)}" for value in _swept_values(override)]
 
 
 def _swept_values(override: Override) -> list[str]:
@@ -164,25 +245,47 @@ def _swept_values(override: Override) -> list[str]:
         raise ConfigError(f"{override.input_line}: list the values, or use range() ({reason})") from None
 
 
-def _combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
-    """The override words of each job, in the order of Hydra's basic sweeper (the last key varies fastest)."""
-    for words in itertools.product(*map(_axis, overrides)):
-        yield list(words)
+# --- composing --------------------------------------------------------------------------------------------------------
 
 
-def _compose(words: Sequence[str], config_name: str | None) -> Config:
+def _compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
+    """What Hydra makes of the words and the files.
+
+    Raises:
+        ConfigError: a file that cannot be read, a value that cannot be composed.
+    """
+    _check_files()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-            raw = compose(config_name or "config", overrides=list(words))
-    except (HydraException, OmegaConfBaseException) as error:
+            return compose("config", overrides=list(words), return_hydra_config=with_hydra)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
-    return load(raw)
 
 
-def requested_folder(arguments: Sequence[str]) -> Path:
-    """Where a run's folder will be made: `hydra.run.dir=` where it is given, else the parent of Hydra's dated ones."""
-    given = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("hydra.run.dir=")]
-    return Path(given[-1]) if given and "$" not in given[-1] else Path("outputs")
+def _check_files() -> None:
+    """Refuse YAML aliases: nested ones expand to any size (a "billion laughs" file), and ${key} does the same job."""
+    for folder in conf_folders()[:-1]:
+        for path in [folder / "config.yaml", *(file for group in GROUPS for file in (folder / group).glob("*.yaml"))]:
+            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            if re.search(r"\*\w", text) and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+                raise ConfigError(f"{path}: YAML aliases (*name) are not supported; refer to a setting as ${{key}}")
+
+
+def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
+    """The folder that Hydra makes for a run or a sweep with these words.
+
+    Raises:
+        ConfigError: its name cannot be resolved.
+    """
+    try:
+        return Path(str(_compose([*words], with_hydra=True).hydra[kind].dir))
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+
+
+def quoted(path: Path) -> str:
+    """A path as the value of a setting, where commas and equal signs in it have no meaning."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def run_folder() -> Path:

@@ -225,6 +225,9 @@ def check_together(cfg: Config) -> list[str]:
         f"data.val_resize={data.val_resize} is smaller than data.image_size={data.image_size}: the crop does not fit": (
             data.val_resize is not None and data.val_resize < data.image_size
         ),
+        "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01": any(
+            0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)
+        ),
         "optim.nesterov=true needs optim.momentum above 0": cfg.optim.nesterov and cfg.optim.momentum == 0,
         f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}": (
             cfg.schedule.warmup_epochs > cfg.epochs

@@ -103,11 +103,6 @@ def check(runs: list[Config]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def hydra_arguments_of_rank() -> list[str]:
-    """Under torchrun rank 0 alone makes a run folder: with `${now:}` in its name, each rank would make its own."""
-    return [] if int(os.environ.get("RANK", "0")) == 0 else ["hydra.run.dir=.", "hydra.output_subdir=null"]
-
-
 def run(cfg: Config, folder: Path) -> int:
     """`train`, with what is known to go wrong in a run turned into exit code 1."""
     try:

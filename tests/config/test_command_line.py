@@ -69,6 +69,19 @@ WRONG = [
     (["channels_last=true,false"], "several values need multirun"),
     (["nproc=2"], "setting of multirun"),
     (["just_a_word"], "settings are written key=value"),
+    (["repeats=3"], "setting of multirun"),
+    (["data.mean=[[1],[2],[3]]"], "needs a list of numbers"),
+    (["augment.mixup=1e-300"], "at least 0.01"),
+    (["resume="], "is empty"),
+    (["hydra=1"], "hydra.run.dir and hydra.sweep.dir"),
+    (["hydra.job.chdir=true"], "hydra.run.dir and hydra.sweep.dir"),
+    (["hydra.run.dir="], "needs a folder"),
+    (["hydra.run.dir=${nosuch}"], "hydra.run.dir=${nosuch}: "),
+    (["--experimental-rerun=file.pickle"], "no option --experimental-rerun"),
+    (["--config-dir=/tmp"], "no option --config-dir"),
+    (["--epochs=3"], "settings have no dashes: epochs="),
+    (["--cfg"], "--cfg job"),
+    (["-m", "--cfg", "job"], "cannot be combined"),
     (["-m", "channels_last=true,flase"], "channels_last=flase: must be one of"),
     (["-m", "seed=1,x"], "seed=x: needs a whole number"),
 ]
@@ -186,3 +199,34 @@ def test_an_interval_is_refused_as_nobody_picks_from_it() -> None:
 def test_settings_of_multirun_need_multirun(word: str) -> None:
     with pytest.raises(ConfigError, match=f"{word}: a setting of multirun; use python train.py -m {word}"):
         check_command_line([word])
+
+
+def test_yaml_aliases_are_refused_before_they_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "conf/experiment"
+    folder.mkdir(parents=True)
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    (folder / "bomb.yaml").write_text("# @package _global_\n" + "\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="aliases"):
+        check_command_line(["experiment=bomb"])
+
+
+def test_conf_of_the_working_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for group, text in (("experiment", "# @package _global_\nepochs: 77\n"), ("optim", "name: sgd\nlr: 0.77\n")):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / ("mine.yaml" if group == "experiment" else "sgd.yaml")).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (cfg,) = check_command_line(["experiment=mine"])
+    assert (cfg.epochs, cfg.optim.lr) == (77, 0.77) and "smoke" in group_choices("experiment")
+
+
+def test_a_value_is_read_in_the_type_of_its_setting() -> None:
+    cfg = load({"data": {"root": 2012, "mean": [0, "5e-1", 1]}, "optim": {"lr": "1e-3"}, "channels_last": True})
+    assert (cfg.data.root, cfg.data.mean, cfg.optim.lr) == ("2012", [0.0, 0.5, 1.0], 1e-3)
+    assert cfg.channels_last == "true" and isinstance(cfg.data.mean[0], float)
+
+
+def test_settings_say_what_they_affect_in_a_comparison() -> None:
+    known = {key: item.metadata["affects"] for key, item in setting_fields(Config).items()}
+    assert (known["batch_size"], known["seed"], known["checkpoint.keep"]) == ("speed", "loss", "nothing")

@@ -3,20 +3,19 @@
 import random
 import string
 from collections.abc import Iterator
-from typing import Any
 
 from outcome import Outcome
 
 from cl_train.config.command_line import GROUPS, check_command_line
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import setting_fields
+from cl_train.config.validation import Setting, setting_fields
 
 MAX_LINES = 24  # one screen
 
 
-def wrong_values(kind: str, metadata: Any) -> Iterator[str]:
+def wrong_values(item: Setting) -> Iterator[str]:
     """Values that the setting cannot take, by its declared type and range."""
-    base = kind.removesuffix(" | None")
+    metadata, base = item.metadata, getattr(item.base_type, "__name__", "")
     if base in ("int", "float"):
         yield from ("many", "[1,2]", "nan", "inf", "''", "true", "{a:1}")
         for name, outside in (("minimum", -1), ("above", 0), ("maximum", 1)):
@@ -28,11 +27,11 @@ def wrong_values(kind: str, metadata: Any) -> Iterator[str]:
             yield "x" * 300
     elif base == "bool":
         yield from ("maybe", "3", "[true]", "''")
-    elif base.startswith("list[float]"):
-        yield from ("[a,b,c]", "3", "[[1]]", "{a:1}")
+    elif item.base_type == list[float]:
+        yield from ("[a,b,c]", "[[1]]", "{a:1}")
     elif base == "str" and metadata["choices"]:
         yield from ("nonsense", "3", "[a]", "''", metadata["choices"][-1] + "x")
-    if not kind.endswith("| None") and not base.startswith("list"):
+    if not item.optional and not item.is_list:
         yield "null"
 
 
@@ -42,7 +41,7 @@ def fuzzed_settings(seed: int, limit: int | None = None) -> Outcome:
         (key, value)
         for key, item in setting_fields(Config).items()
         if key not in ("data.name", "optim.name", "schedule.name")  # chosen by their group
-        for value in wrong_values(str(item.type), item.metadata)
+        for value in wrong_values(item)
     ]
     random.Random(seed).shuffle(cases)
     with Outcome("R20", "a setting with a wrong value", seed) as outcome:
