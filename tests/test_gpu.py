@@ -22,7 +22,7 @@ from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.data.collate import channels_last_collate
 from cl_train.data.device import DevicePrefetcher, HostBatch, Normalise, to_device
-from cl_train.memory_format.convert import classify
+from cl_train.memory_format.layout import classify
 from cl_train.models.registry import build_model
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import kernel_selection, resolve_precision

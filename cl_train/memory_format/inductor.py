@@ -1,8 +1,7 @@
-"""Which graphs of a compiled model inductor lays out channels_last by itself, and why not the others.
+"""Which graphs of a compiled model inductor lays out channels_last by itself.
 
-Inductor decides once per graph (`GraphLowering.decide_layout_opt`), whatever the layout of the user's tensors. The
-model is traced and differentiated as `torch.compile` does it; the graphs are put to that decision, and run without code
-generation, so this needs no compiler and takes seconds.
+Inductor decides once per graph (`GraphLowering.decide_layout_opt`), regardless of the format of the user's tensors. The
+model is traced as `torch.compile` does it and the graphs run without code generation, so no compiler is needed.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-NO_CONVOLUTION = "it has no convolution"
-MKLDNN = "on a CPU with oneDNN always"
 CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """One graph of a compiled step."""
+    """One graph of a compiled step. `reason`: inductor's own log message, if it wrote one."""
 
     graph: int
     direction: str  # forward or backward; "inference" without gradients
@@ -35,35 +32,34 @@ class CompiledGraph:
 def compiled_graphs(
     model: nn.Module, step: Callable[[nn.Module], torch.Tensor], backward: bool = True
 ) -> list[CompiledGraph]:
-    """Trace `step(model)`, a scalar, as torch.compile would, and ask inductor about the layout of each graph.
+    """Trace `step(model)`, which returns a scalar, and ask inductor which graphs it would lay out channels_last.
 
     Without `backward`, the graphs are those of inference, for which inductor has other rules.
     """
-    found: list[CompiledGraph] = []
-
-    def look_at(direction: str) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
-        def compiler(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-            found.append(_judge(graph, direction, len(found)))
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor import lowering  # noqa: F401  (its decompositions need it to be there)
+    from torch._inductor import lowering  # noqa: F401  (its decompositions are registered on import)
     from torch._inductor.decomposition import select_decomp_table
 
+    found: list[CompiledGraph] = []
+
+    def compiler(direction: str) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
+        def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+            found.append(_decide(graph, direction, len(found)))
+            return make_boxed_func(graph.forward)
+
+        return compile_graph
+
     backend = aot_autograd(
-        fw_compiler=look_at("forward"),
-        bw_compiler=look_at("backward"),
-        inference_compiler=look_at("inference"),
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
     try:
-        with torch.enable_grad() if backward else torch.no_grad():
-            scalar = step(compiled)  # type: ignore[arg-type]
+        with torch.set_grad_enabled(backward):
+            scalar = step(torch.compile(model, backend=backend))  # type: ignore[arg-type]
             if backward:
                 scalar.backward()
     finally:
@@ -71,46 +67,30 @@ def compiled_graphs(
     return found
 
 
-class _Reasons(logging.Handler):
-    """Collects what inductor says at debug level while it decides."""
-
+class _Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.texts.append(record.getMessage())
 
 
-def _judge(graph: torch.fx.GraphModule, direction: str, number: int) -> CompiledGraph:
-    from torch._inductor import config
+def _decide(graph: torch.fx.GraphModule, direction: str, number: int) -> CompiledGraph:
     from torch._inductor.graph import GraphLowering
 
     nodes = list(graph.graph.nodes)
-    convolutions = [node for node in nodes if str(node.target) in CONVOLUTIONS]
-    log = logging.getLogger("torch._inductor.graph")
-    level, propagate, reasons = log.level, log.propagate, _Reasons()
+    convolutions = sum(str(node.target) in CONVOLUTIONS for node in nodes)
+    log, messages = logging.getLogger("torch._inductor.graph"), _Messages()
+    level, propagate = log.level, log.propagate
     log.setLevel(logging.DEBUG)
     log.propagate = False
-    log.addHandler(reasons)
+    log.addHandler(messages)
     try:
         chosen = bool(GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference"))
     finally:
-        log.removeHandler(reasons)
+        log.removeHandler(messages)
         log.setLevel(level)
         log.propagate = propagate
-    if not convolutions:
-        reason = NO_CONVOLUTION
-    elif not config.layout_optimization:
-        reason = "TORCHINDUCTOR_LAYOUT_OPTIMIZATION=0"
-    elif chosen:
-        reason = MKLDNN if _onednn_decides(convolutions) else "no rule of inductor speaks against it"
-    else:
-        reason = reasons.said[-1] if reasons.said else "inductor gives no reason"
-    return CompiledGraph(number, direction, len(nodes), len(convolutions), chosen, reason)
-
-
-def _onednn_decides(convolutions: list[torch.fx.Node]) -> bool:
-    first = convolutions[0].args[0]
-    assert isinstance(first, torch.fx.Node)
-    return bool(torch.backends.mkldnn.enabled) and first.meta["val"].device.type == "cpu"
+    reason = messages.texts[-1] if messages.texts and not chosen else ""
+    return CompiledGraph(number, direction, len(nodes), convolutions, chosen, reason)

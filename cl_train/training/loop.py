@@ -29,7 +29,7 @@ from cl_train.data.build import Data, build_data
 from cl_train.data.images import Times
 from cl_train.data.loader import BadImageError
 from cl_train.data.workers import WorkerError
-from cl_train.memory_format.convert import model_memory_format
+from cl_train.memory_format.layout import model_memory_format
 from cl_train.models import registry as models
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import Precision, kernel_selection, resolve_precision, warnings_for

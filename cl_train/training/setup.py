@@ -22,7 +22,8 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import graph_conflict
 from cl_train.data.batch import Batch
 from cl_train.memory_format import convert as memory_format
-from cl_train.memory_format.known_issues import advice
+from cl_train.memory_format.known_issues import known_issues
+from cl_train.memory_format.layout import layout_digest
 from cl_train.models import registry as models
 from cl_train.step.cuda_graph import (
     WARM_UP_STEPS,
@@ -138,7 +139,7 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
         wanted, conversion = str(choice.channels_last).lower(), choice.conversion
     if wanted == "false":
         return torch.contiguous_format
-    for line in advice(
+    for line in known_issues(
         model,
         device=dist.device,
         precision_name=precision.name,
@@ -154,7 +155,7 @@ def check_ranks_alike(model: nn.Module, dist: Dist) -> None:
     """Every rank must hold the same names, shapes and strides: a broadcast ships bytes in storage order, so it would
     permute the weights of a rank in another layout (NVIDIA/physicsnemo#1614).
     """
-    digests = gather_objects(memory_format.layout_digest(model), dist)
+    digests = gather_objects(layout_digest(model), dist)
     assert len(set(digests)) == 1, f"ranks built different models or layouts: {digests}"
 
 

@@ -39,7 +39,7 @@ from cl_train.comparison.suite import (
     run_suite,
 )
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.convert import model_memory_format
+from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.precision import resolve_precision
 
 CPU = torch.device("cpu")

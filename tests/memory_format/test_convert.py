@@ -8,16 +8,8 @@ import torchvision
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.convert import (
-    classify,
-    convert,
-    in_format,
-    layout_digest,
-    like_parameter,
-    model_memory_format,
-    relayout_optimizer_state,
-    to_contiguous_state,
-)
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import classify, to_memory_format, layout_digest, with_strides_of, model_memory_format, relayout_optimizer_state, to_contiguous_state
 
 CHANNELS_LAST = torch.channels_last
 
@@ -212,10 +204,10 @@ def test_only_ambiguous_weights_are_told_by_their_strides() -> None:
 def test_state_follows_its_parameter() -> None:
     parameter = torch.empty(8, 3, 3, 3, memory_format=CHANNELS_LAST)
     state = torch.randn(8, 3, 3, 3, dtype=torch.float64)
-    followed = like_parameter(state, parameter)
+    followed = with_strides_of(parameter, state)
     assert followed.stride() == parameter.stride() and followed.dtype == torch.float64
     assert torch.equal(followed, state)
-    assert like_parameter(torch.ones(()), parameter).shape == ()
+    assert with_strides_of(parameter, torch.ones(())).shape == ()
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
@@ -258,6 +250,6 @@ def test_contiguous_state_is_contiguous_equal_tied_and_small() -> None:
 
 def test_in_format_restrides_what_contiguous_does_not() -> None:
     x = torch.empty(4, 1, 4, 4)
-    assert in_format(x, CHANNELS_LAST).stride() == (16, 1, 4, 1)
-    assert in_format(in_format(x, CHANNELS_LAST), torch.contiguous_format).stride() == (16, 16, 4, 1)
-    assert in_format(x, torch.contiguous_format) is x
+    assert to_memory_format(x, CHANNELS_LAST).stride() == (16, 1, 4, 1)
+    assert to_memory_format(to_memory_format(x, CHANNELS_LAST), torch.contiguous_format).stride() == (16, 16, 4, 1)
+    assert to_memory_format(x, torch.contiguous_format) is x

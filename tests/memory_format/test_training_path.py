@@ -165,7 +165,7 @@ def test_the_command_on_a_model_of_ones_own_and_wrong_words(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_r3d_18_in_channels_last_3d() -> None:
     from cl_train.memory_format.audit import audit
-    from cl_train.memory_format.convert import in_format, model_memory_format
+    from cl_train.memory_format.layout import to_memory_format, model_memory_format
 
     torch.manual_seed(0)
     model = torchvision.models.video.r3d_18(num_classes=10).double()
@@ -173,11 +173,11 @@ def test_r3d_18_in_channels_last_3d() -> None:
     expected, gradients = step_of(model, x)
     report = convert(model, memory_format=torch.channels_last_3d)
     assert len(report.changed) == 20 and model_memory_format(model) == "channels_last"
-    found, converted = step_of(model, in_format(x, torch.channels_last_3d))
+    found, converted = step_of(model, to_memory_format(x, torch.channels_last_3d))
     assert torch.allclose(found, expected, rtol=1e-9)
     for name, gradient in gradients.items():
         assert torch.allclose(converted[name], gradient, rtol=1e-6, atol=1e-10), name
-    audited = audit(model.float(), in_format(x.float(), torch.channels_last_3d))
+    audited = audit(model.float(), to_memory_format(x.float(), torch.channels_last_3d))
     assert audited.of("lost", "forward") == [] and audited.totals["kept"] > 100
 
 

@@ -17,7 +17,8 @@ import torchvision
 from torch import nn
 
 from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.memory_format.convert import classify, convert, in_format, model_memory_format, to_contiguous_state
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import classify, to_memory_format, model_memory_format, to_contiguous_state
 from cl_train.models.convert_file import convert_file, load_model
 from cl_train.models.saved_models import read, write
 from cl_train.step.optim import build_optimizer
@@ -203,7 +204,7 @@ def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(make: Any, mode
         assert len(report.changed) == 20
         assert model_memory_format(model) == "channels_last"
         run = model.module() if isinstance(model, torch.export.ExportedProgram) else model
-        found = run(in_format(x, torch.channels_last))
+        found = run(to_memory_format(x, torch.channels_last))
         assert classify(found) == "channels_last"
         assert torch.allclose(found, expected, atol=1e-4)
         convert(model, mode, memory_format=torch.contiguous_format)
@@ -222,7 +223,7 @@ def test_inductor_gives_equal_outputs_in_both_layouts() -> None:
         expected = model(x)
         for layout in LAYOUTS.values():
             convert(model, memory_format=layout)
-            found = torch.compile(model)(in_format(x, layout))
+            found = torch.compile(model)(to_memory_format(x, layout))
             assert torch.allclose(found, expected, atol=1e-4)
             assert classify(found) == ("contiguous" if layout is torch.contiguous_format else "channels_last")
             torch._dynamo.reset()

@@ -14,7 +14,8 @@ from torch import nn
 
 from cl_train.comparison import zoo
 from cl_train.memory_format.audit import audit
-from cl_train.memory_format.convert import classify, convert, in_format, model_memory_format
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import classify, to_memory_format, model_memory_format
 
 N, C, H, W = 10, 3, 32, 32
 CONTIGUOUS = (3072, 1024, 32, 1)
@@ -52,12 +53,12 @@ def test_classic_contiguous_tensor() -> None:
 def test_conversion_operator_preserves_the_shape() -> None:
     x = torch.empty(N, C, H, W).to(memory_format=torch.channels_last)
     assert x.shape == (10, 3, 32, 32) and x.stride() == CHANNELS_LAST
-    assert in_format(torch.empty(N, C, H, W), torch.channels_last).stride() == CHANNELS_LAST
+    assert to_memory_format(torch.empty(N, C, H, W), torch.channels_last).stride() == CHANNELS_LAST
 
 
 def test_back_to_contiguous() -> None:
     assert channels_last().to(memory_format=torch.contiguous_format).stride() == CONTIGUOUS
-    assert in_format(channels_last(), torch.contiguous_format).stride() == CONTIGUOUS
+    assert to_memory_format(channels_last(), torch.contiguous_format).stride() == CONTIGUOUS
 
 
 def test_alternative_option() -> None:
@@ -91,7 +92,7 @@ def test_only_to_restrides_the_ambiguous(
     x = torch.empty(shape)
     assert x.contiguous(memory_format=torch.channels_last).stride() == contiguous_gives
     assert x.to(memory_format=torch.channels_last).stride() == to_gives
-    assert in_format(x, torch.channels_last).stride() == to_gives
+    assert to_memory_format(x, torch.channels_last).stride() == to_gives
 
 
 def test_permute_does_not_carry_the_format_where_it_is_ambiguous() -> None:

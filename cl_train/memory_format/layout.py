@@ -1,0 +1,136 @@
+"""The memory format of a tensor, of a model's parameters, and of state dicts.
+
+A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride < W-stride < H-stride <
+N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, the contiguous and the
+channels_last order are the same bytes: such a tensor is *ambiguous*. Video, [N,C,D,H,W], has the same two formats; torch
+calls the second one `channels_last_3d`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Layout = Literal["channels_last", "contiguous", "ambiguous", "other"]
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+
+
+def classify(tensor: torch.Tensor) -> Layout:
+    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], judged by the order of its strides.
+
+    Unlike `is_contiguous(memory_format=...)` this accepts slices: half of the channels of a channels_last image is
+    channels_last.
+
+    Returns:
+        "ambiguous" if both orders hold (C == 1, H == W == 1, no elements); "other" for any other number of dimensions,
+        any other order, expanded (stride 0) dimensions, and tensors without strides (sparse).
+    """
+    if tensor.layout != torch.strided or tensor.dim() not in CHANNELS_LAST:
+        return "other"
+    if tensor.numel() == 0:
+        return "ambiguous"
+    is_contiguous = _strides_descend(tensor, range(tensor.dim()))
+    is_channels_last = _strides_descend(tensor, (0, *range(2, tensor.dim()), 1))
+    if is_contiguous and is_channels_last:
+        return "ambiguous"
+    return "channels_last" if is_channels_last else "contiguous" if is_contiguous else "other"
+
+
+def _strides_descend(tensor: torch.Tensor, order: Iterable[int]) -> bool:
+    """Whether the stride of each dimension in `order` exceeds the extent of all later ones."""
+    extent = 1  # elements from the first to the last of the dimensions seen so far, innermost first
+    for dim in reversed(list(order)):
+        size, stride = tensor.size(dim), tensor.stride(dim)
+        if size == 1:
+            continue
+        if stride < extent:
+            return False
+        extent = stride * (size - 1) + extent
+    return True
+
+
+def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """`tensor` with the strides of `memory_format`, also in size-1 dimensions; the same object if it has them already.
+
+    `.contiguous(memory_format=...)` leaves the strides of [N,1,H,W] and [N,C,1,1] as they are. [N,1,1,1] cannot be
+    marked channels_last at all. channels_last means channels_last_3d for a tensor [N,C,D,H,W].
+    """
+    if memory_format != torch.contiguous_format:
+        memory_format = CHANNELS_LAST[tensor.dim()]
+    strides = torch.empty(tensor.shape, device="meta", memory_format=memory_format).stride()
+    if tensor.stride() == strides:
+        return tensor
+    return tensor.clone(memory_format=memory_format)
+
+
+def memory_format_of(tensors: Iterable[torch.Tensor]) -> Literal["channels_last", "contiguous", "mixed"]:
+    """The common memory format of the tensors with 4 or 5 dimensions; if all are ambiguous, their strides decide."""
+    images = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in CHANNELS_LAST]
+    found = {classify(tensor) for tensor in images}
+    if found <= {"ambiguous"}:
+        marked = any(to_memory_format(tensor, torch.contiguous_format) is not tensor for tensor in images)
+        return "channels_last" if marked else "contiguous"
+    found -= {"ambiguous"}
+    if found == {"channels_last"}:
+        return "channels_last"
+    return "contiguous" if found == {"contiguous"} else "mixed"
+
+
+def model_memory_format(model: Any) -> Literal["channels_last", "contiguous", "mixed"]:
+    """The memory format of a module's parameters, or of an exported program's state."""
+    is_exported = isinstance(model, torch.export.ExportedProgram)
+    return memory_format_of(model.state_dict.values() if is_exported else model.parameters())
+
+
+def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a module or an exported program; tied tensors appear under each of their names."""
+    if isinstance(model, torch.export.ExportedProgram):
+        yield from model.state_dict.items()
+        yield from ((name, value) for name, value in model.constants.items() if isinstance(value, torch.Tensor))
+        return
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def layout_digest(model: nn.Module) -> str:
+    """A hash of the name, shape and strides of every parameter and buffer: equal on ranks whose layouts agree."""
+    digest = hashlib.sha256()
+    for name, tensor in named_tensors(model):
+        strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+        digest.update(f"{name} {tuple(tensor.shape)} {strides}\n".encode())
+    return digest.hexdigest()
+
+
+def to_contiguous_state(state: Any) -> Any:
+    """A copy of `state` (nested dicts, lists, tuples) with every tensor contiguous; tied tensors stay tied.
+
+    Files hold contiguous tensors only, so that equal weights are equal bytes and safetensors accepts them.
+    """
+    return _contiguous(state, {})
+
+
+def _contiguous(value: Any, seen: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return value.detach()
+        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        if value.numel() == 0 or key not in seen:
+            plain = to_memory_format(value.detach(), torch.contiguous_format)
+            if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
+                plain = plain.clone()  # torch.save writes the whole storage of a slice
+            seen[key] = plain
+        return seen[key]
+    if isinstance(value, Mapping):
+        result = type(value)((key, _contiguous(item, seen)) for key, item in value.items())  # type: ignore[call-arg]
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            result._metadata = value._metadata  # type: ignore[attr-defined]  # module versions, for load_state_dict
+        return result
+    if isinstance(value, list | tuple):
+        return type(value)(_contiguous(item, seen) for item in value)
+    return value

@@ -1,0 +1,82 @@
+"""Running any model on any batch: its inputs, the scalar that its outputs are reduced to, and why it failed."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from cl_train.config.schema import ConfigError
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """`batch`: the model's input, a tuple or list of its inputs, or a dict of its keyword arguments."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tensor]:
+    """The floating-point (or complex) tensors of a model's output, in order.
+
+    Args:
+        output: what the model returned: a tensor; tuples, lists, dicts and dataclasses (as of Hugging Face) of tensors.
+        key: selects one entry of the output: a dict's key, an attribute's name, or a tuple's index.
+
+    Raises:
+        ConfigError: the output has no such entry, or no floating-point tensor.
+    """
+    selected = _entry(output, key) if key is not None else output
+    if hasattr(selected, "__dataclass_fields__"):
+        selected = vars(selected)
+    leaves = [leaf for leaf in tree_leaves(selected) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    if not tensors:
+        what = f"its entry {key!r}" if key is not None else "its output"
+        raise ConfigError(
+            f"the model returned a {type(output).__name__} and {what} holds no floating-point tensor; select an entry "
+            "that does with output=KEY, or pass a loss of your own"
+        )
+    return tensors
+
+
+def _entry(output: Any, key: str | int) -> Any:
+    if isinstance(key, str) and isinstance(getattr(output, key, None), torch.Tensor):
+        return getattr(output, key)
+    try:
+        return output[int(key) if isinstance(output, list | tuple) else key]
+    except (LookupError, TypeError, ValueError):
+        known = ", ".join(map(str, output)) if isinstance(output, dict) else f"a {type(output).__name__}"
+        raise ConfigError(f"output={key}: the model's output has no such entry (it is {known})") from None
+
+
+def explain_failure(error: BaseException) -> str:
+    """One line about an exception raised while a model ran: its message, the line of the model's code, a remedy."""
+    first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    where = ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_TORCH, _PACKAGE)):
+            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            where = f" at {short_path(frame.filename)}:{frame.lineno} `{line}`"
+            break
+    if "view size is not compatible" in str(error):
+        return f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape instead of .view"
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory{where}: use a smaller batch or image size"
+    return f"{type(error).__name__}{where}: {first[:300]}"
+
+
+def short_path(path: str) -> str:
+    """A source file relative to site-packages or to the current folder."""
+    _, found, tail = path.rpartition("site-packages/")
+    if found:
+        return tail
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
