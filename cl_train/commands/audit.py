@@ -1,206 +1,176 @@
 """Audit a model: which operators keep channels_last, which lose it, where in the model, and what it costs.
 
-    cl-train audit model=shufflenet_v2_x1_0                      a table; every loss with module and line
-    cl-train audit model=my_package.my_model:build json=audit.json
-    cl-train audit model=resnext50_32x4d compile=true            also: which graphs inductor lays out itself
-    cl-train audit --operators                                   which operators keep the layout, here
-    cl-train audit --operators --diff results/operators-cpu-torch2.15.json
+    cl-train audit model=shufflenet_v2_x1_0                      every loss with its module and line of code
+    cl-train audit model=my_package.my_model:build out=audit.json
+    cl-train audit model=my_package.my_model:segment output=mask   a model that returns a dict
+    cl-train audit model=resnext50_32x4d compile=true            also: which graphs inductor lays out by itself
+    cl-train audit operators=true out=results                    which operators keep the format, here
 
-Settings are key=value words; `cl-train audit --help` lists them. Exit code 2: wrong usage.
+Exit codes: 0 done, 2 wrong usage or a model that does not run.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from cl_train.config.schema import PRECISIONS, setting
+from cl_train.config.validation import setting_fields, settings_from_arguments
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig, OptimConfig, setting
-from cl_train.config.validation import settings_from_arguments
-from cl_train.data.augment import label_mix
-from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import build_data
-from cl_train.memory_format import convert as memory_format
-from cl_train.memory_format import operators as operator_table
-from cl_train.memory_format.audit import audit
-from cl_train.memory_format.audit_report import LayoutReport, markdown_table
-from cl_train.memory_format.inductor import compiled_graphs
-from cl_train.memory_format.training_path import Mix, surroundings
-from cl_train.models import registry as models
-from cl_train.step.ema import WeightAverage
-from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import (
-    MasterWeights,
-    Precision,
-    autocast,
-    cast_model,
-    resolve_precision,
-    trainable_parameters,
-)
-from cl_train.step.train_step import loss_of
-from cl_train.system.distributed import Dist, choose_device
+if TYPE_CHECKING:  # torch is imported only once the settings are right
+    import torch
+    from torch import nn
 
-PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
+    from cl_train.memory_format.audit_report import LayoutCheck, LayoutReport
+    from cl_train.step.precision import Precision
 
 
 @dataclass
 class AuditSettings:
     model: str = setting("resnet18", "a torchvision model, timm/<name>, or your own package.module:function")
-    weights: str | None = setting(None, "pretrained weights by name, or a file")
-    channels_last: bool = setting(True, "convert the model and its input")
-    conversion: str = setting("full", "what is converted", choices=memory_format.MODES)
+    weights: str | None = setting(None, "pretrained weights by name, or a file of weights")
+    channels_last: bool = setting(True, "convert the model to channels_last")
+    conversion: str = setting("full", "which tensors are converted", choices=("full", "conv", "select", "none"))
     select: list[str] = setting([], "conversion=select: module names (shell patterns)")
-    input_channels_last: bool = setting(True, "false: leave the input contiguous, as most loaders hand it over")
-    batch_size: int = setting(2, "images", minimum=1)
-    image_size: int = setting(224, "side of the image, pixels", minimum=8)
-    data: str = setting("noise", "where the images come from", choices=("noise", "sample", "imagenet", "folder"))
-    data_root: str | None = setting(None, "folder of the images, for data=imagenet and data=folder")
-    frames: int = setting(0, "above 0: video, [N,C,D,H,W] with so many frames", minimum=0)
-    input_channels: int = setting(3, "channels of the input", minimum=1)
-    num_classes: int = setting(1000, "outputs", minimum=2)
-    precision: str = setting("auto", "what the step runs under", choices=PRECISIONS)
-    device: str = setting("auto", "where", choices=("auto", "cpu", "cuda"))
-    backward: bool = setting(True, "false: inference only, in eval mode")
+    input_channels_last: bool = setting(True, "false: hand the model contiguous images")
+    batch_size: int = setting(2, "images per batch", minimum=1)
+    image_size: int = setting(224, "height and width of the images, in pixels", minimum=8)
+    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
+    input_channels: int = setting(3, "channels of the images", minimum=1)
+    num_classes: int = setting(1000, "number of classes", minimum=2)
+    output: str | None = setting(None, "the entry of the model's output to use: a dict's key, an attribute or an index")
+    precision: str = setting("auto", "of the step", choices=PRECISIONS)
+    device: str = setting("auto", "device to run on", choices=("auto", "cpu", "cuda"))
+    backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step and each permuting copy")
-    compile: bool = setting(False, "also ask inductor which graphs it lays out channels_last by itself")
-    mixup: float = setting(0.2, "alpha of the MixUp that is looked at; 0 = none", minimum=0)
-    cutmix: float = setting(1.0, "alpha of the CutMix that is looked at; 0 = none", minimum=0)
-    json: str | None = setting(None, "write the whole report to this file")
+    compile: bool = setting(False, "also report which compiled graphs inductor lays out channels_last")
+    operators: bool = setting(False, "measure which operators keep channels_last, instead of a model")
+    out: str | None = setting(None, "file for the report as JSON; with operators=true a folder")
 
 
-@dataclass
-class OperatorSettings:
-    device: str = setting("auto", "where", choices=("auto", "cpu", "cuda"))
-    out: str = setting("results", "folder for operators-<device>-torch<version>.json and .md")
-
-
-def main(arguments: list[str]) -> int:
-    if "--help" in arguments or "-h" in arguments:
+def main(words: list[str]) -> int:
+    if "--help" in words or "-h" in words:
         print(__doc__)
-        for schema in (AuditSettings, OperatorSettings):
-            print(f"{schema.__name__.removesuffix('Settings').lower()}:")
-            for field in dataclasses.fields(schema):
-                print(f"  {field.name}: {field.metadata['help']}")
-    elif "--operators" in arguments:
-        operators([word for word in arguments if word != "--operators"])
+        for name, field in setting_fields(AuditSettings).items():
+            print(f"  {name:<20} {field.metadata['help']}")
+        return 0
+    settings = settings_from_arguments(AuditSettings, words)
+    if settings.operators:
+        measure_operators(settings)
     else:
-        report = audit_model(settings_from_arguments(AuditSettings, arguments))
-        print(report)
+        print(audit_model(settings))
     return 0
 
 
-def audit_model(cfg: AuditSettings) -> LayoutReport:
-    """Build, convert and audit what the settings name; write the report where they say."""
-    device = choose_device(cfg.device)
-    precision = resolve_precision(cfg.precision, device)
+def audit_model(settings: AuditSettings) -> LayoutReport:
+    """Build, convert and audit the model of the settings; write the report to `out`."""
+    import torch
+
+    from cl_train.memory_format.audit import audit
+    from cl_train.memory_format.convert import convert
+    from cl_train.models import registry as models
+    from cl_train.step.precision import cast_model, resolve_precision
+    from cl_train.system.distributed import choose_device
+    from cl_train.system.files import write_json
+
+    device = choose_device(settings.device)
+    precision = resolve_precision(settings.precision, device)
     torch.manual_seed(0)
     model = models.build_model(
-        cfg.model, num_classes=cfg.num_classes, weights=cfg.weights, image_size=cfg.image_size
+        settings.model, num_classes=settings.num_classes, weights=settings.weights, image_size=settings.image_size
     ).to(device)
-    cast_model(model, precision).train(cfg.backward)
-    if cfg.channels_last:
-        print(memory_format.convert(model, cfg.conversion, cfg.select))
-    images, targets = _batch(cfg, device, precision)
-
-    def loss(output: Any) -> torch.Tensor:
-        return loss_of(output, targets) if cfg.backward else torch.zeros(())
-
+    cast_model(model, precision).train(settings.backward)
+    if settings.channels_last:
+        print(convert(model, settings.conversion, settings.select))
+    images = _images(settings, device, precision)
     report = audit(
-        model, images, precision=precision, loss=loss, backward=cfg.backward, measure=cfg.measure, name=cfg.model
+        model,
+        images,
+        precision=precision,
+        output=settings.output,
+        backward=settings.backward,
+        measure=settings.measure,
+        name=settings.model,
     )
-    if cfg.backward:
-        report.surroundings = _around(cfg, copy.deepcopy(model), images, targets, precision)
-    if cfg.compile:
-        report.compiled = _compiled(cfg, model, images, targets, precision)
-    if cfg.json:
-        Path(cfg.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(cfg.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    if settings.compile:
+        report.compiled = _compiled_graphs(settings, model, images, precision)
+    if settings.backward:
+        report.training_path = _check_training_path(settings, model, images, precision)
+    if settings.out:
+        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
+        write_json(Path(settings.out), report.to_dict())
     return report
 
 
-def _batch(cfg: AuditSettings, device: torch.device, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:
-    if cfg.data != "noise":
-        return _loaded_batch(cfg, device, precision)
-    sides = [cfg.image_size, cfg.image_size]
-    images = torch.randn(cfg.batch_size, cfg.input_channels, *([cfg.frames] if cfg.frames else []), *sides)
-    images = images.to(device, precision.input_dtype)
-    if cfg.channels_last and cfg.input_channels_last:
-        images = images.to(memory_format=torch.channels_last_3d if cfg.frames else torch.channels_last)
-    return images, torch.randint(cfg.num_classes, (cfg.batch_size,), device=device)
+def _images(settings: AuditSettings, device: torch.device, precision: Precision) -> torch.Tensor:
+    import torch
+
+    frames = [settings.frames] if settings.frames else []
+    shape = (settings.batch_size, settings.input_channels, *frames, settings.image_size, settings.image_size)
+    images = torch.randn(shape).to(device, precision.input_dtype)
+    if settings.channels_last and settings.input_channels_last:
+        images = images.to(memory_format=torch.channels_last_3d if settings.frames else torch.channels_last)
+    return images
 
 
-def _loaded_batch(cfg: AuditSettings, device: torch.device, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first batch of the loader, as training gets it."""
-    data = build_data(
-        DataConfig(name=cfg.data, root=cfg.data_root, image_size=cfg.image_size, workers=0),
-        AugmentConfig(),
-        batch_size=cfg.batch_size,
-        seed=0,
-        dist=Dist(0, 0, 1, device),
-    )
-    is_last = cfg.channels_last and cfg.input_channels_last
-    form = DeviceFormat(device, precision.input_dtype, torch.channels_last if is_last else torch.contiguous_format)
-    try:
-        batch = next(iter(data.train(0, form)))
-        return batch.images.clone(), batch.targets.clone()
-    finally:
-        data.close()
+def _check_training_path(
+    settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision
+) -> list[LayoutCheck]:
+    """Trains `model` for one step, with the optimizer, EMA, MixUp and CutMix of a run."""
+    import torch
+    from torchvision.transforms import v2
 
+    from cl_train.config.schema import OptimConfig
+    from cl_train.memory_format.audit import mean_square
+    from cl_train.memory_format.model_call import output_tensors
+    from cl_train.memory_format.training_path import check_training_path
+    from cl_train.step.ema import WeightAverage
+    from cl_train.step.optim import build_optimizer
+    from cl_train.step.precision import MasterWeights, autocast, trainable_parameters
 
-def _around(
-    cfg: AuditSettings, model: nn.Module, images: torch.Tensor, targets: torch.Tensor, precision: Precision
-) -> list[Any]:
     masters = MasterWeights(model) if precision.master_weights else None
     optimizer = build_optimizer(OptimConfig(), model, trainable_parameters(model, masters), lr=1e-3)
-
-    def loss(output: Any, wanted: torch.Tensor) -> torch.Tensor:
-        return loss_of(output, wanted)
-
-    mixes: dict[str, Mix] = {}
-    for name in ("mixup", "cutmix"):
-        augment = AugmentConfig()
-        setattr(augment, name, 0.0 if cfg.frames else getattr(cfg, name))
-        mix = label_mix(augment, cfg.num_classes, seed=0)
-        if mix is not None:
-            mixes[name] = lambda x, y, mix=mix: mix(x, y, 0, 0)  # type: ignore[misc]
-    average = WeightAverage(model, 0.99).module
+    mixes = {} if settings.frames else {"mixup": v2.MixUp(num_classes=2), "cutmix": v2.CutMix(num_classes=2)}
+    try:
+        ema = WeightAverage(model, 0.99).module
+    except RuntimeError:  # torch.nn.utils.weight_norm's weights cannot be copied
+        ema = None
     with autocast(precision, images.device):
-        return surroundings(model, images, targets, loss=loss, mixes=mixes, average=average, optimizer=optimizer)
+        return check_training_path(
+            model,
+            images,
+            torch.zeros(len(images), dtype=torch.int64, device=images.device),
+            loss=lambda output, _: mean_square(output_tensors(output, settings.output)),
+            mixes=mixes,
+            ema=ema,
+            optimizer=optimizer,
+            masters=masters,
+        )
 
 
-def _compiled(
-    cfg: AuditSettings, model: nn.Module, images: torch.Tensor, targets: torch.Tensor, precision: Precision
+def _compiled_graphs(
+    settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision
 ) -> list[dict[str, Any]]:
+    from cl_train.memory_format.audit import mean_square
+    from cl_train.memory_format.inductor import compiled_graphs
+    from cl_train.memory_format.model_call import output_tensors
+    from cl_train.step.precision import autocast
+
     def step(compiled: nn.Module) -> torch.Tensor:
         with autocast(precision, images.device):
-            return loss_of(compiled(images), targets)
+            return mean_square(output_tensors(compiled(images), settings.output))
 
-    return [dataclasses.asdict(graph) for graph in compiled_graphs(copy.deepcopy(model), step, cfg.backward)]
+    return [dataclasses.asdict(graph) for graph in compiled_graphs(model, step, settings.backward)]
 
 
-def operators(arguments: list[str]) -> None:
-    """Measure the operator table; with `--diff OLD.json` print what changed since."""
-    old: dict[str, Any] | None = None
-    if "--diff" in arguments:
-        position = arguments.index("--diff")
-        if position + 1 >= len(arguments):
-            raise ConfigError(
-                "--diff needs the .json of an older table, for instance --diff results/operators-....json"
-            )
-        old = operator_table.read(Path(arguments[position + 1]))
-        arguments = arguments[:position] + arguments[position + 2 :]
-    cfg = settings_from_arguments(OperatorSettings, arguments)
-    table = operator_table.measure(choose_device(cfg.device))
-    if old is not None:
-        changes = operator_table.diff(old, table)
-        print(markdown_table(changes) if changes else f"no operator changed since torch {old['torch']}")
-        return
-    print(operator_table.markdown(table))
-    json_path = operator_table.write(table, Path(cfg.out))
-    print(f"written: {json_path} and {json_path.with_suffix('.md')}")
+def measure_operators(settings: AuditSettings) -> None:
+    from cl_train.memory_format import operator_table
+    from cl_train.memory_format.audit_report import text_table
+    from cl_train.system.distributed import choose_device
+
+    table = operator_table.measure(choose_device(settings.device))
+    print(text_table(table["operators"]))
+    path = operator_table.write(table, Path(settings.out or "results"))
+    print(f"written: {path} and {path.with_suffix('.md')}")

@@ -108,7 +108,9 @@ def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _first_image(model: nn.Module, batch: Any) -> torch.Tensor:
-    lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if nn.parameter.is_lazy(tensor)]
+    lazy = [
+        name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if nn.parameter.is_lazy(tensor)
+    ]
     if lazy:
         raise ConfigError(f"{lazy[0]} is lazy and has no shape yet: run one batch through the model, then audit it")
     for tensor in tree_leaves(batch):

@@ -58,8 +58,8 @@ class ConversionReport:
     def __str__(self) -> str:
         lines = [
             f"{name_of(self.memory_format)} ({self.mode}): {len(self.changed)} tensors changed "
-            f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} left "
-            f"unchanged; {len(self.ambiguous)} are ambiguous (one channel, or 1x1)"
+            f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} "
+            f"left unchanged; {len(self.ambiguous)} are ambiguous (one channel, or 1x1)"
         ]
         names_by_reason = defaultdict(list)
         for name, reason in self.left.items():
@@ -79,9 +79,9 @@ def convert(
 ) -> ConversionReport:
     """Convert the parameters and buffers of `model` in place; their values do not change.
 
-    Each Parameter stays the same object, so optimizers, hooks, tied weights and `requires_grad` are unaffected; gradients
-    are converted too. Convert after building and loading the model, and before DDP, EMA and the first compiled call.
-    `memory_format=torch.contiguous_format` converts back.
+    Each Parameter stays the same object, so optimizers, hooks, tied weights and `requires_grad` are unaffected;
+    gradients are converted too. Convert after building and loading the model, and before DDP, EMA and the first
+    compiled call. `memory_format=torch.contiguous_format` converts back.
 
     Args:
         model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export` program.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ def known_issues(
 
 
 def _model_issues(model: nn.Module, device: torch.device, sync_batchnorm: bool) -> list[str]:
-    def names(condition: Callable[[nn.Module], bool], modules: Iterable[tuple[str, nn.Module]]) -> str:
+    def names(condition: Callable[[Any], bool], modules: Iterable[tuple[str, nn.Module]]) -> str:
         found = [name or "(top)" for name, module in modules if condition(module)]
         return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
 
@@ -81,13 +82,12 @@ def _model_issues(model: nn.Module, device: torch.device, sync_batchnorm: bool) 
     return reasons
 
 
-def _is_patch_embedding(module: nn.Module) -> bool:
-    kernel_size = tuple(module.kernel_size)  # type: ignore[arg-type]
-    return kernel_size == tuple(module.stride) and max(kernel_size) > 1  # type: ignore[arg-type, type-var]
+def _is_patch_embedding(module: Any) -> bool:
+    return tuple(module.kernel_size) == tuple(module.stride) and max(module.kernel_size) > 1
 
 
-def _is_grouped(module: nn.Module) -> bool:
-    return 1 < module.groups < module.in_channels  # type: ignore[operator]
+def _is_grouped(module: Any) -> bool:
+    return bool(1 < module.groups < module.in_channels)
 
 
 def _computes_its_weight(module: nn.Module) -> bool:

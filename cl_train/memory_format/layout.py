@@ -1,9 +1,9 @@
 """The memory format of a tensor, of a model's parameters, and of state dicts.
 
-A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride < W-stride < H-stride <
-N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, the contiguous and the
-channels_last order are the same bytes: such a tensor is *ambiguous*. Video, [N,C,D,H,W], has the same two formats; torch
-calls the second one `channels_last_3d`.
+A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride < W-stride < H-stride
+< N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, the contiguous and the
+channels_last order are the same bytes: such a tensor is *ambiguous*. Video, [N,C,D,H,W], has the same two formats;
+torch calls the second one `channels_last_3d`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -
 
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> Literal["channels_last", "contiguous", "mixed"]:
     """The common memory format of the tensors with 4 or 5 dimensions; if all are ambiguous, their strides decide."""
-    images = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in CHANNELS_LAST]
+    images = [
+        t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in CHANNELS_LAST
+    ]
     found = {classify(tensor) for tensor in images}
     if found <= {"ambiguous"}:
         marked = any(to_memory_format(tensor, torch.contiguous_format) is not tensor for tensor in images)

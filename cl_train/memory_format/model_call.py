@@ -42,8 +42,8 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
     if not tensors:
         what = f"its entry {key!r}" if key is not None else "its output"
         raise ConfigError(
-            f"the model returned a {type(output).__name__} and {what} holds no floating-point tensor; select an entry "
-            "that does with output=KEY, or pass a loss of your own"
+            f"the model returned a {type(output).__name__} and {what} holds no floating-point tensor to differentiate: "
+            "select an entry that does with output=KEY, pass a loss of your own, or run forward only (backward=false)"
         )
     return tensors
 

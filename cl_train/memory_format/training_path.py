@@ -22,8 +22,9 @@ StrideMatch = Literal["equal", "spurious", "real"]
 def stride_match(state: torch.Tensor, parameter: torch.Tensor) -> StrideMatch:
     """How the strides of `state` (a gradient, a moment, an EMA weight) differ from those of its parameter.
 
-    "spurious": only in size-1 dimensions, so that the bytes are in the same order; DDP warns about such gradients of 1x1
-    convolutions. "real": the bytes are in another order, and DDP or a fused optimizer copies (pytorch/pytorch#47163).
+    "spurious": only in size-1 dimensions, so that the bytes are in the same order; DDP warns about such gradients of
+    1x1 convolutions. "real": the bytes are in another order, and DDP or a fused optimizer copies
+    (pytorch/pytorch#47163).
     """
     if state.stride() == parameter.stride():
         return "equal"
@@ -100,9 +101,7 @@ def check_training_path(
     return checks
 
 
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> Iterator[LayoutCheck]:
+def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> Iterator[LayoutCheck]:
     states: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     names = {id(parameter): name for name, parameter in parameters.items()}
     for parameter, state in optimizer.state.items():

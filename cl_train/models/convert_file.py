@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.convert import convert, in_format
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import to_memory_format
 from cl_train.models import registry as models
 from cl_train.models.saved_models import SavedModel, read, write
 
@@ -181,7 +182,7 @@ def _output(
 ) -> torch.Tensor:
     def laid_out(value: Any) -> Any:
         is_image = isinstance(value, torch.Tensor) and value.dim() in (4, 5)
-        return in_format(value, memory_format) if is_image else value
+        return to_memory_format(value, memory_format) if is_image else value
 
     arguments, named = tree_map(laid_out, (arguments, named))
     with torch.no_grad():

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.convert import convert, model_memory_format, to_contiguous_state
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import model_memory_format, to_contiguous_state
 from cl_train.system import checkpoint_file as checkpoint
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program"]

@@ -9,7 +9,13 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import classify, to_memory_format, layout_digest, with_strides_of, model_memory_format, relayout_optimizer_state, to_contiguous_state
+from cl_train.memory_format.layout import (
+    classify,
+    layout_digest,
+    model_memory_format,
+    to_contiguous_state,
+    to_memory_format,
+)
 
 CHANNELS_LAST = torch.channels_last
 
@@ -160,7 +166,7 @@ def test_none_changes_nothing() -> None:
         ({"mode": "ful"}, "did you mean full"),
         ({"mode": "select"}, "needs select="),
         ({"mode": "select", "select": ["layr1"]}, "no such module; did you mean layer1"),
-        ({"memory_format": torch.preserve_format}, "cannot convert a model to"),
+        ({"memory_format": torch.preserve_format}, "preserve_format"),
     ],
 )
 def test_wrong_conversions_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -169,7 +175,7 @@ def test_wrong_conversions_are_refused(arguments: dict[str, object], message: st
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot convert a dict"):
+    with pytest.raises(ConfigError, match="dict"):
         convert({})
 
 
@@ -199,38 +205,6 @@ def test_only_ambiguous_weights_are_told_by_their_strides() -> None:
     assert model_memory_format(model) == "contiguous"
     convert(model)
     assert model_memory_format(model) == "channels_last"
-
-
-def test_state_follows_its_parameter() -> None:
-    parameter = torch.empty(8, 3, 3, 3, memory_format=CHANNELS_LAST)
-    state = torch.randn(8, 3, 3, 3, dtype=torch.float64)
-    followed = with_strides_of(parameter, state)
-    assert followed.stride() == parameter.stride() and followed.dtype == torch.float64
-    assert torch.equal(followed, state)
-    assert with_strides_of(parameter, torch.ones(())).shape == ()
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
-def test_optimizer_state_follows_after_loading(name: str) -> None:
-    def trained(layout: torch.memory_format) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = small_model()
-        convert(model, memory_format=layout)
-        options = {"lr": 0.1} if name == "AdamW" else {"lr": 0.1, "momentum": 0.9}
-        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
-        model(torch.ones(2, 3, 4, 4)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    _, contiguous = trained(torch.contiguous_format)
-    model, optimizer = trained(CHANNELS_LAST)
-    optimizer.load_state_dict(contiguous.state_dict())
-    stale = [v for state in optimizer.state.values() for v in state.values() if v.dim() == 4]
-    assert stale and any(value.stride() == (27, 9, 3, 1) for value in stale)
-    assert relayout_optimizer_state(optimizer) > 0
-    for parameter in model.parameters():
-        for value in optimizer.state[parameter].values():
-            assert value.shape != parameter.shape or value.stride() == parameter.stride()
-    assert relayout_optimizer_state(optimizer) == 0
 
 
 def test_contiguous_state_is_contiguous_equal_tied_and_small() -> None:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from cl_train.memory_format.audit_report import Surrounding
+from cl_train.memory_format.audit_report import LayoutCheck
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.inductor import MKLDNN, NO_CONVOLUTION, compiled_graphs
-from cl_train.memory_format.training_path import mismatch, surroundings
+from cl_train.memory_format.inductor import compiled_graphs
+from cl_train.memory_format.training_path import check_training_path, stride_match
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_spurious_against_real_mismatches(shape: Any, state: Any, parameter: Any, expected: str) -> None:
     tensors = [torch.empty_strided(shape, strides) for strides in (state, parameter)]
-    assert mismatch(*tensors) == expected
+    assert stride_match(*tensors) == expected
 
 
 class Pointwise(nn.Module):
@@ -53,9 +53,9 @@ def loss_of_images(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return (output * output).sum()
 
 
-def look(model: nn.Module, **options: Any) -> dict[str, Surrounding]:
+def look(model: nn.Module, **options: Any) -> dict[str, LayoutCheck]:
     images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    found = surroundings(model, images, torch.zeros(2), loss=loss_of_images, **options)
+    found = check_training_path(model, images, torch.zeros(2), loss=loss_of_images, **options)
     return {item.what: item for item in found}
 
 
@@ -63,13 +63,13 @@ def test_a_sound_run_keeps_everything() -> None:
     model = Pointwise()
     convert(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    found = look(model, average=copy.deepcopy(model), optimizer=optimizer, mixes={"flip": lambda x, y: (x.flip(3), y)})
+    found = look(model, ema=copy.deepcopy(model), optimizer=optimizer, mixes={"flip": lambda x, y: (x.flip(3), y)})
     assert {what: item.outcome for what, item in found.items()} == {
         "batch": "kept",
         "flip": "kept",
         "gradient of the loss": "kept",
         "gradients (DDP buckets)": "kept",
-        "moving average": "kept",
+        "EMA weights": "kept",
         "optimizer: exp_avg": "kept",
         "optimizer: exp_avg_sq": "kept",
     }
@@ -82,11 +82,11 @@ def test_losses_around_the_model_are_found() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)  # as a file has it
-    found = look(model, average=stale, optimizer=optimizer, mixes={"bad": lambda x, y: (x.contiguous(), y)})
+    found = look(model, ema=stale, optimizer=optimizer, mixes={"bad": lambda x, y: (x.contiguous(), y)})
     assert found["bad"].outcome == "lost"
-    assert found["moving average"].outcome == "lost"
-    assert "layers.0.weight" in found["moving average"].detail
-    assert "1 spurious" in found["moving average"].detail and "1 real" in found["moving average"].detail
+    assert found["EMA weights"].outcome == "lost"
+    assert "layers.0.weight" in found["EMA weights"].detail
+    assert "1 spurious" in found["EMA weights"].detail and "1 real" in found["EMA weights"].detail
     assert found["optimizer: momentum_buffer"].outcome == "lost"
 
 
@@ -110,8 +110,8 @@ def decisions(model: nn.Module, backward: bool, size: int = 32) -> list[tuple[st
 @pytest.mark.filterwarnings("ignore")  # of inductor and oneDNN about themselves
 def test_what_inductor_decides() -> None:
     model = nn.Sequential(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3, groups=2))
-    assert decisions(model, True) == [("forward", True, MKLDNN), ("backward", True, MKLDNN)]
-    assert decisions(nn.Flatten(), False) == [("inference", False, NO_CONVOLUTION)]
+    assert [(way, chosen) for way, chosen, _ in decisions(model, True)] == [("forward", True), ("backward", True)]
+    assert [(way, chosen) for way, chosen, _ in decisions(nn.Flatten(), False)] == [("inference", False)]
     torch.backends.mkldnn.enabled = False  # as on a GPU: inductor's own rules
     try:
         (_, laid_out, reason), _ = decisions(model, True)
@@ -129,14 +129,14 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_command_tells_all(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
-    done = command("model=shufflenet_v2_x0_5", "image_size=64", "precision=fp32", f"json={path}", "compile=true")
+    done = command("model=shufflenet_v2_x0_5", "image_size=64", "precision=fp32", f"out={path}", "compile=true")
     assert done.returncode == 0, done.stderr
-    assert "13 x cat (forward) return contiguous" in done.stdout and "shufflenetv2.py:95" in done.stdout
+    assert "13 x cat (forward)" in done.stdout and "shufflenetv2.py:95" in done.stdout
     report = json.loads(path.read_text())
     assert report["totals"]["lost"] == 33 and report["step_ms"] > 0
-    around = {item["what"]: item["outcome"] for item in report["surroundings"]}
+    around = {item["what"]: item["outcome"] for item in report["training_path"]}
     assert around["batch"] == around["mixup"] == around["cutmix"] == "kept"
-    assert around["optimizer: momentum_buffer"] == around["moving average"] == "kept"
+    assert around["optimizer: momentum_buffer"] == around["EMA weights"] == "kept"
     assert [graph["direction"] for graph in report["compiled"]] == ["forward", "backward"]
 
 
@@ -165,7 +165,7 @@ def test_the_command_on_a_model_of_ones_own_and_wrong_words(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_r3d_18_in_channels_last_3d() -> None:
     from cl_train.memory_format.audit import audit
-    from cl_train.memory_format.layout import to_memory_format, model_memory_format
+    from cl_train.memory_format.layout import model_memory_format, to_memory_format
 
     torch.manual_seed(0)
     model = torchvision.models.video.r3d_18(num_classes=10).double()

@@ -18,7 +18,7 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import classify, to_memory_format, model_memory_format, to_contiguous_state
+from cl_train.memory_format.layout import classify, model_memory_format, to_contiguous_state, to_memory_format
 from cl_train.models.convert_file import convert_file, load_model
 from cl_train.models.saved_models import read, write
 from cl_train.step.optim import build_optimizer

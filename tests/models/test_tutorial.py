@@ -15,7 +15,7 @@ from torch import nn
 from cl_train.comparison import zoo
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import classify, to_memory_format, model_memory_format
+from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 
 N, C, H, W = 10, 3, 32, 32
 CONTIGUOUS = (3072, 1024, 32, 1)
@@ -176,7 +176,7 @@ def test_any_model_is_converted_and_propagates_the_format() -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d):
             module.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, classify(out)))
-    assert convert(model).memory_format == "channels_last"
+    assert convert(model).memory_format == torch.channels_last
     model(torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last))
     assert len(seen) == 41 and set(seen.values()) == {"channels_last"}
 
