@@ -1,130 +1,201 @@
-"""What this project does on the GPU at hand, in one call and a fixed time: speeds, ratios, the roofline, tests.
+"""What the project does on the GPU at hand, in one call and within a time limit: speeds, ratios, roofline, tests.
 
-Each group of measurements is a process of its own, so that one that fails, hangs or runs out of memory costs its own
-rows only. Rows are appended to `rows.jsonl` as they are measured; `report.json` and `report.md` are written anew after
-every group, so a run that is cut short leaves what it had.
+    bash benchmarks/gpu_report.sh out=DIR time_limit_s=520
+    bash benchmarks/gpu_report.sh out=DIR groups=environment,resnet50-fp16-256      adds to what is in DIR
+    python -m benchmarks.gpu_report plan=true                                       what runs in 300, 520 and 1800 s
+
+Every group of measurements is a process of its own: one that fails, hangs, is killed or runs out of memory loses only
+what it had not measured yet. `report.json` and `report.md` are written anew after each group.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu_measurements import ROOT, Group, Rows, dram_bytes, plan_groups, read_rows, run_group
-from benchmarks.gpu_report_table import as_markdown
+from benchmarks.gpu_groups import ROOT, Rows, read_rows
+from benchmarks.gpu_plan import Group, all_groups, group_limit_s, plan_table, tiny_groups
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, stop_with
+from cl_train.system.files import write_json, write_text
 
-NCU = ["--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics"]
-NCU_METRICS = "dram__bytes_read.sum,dram__bytes_write.sum"
+NCU = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+NCU += ["--metrics", "dram__bytes_read.sum,dram__bytes_write.sum"]
+PYTEST = ["-m", "pytest", "-v", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cacheprovider"]
+PLAN_LIMITS_S = (300.0, 520.0, 1800.0)
 
 
 @dataclass
 class ReportSettings:
-    """The command line of benchmarks/gpu_report.sh."""
+    """Settings of the GPU report."""
 
-    folder: str = setting("outputs/gpu_report", "where rows.jsonl, report.json and report.md go")
-    seconds: float = setting(520.0, "the whole report ends within this time", above=0)
-    dry_run: bool = setting(False, "run everything on a CPU with tiny settings; the figures mean nothing")
-    groups: list[str] = setting([], "run only these groups")
-    group: str | None = setting(None, "used by the report itself: run one group in this process")
+    out: str = setting("outputs/gpu_report", "folder for rows.jsonl, report.json, report.md and logs")
+    time_limit_s: float = setting(520.0, "the whole report ends within this time", above=0)
+    groups: list[str] = setting([], "run only these groups and add them to what `out` has")
+    plan: bool = setting(False, "print which groups run within 300, 520 and 1800 s at the expected costs, and exit")
+    dry_run: bool = setting(False, "run every kind of group on the CPU with tiny settings; the figures mean nothing")
 
 
-def run_report(settings: ReportSettings) -> int:
-    """Every group in turn; returns 0 when all ran to their end, 1 when one failed or was left out."""
-    folder = Path(settings.folder)
+def run_report(settings: ReportSettings, groups: Sequence[Group]) -> int:
+    """Run the groups in turn; returns 0 if all ran to their end, 1 if one failed or was left out."""
+    folder = Path(settings.out)
     folder.mkdir(parents=True, exist_ok=True)
-    if not settings.groups:  # a part is added to what is there
+    if not settings.groups:
         (folder / "rows.jsonl").unlink(missing_ok=True)
     started_at = time.monotonic()
     outcomes: dict[str, str] = {}
-    for group in plan_groups(dry_run=settings.dry_run):
-        if settings.groups and group.name not in settings.groups:
-            continue
-        left_s = settings.seconds - (time.monotonic() - started_at)
-        if left_s < 25:
-            outcomes[group.name] = "left out: the time was over"
-        else:
-            outcomes[group.name] = _run_apart(group, min(group.limit_s, left_s - 5), settings)
+    for group in groups:
+        limit_s = group_limit_s(group, settings.time_limit_s - (time.monotonic() - started_at))
+        outcomes[group.name] = "left out: too little time" if limit_s is None else run_group(group, limit_s, settings)
         print(f"[{time.monotonic() - started_at:5.0f} s] {group.name}: {outcomes[group.name]}", flush=True)
-        _write(folder, outcomes)
+        report = {"settings": asdict(settings), "groups": outcomes, "rows": read_rows(folder)}
+        write_json(folder / "report.json", report)
+        write_text(folder / "report.md", as_markdown(report))
     print((folder / "report.md").read_text(encoding="utf-8"))
     return 0 if all(outcome.startswith("done") for outcome in outcomes.values()) else 1
 
 
-def _run_apart(group: Group, limit_s: float, settings: ReportSettings) -> str:
-    """Run `group` in a process that is ended at its limit; its output goes to a file of its own."""
-    words = [f"folder={settings.folder}", f"seconds={limit_s}", f"dry_run={settings.dry_run}", f"group={group.name}"]
-    command = [sys.executable, "-m", "benchmarks.gpu_report", *words]
-    counts_bytes = group.name.startswith("bytes") and not settings.dry_run
-    if counts_bytes:
-        profiler = shutil.which("ncu")
-        if profiler is None:
-            return "done: nothing, as there is no ncu here"
-        command = [profiler, *NCU, NCU_METRICS, *command]
-    log = Path(settings.folder) / f"{group.name}.log"
+def run_group(group: Group, limit_s: float, settings: ReportSettings) -> str:
+    """Run one group in a process with its own log, kill it at its limit, and read what is in the log."""
+    folder = Path(settings.out).absolute()
+    mode = "dry_run" if settings.dry_run else "real"
+    command = [sys.executable, "-m", "benchmarks.gpu_groups", group.name, str(folder), str(limit_s), mode]
+    if group.name == "tests":
+        command = [sys.executable, *PYTEST]
+    elif group.name.startswith("bytes") and not settings.dry_run:
+        if shutil.which("ncu") is None:
+            return "done: nothing, ncu is not installed"
+        command = [*NCU, *command]
+    log = folder / f"{group.name}.log"
+    outcome = run_limited(command, log, limit_s)
+    if group.name == "tests":
+        Rows(group, folder, 0).add(variant="pytest -m gpu", outcome=count_tests(log.read_text(errors="replace")))
+    elif group.name.startswith("bytes") and not settings.dry_run:
+        text = dram_bytes(log.read_text(errors="replace"), group.batch_size)
+        Rows(group, folder, 0).add(variant=group.variants[0].name, model=group.model, outcome=text)
+    return outcome
+
+
+def run_limited(command: Sequence[str], log: Path, limit_s: float) -> str:
+    """Run `command` with its output in `log`; after `limit_s` it is killed with everything that it started."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    began_at = time.monotonic()
+    started_at = time.monotonic()
     with log.open("w", encoding="utf-8") as out:
-        # A session of its own: what the group started (loader workers, compile workers) ends with it.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(timeout=limit_s)
-        except BaseException as error:  # Ctrl-C too: the group must not stay on the device
+        except BaseException as error:  # also Ctrl-C: the group must not stay on the device
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return f"cut short after {limit_s:.0f} s (see {log.name}); what was measured by then is kept"
+            return f"killed after {limit_s:.0f} s (see {log.name}); its rows so far are kept"
     if code != 0:
-        return f"failed with exit code {code} (see {log.name})"
-    if counts_bytes:
-        _add_bytes(group, Path(settings.folder), log.read_text(encoding="utf-8"))
-    return f"done in {time.monotonic() - began_at:.0f} s"
+        return f"failed with exit code {code} (see {log.name}); its rows so far are kept"
+    return f"done in {time.monotonic() - started_at:.0f} s"
 
 
-def _add_bytes(group: Group, folder: Path, text: str) -> None:
-    moved = dram_bytes(text)
-    outcome = "ncu counted nothing" if moved is None else f"{moved / group.batch_size / 1e6:.1f} MB per image"
-    Rows(group, folder, 0.0).add(way=group.ways[0].name, model=group.model, outcome=outcome)
+def count_tests(log: str) -> str:
+    """The results that pytest -v has printed so far, with the names of the tests that failed."""
+    results = re.findall(r"^(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", log, re.MULTILINE)
+    counts = Counter(result for _, result in results)
+    failed = [name.partition("::")[2] for name, result in results if result in ("FAILED", "ERROR")]
+    text = ", ".join(f"{count} {result.lower()}" for result, count in counts.items()) or "no test finished"
+    return text + (f": {', '.join(failed)}" if failed else "")
 
 
-def _write(folder: Path, outcomes: dict[str, str]) -> None:
-    report = {"groups": outcomes, "rows": read_rows(folder)}
-    for name, text in (("report.json", json.dumps(report, indent=1)), ("report.md", as_markdown(report))):
-        temporary = folder / f".{name}"
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, folder / name)
+_UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
+
+
+def dram_bytes(log: str, images: int) -> str:
+    """Megabytes of device memory per image in ncu's CSV, over all kernels; values that cannot be read are counted."""
+    total, unreadable, found = 0.0, 0, False
+    for row in csv.DictReader(line for line in log.splitlines() if line.startswith('"')):
+        if not (row.get("Metric Name") or "").startswith("dram__bytes"):
+            continue
+        try:
+            total += float((row["Metric Value"] or "").replace(",", "")) * _UNITS[row["Metric Unit"]]
+            found = True
+        except (ValueError, KeyError, TypeError):  # "n/a", or a unit that is not in the table
+            unreadable += 1
+    if not found:
+        return f"ncu counted no bytes ({unreadable} values unreadable)"
+    return f"{total / images / 1e6:.1f} MB per image" + (f" and {unreadable} unreadable values" if unreadable else "")
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The machine, a table of speeds, and what did and did not run."""
+    lines = ["# GPU report", ""]
+    machine = next((row for row in report["rows"] if row["group"] == "environment"), None)
+    if machine is not None:
+        versions = ", ".join(f"{name} {value}" for name, value in machine["environment"].items() if value)
+        half, tf32 = (machine["flops_per_s"][name] / 1e12 for name in ("half", "tf32"))
+        lines += [
+            f"{machine['device']}, {machine['cores']} cores. {versions}.",
+            f"Measured: copy {machine['copy_bytes_per_s'] / 1e12:.3f} TB/s (read + written), matmul {half:.1f} TFLOP/s "
+            f"in 16 bit, {tf32:.1f} in TF32; shares of the roofline refer to these.",
+            "",
+        ]
+    lines.append(
+        "| model | precision | batch | variant | images/s | ms/step | ratio [95 %] | to | % of roofline | GiB |"
+    )
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines += [_speed_line(row) for row in report["rows"] if "images_per_s" in row]
+    lines += ["", "| group | outcome |", "|---|---|"]
+    lines += [f"| {name} | {outcome} |" for name, outcome in report["groups"].items()]
+    rows = [row for row in report["rows"] if "outcome" in row]
+    lines += [f"| {row['group']}: {row.get('model', '')} {row['variant']} | {row['outcome']} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _speed_line(row: dict[str, Any]) -> str:
+    ratio = "" if row.get("ratio") is None else f"{row['ratio']:.3f}"
+    if row.get("ci95"):
+        ratio += f" [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
+    share, peak_gib = row.get("pct_of_roofline"), row.get("peak_memory_gib")
+    cells = [
+        *(row["model"], row["precision"], row["batch_size"], row["variant"]),
+        *(f"{row['images_per_s']:.1f}", f"{row['step_ms']:.2f}", ratio, row.get("versus", "")),
+        "" if share is None else f"{share:.1f}",
+        "" if peak_gib is None else f"{peak_gib:.2f}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main(words: Sequence[str]) -> int:
     try:
         settings = settings_from_arguments(ReportSettings, words)
-        known = [group.name for group in plan_groups(dry_run=settings.dry_run)]
+        groups = tiny_groups() if settings.dry_run else all_groups()
+        known = [group.name for group in groups]
         unknown = [name for name in settings.groups if name not in known]
         if unknown:
             raise ConfigError([f"groups={name}: there are {', '.join(known)}" for name in unknown])
-        if not settings.dry_run and not torch.cuda.is_available():
-            raise ConfigError("this machine has no usable CUDA device; dry_run=true tries the report on a CPU")
+        if not (settings.dry_run or settings.plan or torch.cuda.is_available()):
+            raise ConfigError("this machine has no usable CUDA device; dry_run=true tries the report on the CPU")
     except ConfigError as error:
         stop_with(error)
-    if settings.group is not None:
-        run_group(settings.group, Path(settings.folder), settings.seconds, dry_run=settings.dry_run)
+    chosen = [group for group in groups if not settings.groups or group.name in settings.groups]
+    if settings.plan:
+        print(plan_table(chosen, PLAN_LIMITS_S))
         return 0
     print(json.dumps(asdict(settings)))
-    return run_report(settings)
+    return run_report(settings, chosen)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,11 @@
 #!/usr/bin/env bash
-# bash scripts/gpu_report.sh [folder=DIR] [seconds=520] [groups=NAME,...]: every measurement on the GPU at hand, one call.
-# bash scripts/gpu_report.sh --dry-run [folder=DIR]: the same to its end on a CPU, tiny; its figures mean nothing.
-# Installs nothing: uses $PYTHON, else .venv, else python3, with PYTHONPATH as it is. Needs what pyproject.toml names; timm,
-# pytest and Nsight Compute's ncu (for the bytes) where they are installed.
+# bash benchmarks/gpu_report.sh [out=DIR] [time_limit_s=520] [groups=NAME,...]: measures the GPU at hand, in one call.
+# bash benchmarks/gpu_report.sh dry_run=true [out=DIR]: the same on a CPU with tiny settings; its figures mean nothing.
+# Installs nothing: uses $PYTHON, else .venv, else python3. timm, pytest and Nsight Compute's ncu are used if installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-words=()
-for word in "$@"; do
-    [ "$word" = --dry-run ] && word=dry_run=true
-    words+=("$word")
-done
-exec "$PYTHON" -m benchmarks.gpu_report ${words[@]+"${words[@]}"}
+exec "$PYTHON" -m benchmarks.gpu_report "$@"

@@ -1,0 +1,355 @@
+"""The measurements of a GPU report, one group per process: `python -m benchmarks.gpu_groups NAME out=DIR ...`.
+
+A group appends each row to `rows.jsonl` as soon as it is measured, so whatever ends it, the rows before stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_plan import Group, Variant, all_groups, has_time_for, tiny_groups
+from benchmarks.roofline import Machine, roofline
+from benchmarks.timm_loop import timm_step
+from cl_train.comparison.model_cost import matmul_tflops
+from cl_train.comparison.paired import is_out_of_memory, release_memory
+from cl_train.comparison.statistics import interval_of_rounds
+from cl_train.comparison.zoo import TUTORIAL
+from cl_train.config.validation import load
+from cl_train.data.batch import Batch
+from cl_train.data.sample import SampleForm, ensure_sample
+from cl_train.models.registry import build_model
+from cl_train.step.precision import kernel_selection, resolve_precision
+from cl_train.system.distributed import Dist
+from cl_train.system.environment import describe_environment, device_name
+from cl_train.training.setup import assemble
+
+ROOT = Path(__file__).resolve().parent.parent
+LEARNING_RATE = 1e-4
+ROUNDS = 5
+
+Step = Callable[[], object]
+
+
+class Rows:
+    """The rows of one group, each appended to `rows.jsonl` in one write."""
+
+    def __init__(self, group: Group, folder: Path, time_limit_s: float) -> None:
+        self.group, self.folder = group, folder
+        self._ends_at = time.monotonic() + time_limit_s
+
+    def add(self, **values: Any) -> None:
+        with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"group": self.group.name, **values}) + "\n")
+
+    @property
+    def left_s(self) -> float:
+        return self._ends_at - time.monotonic()
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows so far. A later row about the same variant replaces the earlier one; half a line is ignored."""
+    path = folder / "rows.jsonl"
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            row = json.loads(line)
+            key = tuple(row.get(name) for name in ("group", "model", "precision", "batch_size", "variant"))
+            rows[key] = rows.get(key, {}) | row
+    return list(rows.values())
+
+
+# --- one group --------------------------------------------------------------------------------------------------------
+
+
+def run_group(name: str, folder: Path, time_limit_s: float, *, dry_run: bool) -> None:
+    """Measure one group on the GPU, or on the CPU for a dry run."""
+    group = next(group for group in (tiny_groups() if dry_run else all_groups()) if group.name == name)
+    rows, device = Rows(group, folder, time_limit_s), torch.device("cpu" if dry_run else "cuda")
+    precision = resolve_precision(group.precision, device)
+    with kernel_selection(tf32=precision.tf32, autotune=True):
+        if name == "environment":
+            measure_machine(rows, device)
+        elif name == "jpeg":
+            measure_jpegs(rows, device)
+        elif name == "zoo":
+            for model in ("squeezenet1_1", "shufflenet_v2_x0_5") if dry_run else TUTORIAL:
+                rows.group = replace(group, model=model)
+                if rows.left_s > 10:
+                    measure_variants(rows, device)
+                    release_memory(device)
+        elif name == "profile":
+            profile_steps(rows, device)
+        elif name.startswith("bytes"):
+            run_marked_step(group, device)
+        else:
+            measure_variants(rows, device)
+
+
+def measure_machine(rows: Rows, device: torch.device) -> None:
+    """Versions, clocks, copy bandwidth (bytes read plus bytes written) and matmul rates: what shares refer to."""
+    on_cuda = device.type == "cuda"
+    source = torch.randn(2**30 if on_cuda else 2**22, device=device)  # 4 GiB: many times the cache
+    target = torch.empty_like(source)
+    seconds = statistics.median(timed_s(lambda: target.copy_(source), device) for _ in range(20))
+    half = torch.float16 if on_cuda else torch.bfloat16
+    with kernel_selection(tf32=True, autotune=True):
+        tf32_tflops = matmul_tflops(device, torch.float32, True)
+    rows.add(
+        device=device_name(device),
+        cores=os.cpu_count(),
+        copy_bytes_per_s=2 * source.nbytes / seconds,
+        flops_per_s={"half": matmul_tflops(device, half, False) * 1e12, "tf32": tf32_tflops * 1e12},
+        clocks=_clocks() if on_cuda else None,
+        environment=describe_environment(device),
+    )
+
+
+def _clocks() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
+    done = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def timed_s(work: Step, device: torch.device) -> float:
+    """Seconds of `work`; waits for the device before and after."""
+    synchronize(device)
+    started_at = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - started_at
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- variants in alternating blocks -----------------------------------------------------------------------------------
+
+
+def measure_variants(rows: Rows, device: torch.device) -> None:
+    """Prepare each variant and time it alone, then time all in alternating blocks for the ratios."""
+    group = rows.group
+    steps: dict[Variant, Step] = {}
+    for variant in group.variants:
+        if variant.timm and importlib.util.find_spec("timm") is None:
+            continue
+        if not has_time_for(variant, rows.left_s, len(steps)):
+            print(f"left out for lack of time: {variant.name}", flush=True)
+            continue
+        try:
+            steps[variant] = prepare(variant, rows, device)
+        except Exception as error:  # the other variants may work; the reason belongs into the report
+            traceback.print_exc()
+            rows.add(**_labels(group, variant), outcome=f"{type(error).__name__}: {str(error)[:200]}")
+            release_memory(device)
+    while len(steps) >= 2:
+        try:
+            return compare_blocks(steps, rows, device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            dropped, _ = steps.popitem()
+        rows.add(**_labels(group, dropped), outcome="left out of the ratios: out of memory beside the others")
+        release_memory(device)  # here, where the error no longer holds tensors
+
+
+def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
+    """Build the step, warm it up (kernels chosen, compiled, recorded), and add a row with its speed and peak memory."""
+    started_at, held_bytes, peak_gib = time.monotonic(), 0, None
+    if device.type == "cuda":
+        held_bytes = torch.cuda.memory_allocated(device)
+    step = build_step(variant, rows.group, device)
+    for _ in range(6):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # after the warm-up, which needs workspace for autotuning
+    seconds = statistics.median(timed_s(step, device) for _ in range(3))
+    if device.type == "cuda":
+        peak_gib = (torch.cuda.max_memory_allocated(device) - held_bytes) / 2**30
+    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_gib, timed_steps=3)
+    print(f"{variant.name}: ready after {time.monotonic() - started_at:.0f} s", flush=True)
+    return step
+
+
+def compare_blocks(steps: dict[Variant, Step], rows: Rows, device: torch.device) -> None:
+    """Time all variants in blocks A B C C B A and add their ratios to the baseline. Lack of time ends it early."""
+    per_block = max(1, rows.group.steps // (2 * ROUNDS))
+    blocks: dict[Variant, list[float]] = {variant: [] for variant in steps}  # seconds per step
+
+    def time_block(variant: Variant) -> None:
+        def work() -> None:
+            for _ in range(per_block):
+                steps[variant]()
+
+        blocks[variant].append(timed_s(work, device) / per_block)
+
+    for number in range(ROUNDS):
+        if number >= 2 and rows.left_s < 5:
+            break
+        for variant in [*steps, *reversed(steps)]:
+            time_block(variant)
+    baseline = rows.group.baseline if rows.group.baseline in steps else next(iter(steps))
+    for variant, times in blocks.items():
+        logs = [math.log(a / b) for a, b in zip(blocks[baseline], times, strict=True)]
+        interval = interval_of_rounds([(a + b) / 2 for a, b in zip(logs[::2], logs[1::2], strict=True)])
+        rows.add(
+            **_speeds(variant, statistics.median(times), rows),
+            versus=baseline.name,
+            ratio=interval.ratio,
+            ci95=[interval.low, interval.high],
+            timed_steps=len(times) * per_block,
+        )
+
+
+def _labels(group: Group, variant: Variant) -> dict[str, Any]:
+    names = ("model", "precision", "batch_size", "image_size")
+    return {name: getattr(group, name) for name in names} | {"variant": variant.name}
+
+
+def _speeds(variant: Variant, seconds: float, rows: Rows) -> dict[str, Any]:
+    images_per_s = rows.group.batch_size / seconds
+    speeds = {"images_per_s": images_per_s, "step_ms": 1000 * seconds}
+    limit = _roofline_images_per_s(rows.group, "fused" if variant.compile else "eager", rows.folder)
+    return {
+        **_labels(rows.group, variant),
+        **speeds,
+        "pct_of_roofline": None if limit is None else 100 * images_per_s / limit,
+    }
+
+
+@functools.lru_cache
+def _roofline_images_per_s(group: Group, pattern: str, folder: Path) -> float | None:
+    """What the measured copy bandwidth and the matmul rate of the group's precision permit; None if unknown."""
+    machine = next((row for row in read_rows(folder) if row["group"] == "environment"), None)
+    if machine is None:
+        return None
+    full = group.precision in ("fp32", "tf32")
+    peaks = Machine(machine["flops_per_s"]["tf32" if full else "half"], machine["copy_bytes_per_s"])
+    try:
+        with torch.device("meta"):
+            model = build_model(group.model, num_classes=1000)
+        found = roofline(model, peaks, pattern=pattern, image_size=group.image_size, element_bytes=4 if full else 2)
+    except ValueError:
+        return None
+    return found.images_per_s
+
+
+def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
+    """The training step of a run with these settings, on one fixed batch on the device."""
+    precision = resolve_precision(group.precision, device)
+    torch.manual_seed(0)
+    shape = (group.batch_size, 3, group.image_size, group.image_size)
+    layout = torch.channels_last if variant.channels_last else torch.contiguous_format
+    images = torch.randn(shape, device=device).to(memory_format=layout)
+    targets = torch.randint(1000, (group.batch_size,), device=device)
+    if variant.timm:
+        name = "test_resnet" if ":" in group.model else group.model  # timm's smallest, for a dry run
+        return timm_step(name, images, targets, compile=variant.compile and device.type == "cuda")
+    settings = {
+        "model": group.model,
+        "precision": group.precision,
+        "batch_size": group.batch_size,
+        "channels_last": variant.channels_last,
+        "compile": variant.compile,
+        "cuda_graph": variant.graph,
+        "device": device.type,
+        "data": {"name": "synthetic", "image_size": group.image_size},
+    }
+    assembly = assemble(load(settings), precision, 1000, Dist(0, 0, 1, device), LEARNING_RATE)
+    batch = Batch(images.to(precision.input_dtype), targets)
+    return lambda: assembly.step([batch])
+
+
+# --- where the time and the bytes go ----------------------------------------------------------------------------------
+
+
+def profile_steps(rows: Rows, device: torch.device) -> None:
+    """The kernels that take the most device time, in `profile.txt`."""
+    step = build_step(rows.group.variants[0], rows.group, device)
+    for _ in range(6):
+        step()
+    synchronize(device)
+    with torch.profiler.profile() as profiler:
+        for _ in range(5):
+            step()
+        synchronize(device)
+    table = profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=80)
+    (rows.folder / "profile.txt").write_text(table, encoding="utf-8")
+    rows.add(**_labels(rows.group, rows.group.variants[0]), outcome="kernels of 5 steps: profile.txt")
+
+
+def run_marked_step(group: Group, device: torch.device) -> None:
+    """One step between profiler marks; ncu counts its bytes, see `gpu_report.dram_bytes`."""
+    step = build_step(group.variants[0], group, device)
+    for _ in range(6):
+        step()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.profiler.start()
+    step()
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.profiler.stop()
+
+
+# --- a whole run on JPEGs ---------------------------------------------------------------------------------------------
+
+
+def measure_jpegs(rows: Rows, device: torch.device) -> None:
+    """train.py by the best path: on one fixed batch, then on generated JPEGs of ImageNet's size with all cores."""
+    group, dry_run = rows.group, device.type == "cpu"
+    root, cores = rows.folder / "images", len(os.sched_getaffinity(0))
+    ensure_sample(root, SampleForm(train_per_class=2 if dry_run else 600, val_per_class=1))
+    words = [
+        *(f"model={group.model}", f"device={device.type}", "channels_last=true", f"batch_size={group.batch_size}"),
+        *("evaluate_every=-1", "epochs=50", "checkpoint.every_epochs=0", f"data.image_size={group.image_size}"),
+    ]
+    if dry_run:
+        words += ["max_steps=4", "log_every=2", "warmup_steps=1", "precision=fp32", "data.workers=1"]
+    else:
+        words += ["max_steps=100", "log_every=10", "warmup_steps=30", f"precision={group.precision}"]
+        words += ["compile=true", "cuda_graph=true", f"data.workers={cores}"]
+    sources = {
+        "one fixed batch": ["data=synthetic"],
+        "JPEGs": ["data=folder", f"data.root={root}"],
+    }
+    fixed_images_per_s = 0.0
+    for name, source in sources.items():
+        run = rows.folder / f"run-{name.replace(' ', '-')}"
+        shutil.rmtree(run, ignore_errors=True)
+        subprocess.run([sys.executable, "train.py", *words, *source, f"hydra.run.dir={run}"], cwd=ROOT, check=True)
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        images_per_s = summary["images_per_s"]["end_to_end"]["median"]
+        fixed_images_per_s = fixed_images_per_s or images_per_s
+        variant = Variant(f"train.py on {name}", compile=not dry_run, graph=not dry_run)
+        rows.add(
+            **_speeds(variant, group.batch_size / images_per_s, rows),
+            data_wait_pct=summary["data_wait_pct"],
+            ratio=images_per_s / fixed_images_per_s,
+            versus="train.py on one fixed batch",
+            cores=cores,
+        )
+
+
+if __name__ == "__main__":
+    run_group(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), dry_run=sys.argv[4] == "dry_run")

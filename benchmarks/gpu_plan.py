@@ -1,0 +1,175 @@
+"""Which measurements a GPU report makes, in which order, and what fits into its time limit. No device is needed.
+
+The runner and `simulate` decide by the same two functions, `group_limit_s` and `has_time_for`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+MARGIN_S = 5.0  # between the end of a group and the end of the report
+START_S = 15.0  # imports, CUDA context, first kernels
+EAGER_S = 6.0  # to build a variant, warm it up and time it alone
+COMPILE_S = 75.0  # the same with a cold cache of inductor
+COMPILE_AGAIN_S = 20.0  # the same graph was compiled before: by another variant, group or process
+BLOCKS_S = 4.0  # alternating blocks, per variant
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train a model: the settings that differ between rows of a group."""
+
+    name: str
+    channels_last: bool = True
+    compile: bool = False
+    graph: bool = False
+    timm: bool = False  # timm's training loop in place of ours
+
+
+EAGER_NCHW = Variant("eager contiguous", channels_last=False)
+EAGER = Variant("eager channels_last")
+GRAPHED_NCHW = Variant("graphed contiguous", channels_last=False, graph=True)
+GRAPHED = Variant("graphed channels_last", graph=True)
+COMPILED_NCHW = Variant("compiled contiguous", channels_last=False, compile=True)
+COMPILED = Variant("compiled channels_last", compile=True)
+BEST = Variant("compiled graphed channels_last", compile=True, graph=True)
+TIMM = Variant("timm's loop, compiled channels_last", compile=True, timm=True)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Measurements in one process, which is killed after `limit_s`.
+
+    `variants` are prepared in this order; ratios refer to `baseline`. A group without variants takes `fixed_s`.
+    """
+
+    name: str
+    limit_s: float
+    fixed_s: float = 0.0
+    model: str = "resnet50"
+    precision: str = "fp16"
+    batch_size: int = 256
+    image_size: int = 224
+    variants: tuple[Variant, ...] = ()
+    baseline: Variant = EAGER_NCHW
+    steps: int = 60  # timed steps per variant, at least
+
+    @property
+    def least_s(self) -> float:
+        """What a useful part of the group takes: the first two variants."""
+        first = self.variants[:2]
+        return self.fixed_s or START_S + sum(cost_s(variant) + BLOCKS_S for variant in first)
+
+
+FIRST_GROUP = Group("resnet50-fp16-256", 300, variants=(BEST, EAGER_NCHW, EAGER, GRAPHED, COMPILED, TIMM))
+SMALL_NETWORKS = ("resnet18", "mobilenet_v2", "squeezenet1_1")
+
+
+def all_groups() -> list[Group]:
+    """In order of importance."""
+    return [
+        Group("environment", 60, fixed_s=25),
+        FIRST_GROUP,
+        Group("tests", 300, fixed_s=110),
+        Group("profile", 150, variants=(COMPILED,)),
+        Group("jpeg", 240, fixed_s=110),
+        Group("bytes-eager", 120, fixed_s=40, batch_size=64, variants=(EAGER,)),
+        Group("bytes-compiled", 180, fixed_s=90, batch_size=64, variants=(COMPILED,)),
+        *(
+            Group(f"{model}-fp16-32", 150, 0, model, batch_size=32, variants=(BEST, EAGER, GRAPHED), baseline=EAGER)
+            for model in SMALL_NETWORKS
+        ),
+        Group("zoo", 420, fixed_s=300, batch_size=128, variants=(GRAPHED_NCHW, GRAPHED), baseline=GRAPHED_NCHW),
+        Group("resnet50-fp16-32", 200, batch_size=32, variants=(BEST, EAGER_NCHW, EAGER, GRAPHED, GRAPHED_NCHW)),
+        *(
+            Group(f"resnet50-{precision}-256", 200, precision=precision, variants=(BEST, EAGER_NCHW, EAGER))
+            for precision in ("bf16", "tf32", "fp16_o2")
+        ),
+        Group("resnet50-fp16-256-contiguous", 200, variants=(COMPILED_NCHW, EAGER_NCHW, GRAPHED_NCHW)),
+    ]
+
+
+def tiny_groups() -> list[Group]:
+    """For a dry run on a CPU: every kind of group once, a compilation once; the figures mean nothing."""
+    tiny = []
+    for group in all_groups():
+        if group.name in (FIRST_GROUP.name, "squeezenet1_1-fp16-32", "resnet50-tf32-256"):
+            keep_compiled = group.name == FIRST_GROUP.name
+            kept = tuple(v for v in group.variants if keep_compiled or not v.compile)
+            tiny.append(replace(group, variants=kept, model="tests.networks:small"))
+        elif group.name in ("environment", "tests", "jpeg", "bytes-eager", "zoo"):
+            tiny.append(replace(group, model="tests.networks:small"))
+    return [replace(group, limit_s=150, batch_size=4, image_size=32, steps=2) for group in tiny]
+
+
+# --- what fits into the time ------------------------------------------------------------------------------------------
+
+
+def cost_s(variant: Variant, *, compiled_before: bool = False) -> float:
+    """Expected seconds to prepare a variant."""
+    if not variant.compile:
+        return EAGER_S
+    return COMPILE_AGAIN_S if compiled_before else COMPILE_S
+
+
+def group_limit_s(group: Group, left_s: float) -> float | None:
+    """When the group has to end, seconds from its start; None if too little time is left to start it."""
+    limit_s = min(group.limit_s, left_s - MARGIN_S)
+    return limit_s if limit_s >= group.least_s else None
+
+
+def has_time_for(variant: Variant, left_s: float, ready: int) -> bool:
+    """Whether to prepare one more variant, with `ready` of them prepared that still need their alternating blocks."""
+    return left_s - MARGIN_S >= cost_s(variant, compiled_before=ready > 0) + BLOCKS_S * (ready + 1)
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """What the simulation expects of a group: `seconds` is 0 and `variants` empty if it is left out."""
+
+    group: Group
+    starts_s: float
+    seconds: float
+    variants: tuple[str, ...]
+
+
+def simulate(groups: Sequence[Group], time_limit_s: float) -> list[PlannedGroup]:
+    """Which groups and variants run within the limit, at the costs expected above."""
+    planned, elapsed_s = [], 0.0
+    compiled: set[tuple[object, ...]] = set()
+    for group in groups:
+        limit_s = group_limit_s(group, time_limit_s - elapsed_s)
+        if limit_s is None:
+            planned.append(PlannedGroup(group, elapsed_s, 0.0, ()))
+            continue
+        seconds, names = group.fixed_s, [variant.name for variant in group.variants]
+        if not group.fixed_s:
+            seconds, names = START_S, []
+            for variant in group.variants:
+                graph = (group.model, group.precision, group.batch_size, variant.channels_last, variant.timm)
+                left_s = limit_s - seconds
+                if not has_time_for(variant, left_s, len(names)):
+                    continue
+                seconds += cost_s(variant, compiled_before=graph in compiled)
+                names.append(variant.name)
+                if variant.compile:
+                    compiled.add(graph)
+            seconds += BLOCKS_S * len(names)
+        planned.append(PlannedGroup(group, elapsed_s, min(seconds, limit_s), tuple(names)))
+        elapsed_s += planned[-1].seconds
+    return planned
+
+
+def plan_table(groups: Sequence[Group], limits_s: Sequence[float]) -> str:
+    """Markdown: one row per group, one column per time limit; a cell has the expected seconds and variants."""
+    plans = [simulate(groups, limit_s) for limit_s in limits_s]
+    lines = ["| group | " + " | ".join(f"{limit_s:.0f} s" for limit_s in limits_s) + " |"]
+    lines.append("|---|" + "---|" * len(limits_s))
+    for row in zip(*plans, strict=True):
+        cells = []
+        for planned in row:
+            share = f", {len(planned.variants)} of {len(planned.group.variants)}" if planned.group.variants else ""
+            cells.append(f"{planned.seconds:.0f} s{share}" if planned.seconds else "left out")
+        lines.append(f"| {row[0].group.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
