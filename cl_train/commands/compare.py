@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cl_train.comparison.pairs import Pair, compare_pair, compare_runs
-from cl_train.comparison.report import Comparison, FailedJob, as_markdown, write_report
-from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.report import as_markdown, compare_folders
 from cl_train.config.schema import PRECISIONS, Config, ConfigError
 from cl_train.config.validation import setting_fields, suggest
 
@@ -39,7 +37,8 @@ def main(words: list[str]) -> int:
     check_words(options.by, options.precision)
     failures = parity_failures(options.parity, options.precision, options.image_size) if options.parity else {}
     if options.folders:
-        report(options.folders, options.by, options.output, failures)
+        report = compare_folders(options.folders, options.by, out=options.output, parity_failures=failures)
+        print(as_markdown(report))
     return 1 if failures else 0
 
 
@@ -53,55 +52,6 @@ def check_words(by: str | None, precision: str) -> None:
         problems.append(f"--precision {precision}: must be one of {', '.join(PRECISIONS)}")
     if problems:
         raise ConfigError(problems)
-
-
-def report(folders: list[Path], by: str | None, output: Path | None, failures: dict[str, str]) -> None:
-    """Pair, judge, write and print."""
-    if len(folders) == 1 and (folders[0] / "sweep.json").is_file():
-        from cl_train.comparison.sweep import report as report_sweep
-
-        report_sweep(folders[0], by, whole=True, output=output, parity_failures=failures)
-        return
-    by = by or "channels_last"
-    if len(folders) == 1:
-        runs, failed = runs_inside(folders[0])
-    else:
-        runs, failed = [read_run(folder) for folder in folders], []
-    if len(runs) + len(failed) < 2:
-        raise ConfigError(f"{folders[0]}: a comparison needs two runs or more, there is {len(runs)}")
-    pairs = [compare_two(runs[0], runs[1], by, failures)] if len(runs) == 2 else compare_runs(runs, by, failures)
-    comparison = Comparison(pairs, failed, [])
-    folder = output or (folders[0] if len(folders) == 1 else folders[-1])
-    folder.mkdir(parents=True, exist_ok=True)
-    verdict = write_report(comparison, folder)
-    print(as_markdown(comparison))
-    print(f"{verdict} Report: {folder / 'comparison.md'}")
-
-
-def compare_two(first: Run, second: Run, by: str, failures: dict[str, str]) -> Pair:
-    """Two runs named outright are a pair whatever differs: the contiguous one is the baseline, else the first."""
-    swap = str(second.settings.get(by)).lower() == "false" and str(first.settings.get(by)).lower() != "false"
-    baseline, candidate = (second, first) if swap else (first, second)
-    return compare_pair([baseline], [candidate], by, failures.get(str(first.fact("model"))))
-
-
-def runs_inside(folder: Path) -> tuple[list[Run], list[FailedJob]]:
-    """The run folders inside `folder`, by name; those that failed or cannot be read are listed, not compared."""
-    found = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-    if not found:
-        raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of runs (*/metrics.jsonl)")
-    runs, failed = [], []
-    for number, path in enumerate(found):
-        try:
-            run = read_run(path)
-        except ConfigError as error:
-            failed.append(FailedJob(number, path.name, str(error)))
-            continue
-        if run.summary.get("status") == "failed":
-            failed.append(FailedJob(number, path.name, "the run failed"))
-        else:
-            runs.append(run)
-    return runs, failed
 
 
 def parity_failures(model_name: str, precision_name: str, image_size: int | None) -> dict[str, str]:

@@ -1,33 +1,29 @@
-"""The page that a sweep ends in: `comparison.{json,md,csv}` and a chart, and the verdict in one sentence."""
+"""`comparison.json`, `.md`, `.csv` and a chart, and the verdict in one sentence."""
 
 from __future__ import annotations
 
 import csv
-import json
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
-
-from cl_train.comparison.pairs import Pair
+from cl_train.comparison.chart import write_chart
+from cl_train.comparison.dashboard import write_dashboard
+from cl_train.comparison.pairs import Pair, compare_runs, compare_two
+from cl_train.comparison.run_records import Run, read_run, read_runs_inside
+from cl_train.comparison.sweep_plan import read_sweep, runs_of_sweep
+from cl_train.config.schema import ConfigError
+from cl_train.system.files import write_json, write_text
 
 SCHEMA_VERSION = 1
-_COLOURS = {
-    "faster": (0, 114, 178),
-    "slower": (213, 94, 0),
-    "no_difference": (110, 110, 110),
-    "not_comparable": (170, 170, 170),
-}  # Okabe and Ito 2008: told apart by colour-blind readers too
-_WORDS = {name: name.replace("_", " ") for name in _COLOURS}
+_VERDICTS = ("faster", "slower", "no_difference", "not_comparable")
 
 
 @dataclass(frozen=True)
 class FailedJob:
-    """A job of a sweep that did not finish."""
+    """A job of a sweep that did not finish, or a run folder that cannot be compared."""
 
     job: int
     overrides: str
@@ -35,29 +31,80 @@ class FailedJob:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What a report is about; `remarks` are about the whole."""
+class Report:
+    """The pairs of a sweep, or of folders that the user named."""
 
     pairs: list[Pair]
-    failed: list[FailedJob]
-    remarks: list[str]
+    failed: list[FailedJob] = field(default_factory=list)
+    by: str = "channels_last"
 
 
-def write_report(comparison: Comparison, folder: Path) -> str:
-    """Write `comparison.json`, `.md`, `.csv` and `.png` into `folder`; returns the verdict in one sentence."""
-    rows = [_row(pair) for pair in comparison.pairs]
-    verdict = verdict_sentence(comparison)
+def compare_folders(
+    folders: Sequence[Path],
+    by: str | None = None,
+    *,
+    out: Path | None = None,
+    parity_failures: Mapping[str, str] | None = None,
+) -> Report:
+    """Compare a sweep, a folder of runs, or the runs named; write the report and print its verdict.
+
+    Args:
+        folders: the folder of a sweep or of several runs, or two or more run folders.
+        by: the setting to compare by; None = the sweep's own, else channels_last.
+        out: where to write the report; None = the folder of the sweep or of the runs, else the last run's.
+        parity_failures: messages by model, as in `compare_runs`.
+
+    Raises:
+        ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
+    """
+    failed: list[FailedJob] = []
+    first = folders[0]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("a run cannot be compared with itself: a folder is named twice")
+    if len(folders) > 1:
+        runs = [read_run(folder) for folder in folders]
+    elif (first / "sweep.json").is_file():
+        sweep = read_sweep(first)
+        runs, unfinished = runs_of_sweep(sweep)
+        failed = [FailedJob(job.number, " ".join(job.overrides), why) for job, why in unfinished]
+        by = by or sweep.compare_by
+    else:
+        runs, unreadable = read_runs_inside(first)
+        failed = [FailedJob(number, name, why) for number, (name, why) in enumerate(unreadable)]
+        if len(runs) + len(failed) < 2:
+            raise ConfigError(f"{first}: a comparison needs at least two runs, there is {len(runs)}")
+    by = by or "channels_last"
+    if len(folders) == 2:
+        pairs = [compare_two(runs[0], runs[1], by, parity_failures)]
+    else:
+        pairs = compare_runs(runs, by, parity_failures)
+    report = Report(pairs, failed, by)
+    target = out or (first if len(folders) == 1 else folders[-1])
+    verdict = write_report(report, target)
+    for missing in failed:
+        print(f"not finished: job {missing.job} ({missing.overrides}): {missing.why}")
+    print(f"{verdict} Report: {target / 'comparison.md'}", flush=True)
+    return report
+
+
+def write_report(report: Report, folder: Path) -> str:
+    """Write all files of the report and its TensorBoard page into `folder`; returns the verdict in one sentence."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [_row(pair) for pair in report.pairs]
+    verdict = verdict_sentence(report)
     document = {
         "schema_version": SCHEMA_VERSION,
         "verdict": verdict,
         "pairs": rows,
-        "failed": [asdict(job) for job in comparison.failed],
-        "remarks": comparison.remarks,
+        "failed": [asdict(job) for job in report.failed],
     }
-    (folder / "comparison.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / "comparison.md").write_text(as_markdown(comparison), encoding="utf-8")
+    write_json(folder / "comparison.json", document, indent=2)
     _write_csv(rows, folder / "comparison.csv")
-    draw_chart(comparison.pairs).save(folder / "comparison.png")
+    labels = [label_of(pair, report.pairs) for pair in report.pairs]
+    has_chart = write_chart(report.pairs, labels, folder / "comparison.png")
+    text = as_markdown(report, has_chart=has_chart)
+    write_text(folder / "comparison.md", text)
+    write_dashboard(report.pairs, labels, text, folder)
     return verdict
 
 
@@ -68,18 +115,29 @@ def _row(pair: Pair) -> dict[str, Any]:
         "baseline": pair.baseline,
         "candidate": pair.candidate,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        "baseline_images_per_s": _rounded(pair.baseline_images_per_s, 2),
-        "candidate_images_per_s": _rounded(pair.candidate_images_per_s, 2),
+        "baseline_images_per_s": _rounded(median_speed(pair.baseline_runs), 2),
+        "candidate_images_per_s": _rounded(median_speed(pair.candidate_runs), 2),
         "ratio": _rounded(interval.ratio, 4) if interval else None,
         "ci95": [_rounded(interval.low, 4), _rounded(interval.high, 4)] if interval else None,
-        "n": interval.n if interval else 0,
+        "n": len(pair.baseline_runs),
         "verdict": pair.verdict,
         "loss_gap": _rounded(pair.loss_gap, 5),
         "bottleneck": pair.bottleneck,
-        "baseline_peak_memory_gib": _rounded(pair.baseline_peak_memory_gib, 3),
-        "candidate_peak_memory_gib": _rounded(pair.candidate_peak_memory_gib, 3),
+        "baseline_peak_memory_gib": _rounded(_peak_memory_gib(pair.baseline_runs), 3),
+        "candidate_peak_memory_gib": _rounded(_peak_memory_gib(pair.candidate_runs), 3),
         "notes": pair.notes,
     }
+
+
+def median_speed(runs: Sequence[Run]) -> float | None:
+    """Median over the runs of the median over each run's windows, images/s."""
+    medians = [statistics.median(run.images_per_s) for run in runs if run.images_per_s]
+    return statistics.median(medians) if medians else None
+
+
+def _peak_memory_gib(runs: Sequence[Run]) -> float | None:
+    values = [run.summary["peak_memory_gib"] for run in runs if run.summary.get("peak_memory_gib") is not None]
+    return statistics.median(values) if values else None
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -89,12 +147,10 @@ def _rounded(value: float | None, digits: int) -> float | None:
 def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     flat = []
     for row in rows:
-        low, high = row["ci95"] or (None, None)
-        flat.append({**row, "ci95": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
-        flat[-1]["ci95_low"] = flat[-1].pop("ci95")
+        low, high = row.pop("ci95") or (None, None)
+        flat.append({**row, "ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
+    names = dict.fromkeys(name for row in flat for name in row)  # rows hold different settings equal
     with open(path, "w", newline="", encoding="utf-8") as file:
-        # Rows have the keys that are equal within their pair: not all the same ones.
-        names = dict.fromkeys(name for row in flat for name in row)
         writer = csv.DictWriter(file, fieldnames=list(names) or ["verdict"])
         writer.writeheader()
         writer.writerows(flat)
@@ -103,30 +159,29 @@ def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def verdict_sentence(comparison: Comparison) -> str:
-    """What came out, for the console's last line."""
-    pairs, failed = comparison.pairs, len(comparison.failed)
+def verdict_sentence(report: Report) -> str:
+    """The outcome, for the last line on the console."""
+    pairs, failed = report.pairs, len(report.failed)
     after = f" {failed} job{'s' if failed > 1 else ''} failed." if failed else ""
     if not pairs:
-        return f"Nothing to compare: no two runs differ in the layout alone.{after}"
+        return f"Nothing to compare: no two runs differ in {report.by} alone.{after}"
     if len(pairs) == 1:
         return f"{_pair_sentence(pairs[0])}{after}"
-    counts = Counter(pair.verdict for pair in pairs)
-    listed = []
-    for verdict in ("faster", "slower", "no_difference", "not_comparable"):
-        if counts[verdict]:
-            members = ", ".join(_member(pair, pairs) for pair in pairs if pair.verdict == verdict)
-            listed.append(f"{_WORDS[verdict]} in {counts[verdict]} ({members})")
+    parts = []
+    for verdict in _VERDICTS:
+        chosen = [pair for pair in pairs if pair.verdict == verdict]
+        if chosen:
+            parts.append(f"{verdict.replace('_', ' ')} in {len(chosen)} ({_members(chosen, pairs)})")
     names = {(pair.candidate, pair.baseline) for pair in pairs}
     subject = "{} against {}".format(*names.pop()) if len(names) == 1 else "The candidates"
-    return f"{subject}, {len(pairs)} pairs: {'; '.join(listed)}.{after}"
+    return f"{subject}, {len(pairs)} pairs: {'; '.join(parts)}.{after}"
 
 
 def _pair_sentence(pair: Pair) -> str:
-    what = f"{pair.held_equal.get('model')} ({pair.held_equal.get('precision')})"
-    first_note = f": {pair.notes[0]}" if pair.notes else ""
-    if pair.verdict == "not_comparable" or pair.interval is None:
-        return f"{what}: {pair.candidate} and {pair.baseline} are not comparable{first_note}."
+    precision = pair.held_equal.get("precision")
+    what = f"{pair.held_equal['model']}{f' ({precision})' if precision else ''}"
+    if not pair.is_comparable or pair.interval is None:
+        return f"{what}: {pair.candidate} and {pair.baseline} are not comparable: {pair.notes[0]}."
     bounds = f"95 % interval {pair.interval.low:.2f} to {pair.interval.high:.2f}"
     if pair.verdict == "no_difference":
         return f"{what}: no difference shown between {pair.candidate} and {pair.baseline} ({bounds})."
@@ -135,73 +190,70 @@ def _pair_sentence(pair: Pair) -> str:
     return f"{what}: {pair.candidate} is {pair.verdict}, {speed} ({bounds}).{warning}"
 
 
-def _member(pair: Pair, pairs: Sequence[Pair]) -> str:
-    """A pair by what tells it from the others, with its ratio."""
-    label = label_of(pair, pairs)
-    shown = pair.verdict != "not_comparable" and pair.interval is not None
-    return f"{label} {pair.interval.ratio:.2f}x" if shown and pair.interval else label
+def _members(chosen: Sequence[Pair], pairs: Sequence[Pair]) -> str:
+    """Comparable pairs with their ratios; the others grouped by the reason why they are not."""
+    if chosen[0].is_comparable:
+        ratios = [(label_of(pair, pairs), pair.interval.ratio) for pair in chosen if pair.interval]
+        return ", ".join(f"{label} {ratio:.2f}x" for label, ratio in ratios)
+    by_reason: dict[str, list[str]] = {}
+    for pair in chosen:
+        by_reason.setdefault(pair.notes[0], []).append(label_of(pair, pairs))
+    return "; ".join(f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items())
 
 
 def label_of(pair: Pair, pairs: Sequence[Pair]) -> str:
     """The model, and whatever else differs between the pairs."""
     common = [key for key in pair.held_equal if all(key in other.held_equal for other in pairs)]
     varying = [key for key in common if key != "model" and len({str(p.held_equal[key]) for p in pairs}) > 1]
-    parts = [str(pair.held_equal.get("model")), *(f"{key}={pair.held_equal[key]}" for key in varying)]
+    parts = [str(pair.held_equal["model"]), *(f"{key}={pair.held_equal[key]}" for key in varying)]
     if len({(other.baseline, other.candidate) for other in pairs}) > 1:
         parts.append(f"{pair.candidate} / {pair.baseline}")
     return " ".join(parts)
 
 
-def as_markdown(comparison: Comparison) -> str:
-    pairs = comparison.pairs
-    lines = ["# Comparison", "", verdict_sentence(comparison), ""]
-    loader_bound = [pair for pair in pairs if pair.bottleneck == "loader"]
+def as_markdown(report: Report, *, has_chart: bool = False) -> str:
+    pairs = report.pairs
+    lines = ["# Comparison", "", verdict_sentence(report), ""]
+    loader_bound = sum(pair.bottleneck == "loader" for pair in pairs)
     if loader_bound:
-        lines += [
-            f"**Loader-bound: {len(loader_bound)} of {len(pairs)} pairs.** Their speeds are largely the loader's.",
-            "",
-        ]
+        lines += [f"**Loader-bound: {loader_bound} of {len(pairs)} pairs.** Their speeds are mostly the loader's.", ""]
     if pairs:
         lines += _table(pairs)
-        lines += ["![ratio of speeds with 95 % intervals](comparison.png)", ""]
-        lines += _equal_for_all(pairs)
-        lines += _notes(pairs)
-    if comparison.failed:
-        lines += ["## Jobs that did not finish", "", "| job | settings | why |", "|---|---|---|"]
-        lines += [f"| {job.job} | {_cell(job.overrides)} | {_cell(job.why)} |" for job in comparison.failed]
+        chart = "![speed ratios with 95 % intervals](comparison.png)"
+        lines += [chart if has_chart else "For a chart, `pip install 'cl-train[plot]'` and compare again.", ""]
+        lines += _equal_for_all(pairs) + _notes(pairs)
+    if report.failed:
+        lines += ["## Jobs that did not finish", "", "| job | settings | reason |", "|---|---|---|"]
+        lines += [f"| {job.job} | {_cell(job.overrides)} | {_cell(job.why)} |" for job in report.failed]
         lines.append("")
-    if comparison.remarks:
-        lines += [*(f"- {remark}" for remark in comparison.remarks), ""]
     lines += [
         "Ratio: candidate / baseline, medians of windows after warm-up. Loss gap: candidate - baseline, mean over the "
-        "last quarter of equal steps. How intervals and verdicts come about: docs/benchmarks.md.",
+        "last quarter of the common steps. docs/comparison.md explains verdicts and intervals.",
         "",
     ]
     return "\n".join(lines)
 
 
 def _table(pairs: Sequence[Pair]) -> list[str]:
-    """One row per pair; who is compared stands in the header where it is the same for all."""
+    """One row per pair; the names of both sides are in the header if they are the same for all."""
     names = {(pair.baseline, pair.candidate) for pair in pairs}
-    speeds, memory = "images/s", "peak memory GiB"
-    columns = ["", *(["baseline", "candidate"] if len(names) > 1 else [])]
-    if len(names) == 1:
-        speeds, memory = (f"{what}: {' / '.join(next(iter(names)))}" for what in (speeds, memory))
-    columns += [speeds, "ratio [95 %]", "runs each", "verdict", "loss gap", memory, "bottleneck"]
+    sides = f": {' / '.join(next(iter(names)))}" if len(names) == 1 else ""
+    columns = ["", *([] if sides else ["baseline", "candidate"]), f"images/s{sides}", "ratio [95 %]", "runs per side"]
+    columns += ["verdict", "loss gap", f"peak memory GiB{sides}", "bottleneck"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for pair in pairs:
-        interval = pair.interval
-        is_shown = interval is not None and pair.verdict != "not_comparable"
-        ratio = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if interval and is_shown else "-"
+        interval = pair.interval if pair.is_comparable else None
+        speeds = [_number(median_speed(runs), 1) for runs in (pair.baseline_runs, pair.candidate_runs)]
+        memory = [_number(_peak_memory_gib(runs), 2) for runs in (pair.baseline_runs, pair.candidate_runs)]
         cells = [
             label_of(pair, pairs),
-            *([pair.baseline, pair.candidate] if len(names) > 1 else []),
-            f"{_number(pair.baseline_images_per_s, 1)} / {_number(pair.candidate_images_per_s, 1)}",
-            ratio,
-            str(interval.n if interval else 0),
-            f"**{_WORDS[pair.verdict]}**",
+            *([] if sides else [pair.baseline, pair.candidate]),
+            " / ".join(speeds),
+            f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if interval else "-",
+            str(len(pair.baseline_runs)),
+            f"**{pair.verdict.replace('_', ' ')}**",
             "-" if pair.loss_gap is None else f"{pair.loss_gap:+.4f}",
-            f"{_number(pair.baseline_peak_memory_gib, 2)} / {_number(pair.candidate_peak_memory_gib, 2)}",
+            " / ".join(memory),
             pair.bottleneck,
         ]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
@@ -210,17 +262,16 @@ def _table(pairs: Sequence[Pair]) -> list[str]:
 
 def _equal_for_all(pairs: Sequence[Pair]) -> list[str]:
     """What no pair differs in, once, instead of a column each."""
-    first = pairs[0].held_equal
     equal = [
         f"{key} {'auto' if value is None else value}"
-        for key, value in first.items()
+        for key, value in pairs[0].held_equal.items()
         if all(key in pair.held_equal and pair.held_equal[key] == value for pair in pairs)
     ]
     return [f"Equal for all: {', '.join(equal)}.", ""] if equal else []
 
 
 def _notes(pairs: Sequence[Pair]) -> list[str]:
-    """Under each pair its own notes, first those that hold for all."""
+    """The notes that all pairs have in common, then the others of each pair."""
     common = [note for note in pairs[0].notes if all(note in pair.notes for pair in pairs)] if len(pairs) > 1 else []
     sections = [("All pairs", common)]
     sections += [(label_of(pair, pairs), [note for note in pair.notes if note not in common]) for pair in pairs]
@@ -236,85 +287,3 @@ def _number(value: float | None, digits: int) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-# --- the chart --------------------------------------------------------------------------------------------------------
-
-_WIDTH, _MARGIN, _TOP, _ROW, _BOTTOM = 960, 48, 84, 104, 96  # pixels
-_TICKS = (0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
-
-
-def draw_chart(pairs: Sequence[Pair]) -> Image.Image:
-    """Per pair, its name and numbers above its interval; the axis is logarithmic, the thick vertical is a ratio of 1.
-
-    Narrow, with large letters: TensorBoard shows it at a third of its size.
-    """
-    height = _TOP + _ROW * max(1, len(pairs)) + _BOTTOM
-    image = Image.new("RGB", (_WIDTH, height), "white")
-    draw = ImageDraw.Draw(image)
-    font, small = ImageFont.load_default(size=30), ImageFont.load_default(size=26)
-    low, high = _range(pairs)
-
-    def x_of(ratio: float) -> float:
-        share = math.log(min(max(ratio, low), high) / low) / math.log(high / low)
-        return _MARGIN + share * (_WIDTH - 2 * _MARGIN)
-
-    draw.text((_MARGIN, 22), "speed / baseline's speed, 95 % interval", fill="black", font=font)
-    axis_y = height - _BOTTOM
-    for tick in _ticks(low, high):
-        colour = (60, 60, 60) if tick == 1 else (222, 222, 222)
-        draw.line([(x_of(tick), _TOP), (x_of(tick), axis_y)], fill=colour, width=3 if tick == 1 else 1)
-        draw.text((x_of(tick), axis_y + 8), f"{tick:g}x", fill="black", font=small, anchor="ma")
-    draw.text((_MARGIN, axis_y + 50), "slower", fill=_COLOURS["slower"], font=small)
-    draw.text((_WIDTH - _MARGIN, axis_y + 50), "faster", fill=_COLOURS["faster"], font=small, anchor="ra")
-    for index, pair in enumerate(pairs):
-        _draw_pair(draw, pair, label_of(pair, pairs), _TOP + _ROW * index, x_of, (font, small))
-    return image
-
-
-def _draw_pair(
-    draw: ImageDraw.ImageDraw, pair: Pair, label: str, top: int, x_of: Callable[[float], float], fonts: tuple[Any, Any]
-) -> None:
-    colour, words = _COLOURS[pair.verdict], _WORDS[pair.verdict]
-    interval = pair.interval if pair.verdict != "not_comparable" else None
-    if interval is not None:
-        words = f"{interval.ratio:.2f}x [{interval.low:.2f}, {interval.high:.2f}] {words}"
-        y = top + 72
-        draw.line([(x_of(interval.low), y), (x_of(interval.high), y)], fill=colour, width=8)
-        x = x_of(interval.ratio)
-        draw.ellipse([x - 14, y - 14, x + 14, y + 14], fill=colour)
-    width = draw.textlength(words, font=fonts[1])
-    label = _fitted(draw, label, fonts[0], _WIDTH - 2 * _MARGIN - width - 30)
-    for text, x, font, anchor, fill in (
-        (label, _MARGIN, fonts[0], "la", (0, 0, 0)),
-        (words, _WIDTH - _MARGIN, fonts[1], "ra", colour),
-    ):
-        box = draw.textbbox((x, top + 10), text, font=font, anchor=anchor)
-        draw.rectangle([box[0] - 6, box[1] - 2, box[2] + 6, box[3] + 2], fill="white")  # over the grid's lines
-        draw.text((x, top + 10), text, fill=fill, font=font, anchor=anchor)
-
-
-def _fitted(draw: ImageDraw.ImageDraw, text: str, font: Any, width: float) -> str:
-    if draw.textlength(text, font=font) <= width:
-        return text
-    while text and draw.textlength(f"{text}...", font=font) > width:
-        text = text[:-1]
-    return f"{text}..."
-
-
-def _range(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Around 1 and all ratios; an interval that reaches beyond half or twice its ratio runs out of the picture."""
-    shown = [pair.interval for pair in pairs if pair.interval and pair.verdict != "not_comparable"]
-    low = min([0.9, *(max(item.low, item.ratio / 2) for item in shown)])
-    high = max([1.12, *(min(item.high, item.ratio * 2) for item in shown)])
-    return low / 1.03, high * 1.03
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """1, and the other round ratios that leave room for their labels."""
-    nearest_first = sorted((tick for tick in _TICKS if low <= tick <= high), key=lambda tick: abs(math.log(tick)))
-    kept: list[float] = []
-    for tick in nearest_first:
-        if all(abs(math.log(tick / other)) > 0.11 * math.log(high / low) for other in kept):
-            kept.append(tick)
-    return sorted(kept)

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.comparison import sweep as launcher
-from cl_train.comparison.sweep import plan_sweep, read_sweep, run_sweep
+from cl_train.comparison.report import compare_folders
+from cl_train.comparison.sweep import run_sweep
+from cl_train.comparison.sweep_plan import plan_sweep, read_sweep
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
 
@@ -34,16 +36,19 @@ if model == "vgg11" and not mended:
     os.kill(os.getpid(), signal.SIGKILL)
 if model == "vgg13" and not mended:
     raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
-if model == "vgg16":
-    (folder / "ready").touch()
+if model == "vgg16" and not mended:
+    (folder / "ready.part").write_text(str(os.getpid()))
+    (folder / "ready.part").rename(folder / "ready")
     time.sleep(60)
 speed = 150 if settings["channels_last"] == "true" else 100
-config = {"model": model, "channels_last": settings["channels_last"], "batch_size": 32, "precision": "bf16"}
+config = {"model": model, "channels_last": settings["channels_last"], "batch_size": 32}
+config["precision"] = settings.get("precision", "bf16")
 (folder / "config.yaml").write_text("\\n".join(f"{key}: {value}" for key, value in config.items()))
 record = {"kind": "train", "loss": 1.0, "data_wait_pct": 1.0, "warmup": False, "time": time.time()}
 lines = [json.dumps({**record, "step": step, "images_per_s": speed + step % 2}) for step in range(10)]
 (folder / "metrics.jsonl").write_text("\\n".join(lines))
-(folder / "summary.json").write_text(json.dumps({"status": "completed", "precision": "bf16", "world_size": 1}))
+summary = {"status": "completed", "precision": config["precision"], "world_size": 1}
+(folder / "summary.json").write_text(json.dumps(summary))
 """
 
 
@@ -64,25 +69,25 @@ def sweep(stand_in: Path, folder: Path, *words: str) -> int:
 
 
 def test_jobs_stand_beside_what_they_are_compared_with_and_alternate() -> None:
-    planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18,alexnet", "repeats=2", "epochs=1"])
+    planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18,alexnet", "repeats=2", "epochs=2"])
     assert [job.name for job in planned.jobs] == [
-        "channels_last=true,model=resnet18,repeat=1",
-        "channels_last=false,model=resnet18,repeat=1",
-        "channels_last=false,model=resnet18,repeat=2",
-        "channels_last=true,model=resnet18,repeat=2",
-        "channels_last=true,model=alexnet,repeat=1",
-        "channels_last=false,model=alexnet,repeat=1",
-        "channels_last=false,model=alexnet,repeat=2",
-        "channels_last=true,model=alexnet,repeat=2",
+        "resnet18_channels_last_1",
+        "resnet18_contiguous_1",
+        "resnet18_contiguous_2",
+        "resnet18_channels_last_2",
+        "alexnet_channels_last_1",
+        "alexnet_contiguous_1",
+        "alexnet_contiguous_2",
+        "alexnet_channels_last_2",
     ]
-    assert planned.jobs[0].overrides == ["epochs=1", "channels_last=true", "model=resnet18"]
+    assert planned.jobs[0].overrides == ["epochs=2", "channels_last=true", "model=resnet18"]
     assert planned.folder.parent == Path("multirun")
 
 
 def test_sweep_syntax_is_hydras() -> None:
     planned = plan_sweep(["-m", "batch_size=range(8,25,8)", "model=choice(resnet18,resnet50)", "nproc=1,2"])
     assert [job.nproc for job in planned.jobs[:2]] == [1, 2]
-    assert planned.jobs[1].name == "batch_size=8,model=resnet18,nproc=2"
+    assert planned.jobs[1].name == "resnet18_contiguous_batch_size=8_nproc=2"
     assert not any("nproc" in word for job in planned.jobs for word in job.overrides)
     assert len(planned.jobs) == 12
 
@@ -109,7 +114,9 @@ def test_a_sweep_ends_in_a_verdict(stand_in: Path, tmp_path: Path, capsys: pytes
     assert (pair["baseline"], pair["candidate"], pair["verdict"]) == ("contiguous", "channels_last", "faster")
     assert pair["ratio"] == pytest.approx(1.5, rel=0.02)
     lines = capsys.readouterr().out.splitlines()
-    assert "about" in lines[2] and "left" in lines[2], "an estimate of the time left"
+    assert len(lines) == 4, "one line for the sweep, one per job and the verdict"
+    assert "resnet18_channels_last: completed" in lines[1] and "150.5 images/s" in lines[1]
+    assert "left" in lines[1], "an estimate of the time left"
     assert lines[-1].startswith("resnet18 (bf16): channels_last is faster, 1.5")
     assert lines[-1].endswith(f"Report: {folder}/comparison.md")
 
@@ -120,7 +127,7 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     folder = tmp_path / "sweep"
     words = ["channels_last=true", "model=resnet18,alexnet,resnet34,vgg11,vgg13,resnet50"]
     assert sweep(stand_in, folder, *words) == 1
-    jobs = {job.name.partition("=")[2]: job for job in read_sweep(folder).jobs}
+    jobs = {job.name.partition("_")[0]: job for job in read_sweep(folder).jobs}
     assert [name for name, job in jobs.items() if job.status == "completed"] == ["resnet18", "resnet34", "resnet50"]
     assert jobs["alexnet"].why == "RuntimeError: the weights are not numbers (exit code 1)"
     assert jobs["vgg11"].exit_code == -signal.SIGKILL
@@ -134,7 +141,7 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     (stand_in.parent / "mended").touch()
     (stand_in.parent / "calls").unlink()
     assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
-    assert calls(stand_in) == ["model=alexnet", "model=vgg11", "model=vgg13"]
+    assert calls(stand_in) == ["alexnet_channels_last", "vgg11_channels_last", "vgg13_channels_last"]
     assert {job.status for job in read_sweep(folder).jobs} == {"completed"}
     assert json.loads((folder / "comparison.json").read_text())["failed"] == []
 
@@ -144,7 +151,7 @@ def test_resuming_with_other_settings_is_refused(stand_in: Path, tmp_path: Path)
     assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
     same = ["-m", "channels_last=true,false", "model=resnet18", f"resume_sweep={folder}"]
     assert run_sweep(same, [str(stand_in)]) == 0
-    with pytest.raises(ConfigError, match="give other jobs than that sweep has"):
+    with pytest.raises(ConfigError, match="not those of that sweep"):
         run_sweep(["-m", "channels_last=true,false", "model=resnet50", f"resume_sweep={folder}"], [str(stand_in)])
     with pytest.raises(ConfigError, match=r"holds a sweep already: resume_sweep="):
         sweep(stand_in, folder, "channels_last=true,false", "model=resnet18")
@@ -158,8 +165,10 @@ def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tm
     job = planned.jobs[0]
     (folder / job.name / "checkpoints").mkdir(parents=True)
     (folder / job.name / "checkpoints" / "step-1.pt").touch()
+    job.is_started = True
     stand_in.write_text("import sys; print(sys.argv)")
-    assert launcher._run_job(job, folder / job.name, [str(stand_in)]) == 0
+    launcher._run_job(job, planned, [str(stand_in)], "")
+    assert job.status == "completed"
     assert "'resume=auto'" in (folder / job.name / launcher.LOG_NAME).read_text()
 
 
@@ -173,7 +182,7 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (folder / "model=vgg16" / "ready").exists():
+    while not (folder / "vgg16_channels_last" / "ready").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signum)
@@ -201,21 +210,11 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
     stand_in.write_text(
         'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())'
     )
-    planned = plan_sweep(["-m", "nproc=2", "model=resnet18"])
-    assert launcher._run_job(planned.jobs[0], tmp_path / "job", [str(stand_in)]) == 0
-    log = (tmp_path / "job" / launcher.LOG_NAME).read_text()
+    planned = plan_sweep(["-m", "nproc=2", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    planned.folder.mkdir()
+    launcher._run_job(planned.jobs[0], planned, [str(stand_in)], "")
+    log = (planned.folder / planned.jobs[0].name / launcher.LOG_NAME).read_text()
     assert "rank 0 of 2" in log and "rank 1 of 2" in log
-
-
-def test_tensorboard_has_the_overlay_the_text_and_the_chart(stand_in: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
-    events = EventAccumulator(str(folder)).Reload()
-    assert "custom_scalars__config__" in events.Tags()["tensors"]
-    text = events.Tensors("comparison/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "**faster**" in text
-    [image] = events.Images("comparison")
-    assert image.width == 960
 
 
 @pytest.mark.slow
@@ -251,13 +250,120 @@ def test_a_measured_batch_size_is_kept_when_a_job_goes_on(tmp_path: Path) -> Non
     assert launcher._continued(["batch_size=auto", "seed=1"], tmp_path) == ["batch_size=96", "seed=1"]
 
 
-def test_numbers_of_processes_are_compared(stand_in: Path, tmp_path: Path) -> None:
-    """Jobs do not hear of nproc, torchrun does; the report must know it all the same."""
+def test_a_sweep_by_another_key(stand_in: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    assert sweep(stand_in, folder, "repeats=2", "model=resnet18", "channels_last=false,true") == 0
-    record = json.loads((folder / "sweep.json").read_text())
-    for job in record["jobs"]:
-        job["nproc"] = 2 if "true" in job["name"] else 1
-    (folder / "sweep.json").write_text(json.dumps(record))
-    [pair] = launcher.report(folder, "nproc").pairs
-    assert (pair.baseline, pair.candidate) == ("nproc=1", "nproc=2")
+    assert sweep(stand_in, folder, "model=resnet18", "channels_last=true", "precision=bf16,fp32") == 0
+    assert compare_folders([folder]).pairs == [], "one layout only"
+    [pair] = compare_folders([folder], "precision").pairs
+    assert (pair.baseline, pair.candidate) == ("precision=fp32", "precision=bf16")
+
+
+# --- nothing of others is deleted -------------------------------------------------------------------------------------
+
+
+def test_a_sweep_without_axes_has_a_name_and_deletes_nothing(stand_in: Path, tmp_path: Path) -> None:
+    for name in ("run", "resnet18_contiguous"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    with pytest.raises(ConfigError, match="resnet18_contiguous"):
+        sweep(stand_in, tmp_path)
+    (tmp_path / "resnet18_contiguous").rename(tmp_path / "other")
+    assert sweep(stand_in, tmp_path, "model=resnet18", "channels_last=false") == 0
+    assert (tmp_path / "run" / "precious").exists() and (tmp_path / "other" / "precious").exists()
+    assert (tmp_path / "resnet18_contiguous" / "metrics.jsonl").exists()
+
+
+def test_resuming_deletes_only_what_the_sweep_has_started(stand_in: Path, tmp_path: Path) -> None:
+    planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    for job, status in zip(planned.jobs, ("running", "pending"), strict=True):
+        (planned.folder / job.name).mkdir(parents=True)
+        (planned.folder / job.name / "left").touch()
+        job.status = status
+    planned.save()
+    assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 1
+    started, foreign = read_sweep(planned.folder).jobs
+    assert started.status == "completed" and not (planned.folder / started.name / "left").exists()
+    assert foreign.status == "failed" and (planned.folder / foreign.name / "left").exists()
+
+
+@pytest.mark.parametrize("name", ["../precious", "a/b", ""])
+def test_a_record_cannot_name_other_folders(tmp_path: Path, name: str) -> None:
+    jobs = [{"number": 0, "name": name, "overrides": [], "status": "failed"}]
+    (tmp_path / "sweep.json").write_text(json.dumps({"compare_by": "channels_last", "jobs": jobs}))
+    with pytest.raises(ConfigError):
+        read_sweep(tmp_path)
+
+
+def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path, tmp_path: Path) -> None:
+    """Whoever resumes meanwhile is refused while the launcher lives, and waits for the job that is still ending."""
+    folder = tmp_path / "sweep"
+    program = (
+        "import sys; from cl_train.comparison.sweep import run_sweep; "
+        f"sys.exit(run_sweep(['-m', 'channels_last=true', 'model=vgg16,resnet18', "
+        f"'hydra.sweep.dir={folder}'], [{str(stand_in)!r}]))"
+    )
+    launcher_process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
+    ready = folder / "vgg16_channels_last" / "ready"
+    wait_until(ready.exists)
+    with pytest.raises(ConfigError, match=str(launcher_process.pid)):
+        run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)])
+    job_pid = int(ready.read_text())
+    launcher_process.kill()
+    launcher_process.wait()
+    wait_until(lambda: not Path(f"/proc/{job_pid}").exists())
+    (stand_in.parent / "mended").touch()
+    assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
+    assert {job.status for job in read_sweep(folder).jobs} == {"completed"}
+
+
+def test_a_folder_that_a_live_run_writes_to_is_left_alone(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+    planned = plan_sweep(["-m", "channels_last=true", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    [job] = planned.jobs
+    (planned.folder / job.name).mkdir(parents=True)
+    job.status = "running"
+    planned.save()
+    program = (
+        "import sys, time; from cl_train.system.run_folder import RunLock\n"
+        f"with RunLock({str(planned.folder / job.name)!r}): print('locked', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        (planned.folder / job.name / "metrics.jsonl").touch()
+        assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 1
+        [job] = read_sweep(planned.folder).jobs
+        assert job.status == "failed" and job.why is not None and str(holder.pid) in job.why
+        assert (planned.folder / job.name / "metrics.jsonl").exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+# --- long enough ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=synthetic", "max_steps=20"],  # one window of ten steps after ten of warm-up
+        ["data=synthetic", "data.synthetic_images=320", "epochs=4"],  # ten steps an epoch, the first is warm-up
+        ["data=sample", "epochs=1", "batch_size=32"],  # 34 steps: 10 to 20, to 30, to 34
+        ["data=folder", "data.root=/nowhere", "max_steps=40"],
+    ],
+)
+def test_a_sweep_of_runs_that_are_too_short_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="log_every"):
+        plan_sweep(["-m", "channels_last=true,false", *words])
+    assert plan_sweep(["-m", "seed=1,2", *words]).jobs, "these are not compared"
+    longer = [word for word in words if not word.startswith(("epochs", "max_steps"))]
+    assert plan_sweep(["-m", "channels_last=true,false", *longer, "epochs=5", "max_steps=50"]).jobs
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

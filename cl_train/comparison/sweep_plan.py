@@ -1,0 +1,186 @@
+"""The jobs of `python train.py -m ...`: what runs, in which order and folders, and `sweep.json`, the record of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.statistics import MIN_WINDOWS
+from cl_train.config.command_line import MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import settings_from_arguments
+from cl_train.system.files import write_json
+from cl_train.system.run_folder import safe_name
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class Job:
+    """One run of a sweep, and its outcome."""
+
+    number: int
+    name: str  # of its folder
+    overrides: list[str]
+    nproc: int = 1
+    repeat: int = 1
+    status: str = "pending"  # running, completed, failed, interrupted
+    is_started: bool = False  # this sweep has created its folder
+    exit_code: int | None = None
+    why: str | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class Sweep:
+    """The jobs in the order in which they run."""
+
+    folder: Path
+    compare_by: str
+    jobs: list[Job]
+
+    def save(self) -> None:
+        """Write `sweep.json`, which `resume_sweep` and `compare` read."""
+        jobs = [asdict(job) for job in self.jobs]
+        write_json(
+            self.folder / "sweep.json", {"schema_version": SCHEMA_VERSION, "compare_by": self.compare_by, "jobs": jobs}
+        )
+
+
+def plan_sweep(arguments: Sequence[str]) -> Sweep:
+    """The jobs of a command line that was checked, or those of the sweep that `resume_sweep=` names.
+
+    Raises:
+        ConfigError: a setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
+    """
+    fixed, varying = split_sweep([word for word in arguments if word not in ("-m", "--multirun")])
+    own = {_key(word): word for word in fixed if _key(word) in MULTIRUN_KEYS}
+    folders = [word for word in fixed if _key(word) == "hydra.sweep.dir"]
+    words = [word for word in fixed if word not in [*own.values(), *folders]]
+    problems = [
+        f"{_key(axis[0])} belongs to the whole sweep and takes one value"
+        for axis in varying
+        if _key(axis[0]) in ("repeats", "resume_sweep", "compare_by")
+    ]
+    problems += [
+        f"{_key(axis[0])}: a value is listed twice; repeats=2 runs every job twice"
+        for axis in varying
+        if len(set(axis)) < len(axis)
+    ]
+    if any(_key(word) == "hydra.run.dir" for word in fixed):
+        problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
+    if problems:
+        raise ConfigError(problems)
+    settings = settings_from_arguments(Config, list(own.values()))
+    if settings.resume_sweep is not None:
+        return _resumed_sweep(Path(settings.resume_sweep), words, varying, settings)
+    jobs = _plan_jobs(words, varying, settings)
+    folder = hydra_folder(folders, "sweep")
+    if (folder / "sweep.json").is_file():
+        raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
+    taken = [job.name for job in jobs if (folder / job.name).exists()]
+    if taken:
+        raise ConfigError(f"{folder / taken[0]} exists already: choose another folder with hydra.sweep.dir=FOLDER")
+    return Sweep(folder, settings.compare_by, jobs)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings: Config) -> list[Job]:
+    """Jobs that differ in the compared key alone are neighbours, and their repeats alternate: A B B A A B."""
+    compared = [axis for axis in varying if _key(axis[0]) == settings.compare_by]
+    others = [axis for axis in varying if axis not in compared]
+    jobs: list[Job] = []
+    names: Counter[str] = Counter()
+    for group in itertools.product(*others):
+        sides = [_plan_job(fixed, [*side, *group], settings) for side in itertools.product(*compared)]
+        for repeat in range(1, settings.repeats + 1):
+            for job in sides if repeat % 2 else sides[::-1]:
+                name = safe_name(f"{job.name}_{repeat}" if settings.repeats > 1 else job.name)
+                names[name] += 1
+                name += f"-{names[name]}" if names[name] > 1 else ""  # a/b and a_b make the same name
+                jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat))
+    return jobs
+
+
+def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> Job:
+    words = [word for word in [*fixed, *chosen] if _key(word) != "nproc"]
+    nproc = next((int(word.partition("=")[2]) for word in chosen if _key(word) == "nproc"), settings.nproc)
+    [cfg] = check_command_line(words)
+    is_compared = any(_key(word) == settings.compare_by for word in chosen)
+    if is_compared and _most_windows(cfg, nproc) < MIN_WINDOWS:
+        raise ConfigError(
+            f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after "
+            f"warmup_steps={cfg.warmup_steps}, and these runs are too short for them: use more steps (epochs, "
+            "max_steps) or a smaller log_every"
+        )
+    layout = {"true": "channels_last", "false": "contiguous"}.get(cfg.channels_last, cfg.channels_last)
+    others = [word for word in chosen if _key(word) not in ("model", "channels_last")]
+    shown = [word.partition("=")[2] if _key(word) == "precision" else word.rpartition(".")[2] for word in others]
+    return Job(0, "_".join([cfg.model.replace(":", "."), layout, *shown]), words, nproc)
+
+
+def _most_windows(cfg: Config, nproc: int) -> int:
+    """How many windows after warm-up a run has at most; the number of images is known of some data sets only."""
+    images = {"synthetic": cfg.data.synthetic_images, "sample": 1100}.get(cfg.data.name)
+    step_images = max(1, cfg.batch_size) * cfg.accumulate_steps * nproc
+    epoch_steps = images // step_images if images else cfg.max_steps or 10**9
+    last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
+    last = min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every)  # later windows make no difference
+    ends = [step for step in range(1, last + 1) if step % cfg.log_every == 0 or step % epoch_steps == 0 or step == last]
+    return sum(start >= cfg.warmup_steps for start in [0, *ends[:-1]])
+
+
+def _resumed_sweep(folder: Path, words: Sequence[str], varying: Sequence[Sequence[str]], settings: Config) -> Sweep:
+    sweep = read_sweep(folder)
+    asked = [job.overrides for job in _plan_jobs(words, varying, settings)] if words or varying else None
+    if asked not in (None, [job.overrides for job in sweep.jobs]):
+        raise ConfigError(
+            f"resume_sweep={folder}: the settings given with it are not those of that sweep; leave them out"
+        )
+    for job in sweep.jobs:
+        job.is_started = job.is_started or job.status != "pending"
+        if job.status != "completed":
+            job.status, job.exit_code, job.why = "pending", None, None
+    return sweep
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """The record of a sweep.
+
+    Raises:
+        ConfigError: the folder has none, or one that cannot be read.
+    """
+    path = folder / "sweep.json"
+    known = {field.name for field in fields(Job)}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        jobs = [Job(**{name: value for name, value in job.items() if name in known}) for job in document["jobs"]]
+        if any(job.name != safe_name(job.name) or not all(isinstance(w, str) for w in job.overrides) for job in jobs):
+            raise ValueError("a job has an impossible name or impossible settings")
+        return Sweep(folder, str(document["compare_by"]), jobs)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as the record of a sweep: {str(error)[:200]}") from None
+
+
+def runs_of_sweep(sweep: Sweep) -> tuple[list[Run], list[tuple[Job, str]]]:
+    """The runs of completed jobs, and the other jobs with the reason why they cannot be compared."""
+    runs, unfinished = [], []
+    for job in sweep.jobs:
+        if job.status != "completed":
+            unfinished.append((job, job.why or job.status))
+            continue
+        try:
+            runs.append(replace(read_run(sweep.folder / job.name), repeat=job.repeat))
+        except ConfigError as error:
+            unfinished.append((job, str(error)))
+    return runs, unfinished

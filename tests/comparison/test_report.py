@@ -1,0 +1,139 @@
+"""The files of a comparison, and its verdict in words."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cl_train.comparison.chart import write_chart
+from cl_train.comparison.pairs import compare_runs
+from cl_train.comparison.report import FailedJob, Report, as_markdown, compare_folders, verdict_sentence, write_report
+from cl_train.config.schema import ConfigError
+from tests.comparison.run_folders import folder_of, run_of
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    runs = [
+        run_of(tmp_path, 100.0),
+        run_of(tmp_path, 150.0, channels_last="true"),
+        run_of(tmp_path, 100.0, model="vit_b_16"),
+        run_of(tmp_path, 90.0, model="vit_b_16", channels_last="true"),
+        run_of(tmp_path, 100.0, model="alexnet"),
+        run_of(tmp_path, 100.0, model="alexnet", channels_last="true", batch_size=64),
+    ]
+    return Report(compare_runs(runs), [FailedJob(3, "model=vgg11", "killed by SIGKILL")])
+
+
+def test_the_report_has_the_agreed_fields(report: Report, tmp_path: Path) -> None:
+    write_report(report, tmp_path)
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    assert document["schema_version"] == 1
+    first = document["pairs"][0]
+    assert first["model"] == "resnet18"
+    assert first["precision"] == "bf16"
+    assert (first["baseline"], first["candidate"], first["speed"]) == ("contiguous", "channels_last", "end_to_end")
+    assert first["baseline_images_per_s"] == pytest.approx(100.0, rel=0.01)
+    assert first["candidate_images_per_s"] == pytest.approx(150.0, rel=0.01)
+    assert first["ratio"] == pytest.approx(1.5, rel=0.01)
+    assert first["ci95"][0] < first["ratio"] < first["ci95"][1]
+    assert (first["n"], first["verdict"], first["loss_gap"], first["bottleneck"]) == (1, "faster", 0.0, "compute")
+    assert isinstance(first["notes"], list)
+    assert document["failed"] == [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}]
+    lines = (tmp_path / "comparison.csv").read_text().splitlines()
+    assert len(lines) == 4
+    assert "ci95_low" in lines[0] and "ci95_high" in lines[0]
+
+
+def test_the_verdict_in_words(report: Report) -> None:
+    sentence = verdict_sentence(report)
+    for part in ("faster in 1 (resnet18 1.50x)", "slower in 1 (vit_b_16 0.90x)", "not comparable in 1", "1 job failed"):
+        assert part in sentence
+    assert "alexnet: batch_size differs" in sentence, "the reason is given"
+    assert verdict_sentence(Report([])).startswith("Nothing to compare")
+
+
+def test_a_comparison_by_precision_names_no_precision(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path, 100.0, precision="fp32"), run_of(tmp_path, 150.0, precision="bf16")]
+    report = Report(compare_runs(runs, "precision"))
+    assert "None" not in verdict_sentence(report) + as_markdown(report)
+
+
+def test_the_markdown_page(report: Report) -> None:
+    text = as_markdown(report)
+    assert "**faster**" in text and "**slower**" in text and "**not comparable**" in text
+    assert "batch_size differs" in text
+    assert "| 3 | model=vgg11 | killed by SIGKILL |" in text
+    assert "precision bf16" in text
+    assert "cl-train[plot]" in text and "comparison.png" not in text
+    assert "comparison.png" in as_markdown(report, has_chart=True)
+    table = [line.split("|") for line in text.splitlines() if line.startswith("| ") and "**" in line]
+    assert [cells[4].strip() for cells in table] == ["1", "1", "1"], "runs per side, of a pair without a verdict too"
+
+
+def test_the_chart_shows_each_verdict_in_its_colour(report: Report, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert write_chart(report.pairs, ["resnet18", "vit_b_16", "alexnet"], tmp_path / "chart.png")
+    with Image.open(tmp_path / "chart.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(maxcolors=1_000_000) or []}
+    assert (0, 0x72, 0xB2) in colours and (0xD5, 0x5E, 0) in colours
+    assert not write_chart([], [], tmp_path / "none.png")
+
+
+def test_without_matplotlib_the_tables_are_written(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_import = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    write_report(report, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert {"comparison.json", "comparison.md", "comparison.csv"} <= names and "comparison.png" not in names
+
+
+def test_pairs_that_hold_different_things_equal_have_one_table(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=64)]
+    others = [run_of(tmp_path), run_of(tmp_path, channels_last="true", precision="fp32")]
+    write_report(Report([*compare_runs(runs), *compare_runs(others)]), tmp_path)
+    header, *rows = (tmp_path / "comparison.csv").read_text().splitlines()
+    assert {"batch_size", "precision"} <= set(header.split(",")) and len(rows) == 2
+
+
+def test_tensorboard_has_one_run_per_side_the_text_the_chart_and_a_table(report: Report, tmp_path: Path) -> None:
+    write_report(report, tmp_path)
+    root = EventAccumulator(str(tmp_path)).Reload()
+    assert {"custom_scalars__config__", "comparison/text_summary"} <= set(root.Tags()["tensors"])
+    for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
+        events = EventAccumulator(str(tmp_path / side)).Reload()
+        points = events.Scalars("speed/resnet18/median")
+        assert [point.step for point in points] == list(range(20, 140, 10))
+        assert points[0].value == pytest.approx(speed, rel=0.01)
+        [low, high] = [events.Scalars(f"speed/resnet18/{part}")[0].value for part in ("low", "high")]
+        assert low <= points[0].value <= high and low < high
+        assert events.Scalars("loss/resnet18/median")
+    run = EventAccumulator(str(tmp_path / "run1")).Reload()
+    assert run.Scalars("summary/speed_up")[0].value == pytest.approx(1.5, rel=0.01)
+
+
+def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = folder_of(100.0).write(tmp_path / "a")
+    second = folder_of(150.0, channels_last="true").write(tmp_path / "b")
+    assert [pair.verdict for pair in compare_folders([first, second], out=tmp_path / "out").pairs] == ["faster"]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("comparison.md")
+    assert (tmp_path / "out" / "comparison.json").is_file()
+    assert [pair.verdict for pair in compare_folders([tmp_path]).pairs] == ["faster"], "a folder of runs"
+    with pytest.raises(ConfigError):
+        compare_folders([first, first])
+    with pytest.raises(ConfigError):
+        compare_folders([tmp_path / "nothing"])
