@@ -100,7 +100,8 @@ def tiny_groups() -> list[Group]:
             tiny.append(replace(group, variants=kept, model="tests.networks:small"))
         elif group.name in ("environment", "tests", "jpeg", "bytes-eager", "zoo"):
             tiny.append(replace(group, model="tests.networks:small"))
-    return [replace(group, limit_s=150, batch_size=4, image_size=32, steps=2) for group in tiny]
+    sizes = {"batch_size": 4, "image_size": 32, "steps": 2}
+    return [replace(group, limit_s=150, fixed_s=min(group.fixed_s, 20), **sizes) for group in tiny]  # type: ignore[arg-type]
 
 
 # --- what fits into the time ------------------------------------------------------------------------------------------

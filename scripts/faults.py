@@ -1,9 +1,9 @@
-"""Run the fault matrix in full and write its table into results/.
+"""Plant the faults of tests/faults with their full counts, and write the table into results/.
 
-    python scripts/faults.py                          all rows, about 45 minutes on two cores
-    python scripts/faults.py rows=R1,R2 counts=quick  some rows, with the counts of the ordinary tests
+    python scripts/faults.py                                              all, about an hour on two cores
+    python scripts/faults.py rows=kill_training_run,bit_flip_in_checkpoint counts=quick
 
-Every row plants one kind of fault many times, with real processes and signals; tests/faults/matrix.py says how often.
+Every row plants one kind of fault many times, with real processes and signals; tests/faults/matrix.py has the counts.
 Exit codes: 0 every row passed, 1 something was lost, 2 wrong usage.
 """
 
@@ -23,82 +23,76 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import settings_from_arguments, stop_with
+from cl_train.config.validation import settings_from_arguments, stop_with, suggest
+from cl_train.system.files import write_json, write_text
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @dataclass
 class FaultSettings:
-    """Which rows, how often, from which seed."""
+    """Settings of the fault suite."""
 
-    rows: list[str] = setting([], "rows of tests/faults/matrix.py, such as R1,R2; all when empty")
+    rows: list[str] = setting([], "names of rows; all if empty")
     counts: str = setting("full", "how often each fault is planted", choices=("full", "quick"))
-    seed: int = setting(1, "of every random choice", minimum=0)
-    name: str = setting("", "of the files in results/; empty = faults-<counts>")
+    seed: int = setting(1, "seed of every random choice", minimum=0)
+    out: str = setting("", "JSON file to write, and .md beside it; empty = results/faults-<counts>.json")
 
 
-def main(settings: FaultSettings) -> int:
+def run(settings: FaultSettings) -> int:
     sys.path[:0] = [str(REPOSITORY / "tests/faults"), str(REPOSITORY / "tests")]
+    from bench import Bench  # type: ignore[import-not-found]
     from forkserver import ForkServer  # type: ignore[import-not-found]
-    from matrix import MATRIX, passes  # type: ignore[import-not-found]
-    from run_faults import Bench  # type: ignore[import-not-found]
+    from matrix import MATRIX  # type: ignore[import-not-found]
 
-    unknown = [name for name in settings.rows if name not in MATRIX]
+    unknown = [f"rows={name}: no such row{suggest(name, MATRIX)}" for name in settings.rows if name not in MATRIX]
     if unknown:
-        raise ConfigError(f"rows={','.join(unknown)}: no such row (there are {', '.join(MATRIX)})")
+        raise ConfigError([*unknown, f"there are {', '.join(MATRIX)}"])
     logging.disable(logging.WARNING)
-    name = settings.name or f"faults-{settings.counts}"
-    path = REPOSITORY / "results" / f"{name}.json"
-    done = earlier_rows(path, settings)
+    path = Path(settings.out or REPOSITORY / f"results/faults-{settings.counts}.json")
+    rows = read_rows(path) if settings.rows else {}
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
-        bench = Bench(server, Path(folder) / "bench")
+        bench = Bench(server, Path(folder) / "bench", settings.seed)
         for name in settings.rows or MATRIX:
-            row = MATRIX[name]
-            place = Path(folder) / name
-            place.mkdir()
             print(f"{name} ...", flush=True)
-            outcome = (row.full if settings.counts == "full" else row.quick)(bench, place, settings.seed)
-            done[name] = {
+            outcome = MATRIX[name].run(bench, settings.counts)
+            rows[name] = {
                 "row": name,
                 "fault": outcome.fault,
                 "tried": outcome.tried,
                 "survived": outcome.survived,
                 "lost": len(outcome.lost),
-                "passed": passes(name, outcome),
+                "passed": MATRIX[name].passes(outcome),
                 "seconds": round(outcome.seconds, 1),
                 "seed": outcome.seed,
                 "counts": dict(outcome.counts),
                 "first_losses": outcome.lost[:5],
             }
             print(f"  {outcome.survived} of {outcome.tried} in {outcome.seconds:.0f} s {outcome.lost[:1]}", flush=True)
-            write(path, settings, [done[known] for known in MATRIX if known in done])
+            write_table(path, settings, [rows[known] for known in MATRIX if known in rows])
     print(f"table: {path.with_suffix('.md')}")
-    return 0 if all(row["passed"] for row in done.values()) else 1
+    return 0 if all(row["passed"] for row in rows.values()) else 1
 
 
-def earlier_rows(path: Path, settings: FaultSettings) -> dict[str, dict[str, Any]]:
-    """With `rows=` the other rows of the same table stay as they are."""
-    if not settings.rows or not path.is_file():
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier table, of which `rows=` replaces some."""
+    if not path.is_file():
         return {}
     return {row["row"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
 
 
-def write(path: Path, settings: FaultSettings, rows: list[dict[str, Any]]) -> None:
-    """After each row, so that an interrupted run leaves what it found."""
+def write_table(path: Path, settings: FaultSettings, rows: list[dict[str, Any]]) -> None:
+    """After each row, so that an interrupted run keeps its results."""
     import torch
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout
-    environment = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit.strip()}
-    document = {"counts": settings.counts, "seed": settings.seed, "environment": environment, "rows": rows}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": done.stdout.strip() or None}
+    write_json(path, {"counts": settings.counts, "seed": settings.seed, "environment": versions, "rows": rows})
     lines = [
         f"# Faults planted ({settings.counts} counts, seed {settings.seed})",
         "",
-        f"`python scripts/faults.py counts={settings.counts} seed={settings.seed}` with torch {environment['torch']}, "
-        f"Python {environment['python']}, CPU. A try is lost when anything but the promised outcome came of it.",
+        f"`python scripts/faults.py counts={settings.counts} seed={settings.seed}` with torch {versions['torch']}, "
+        f"Python {versions['python']}, on a CPU. A try is lost if the outcome is not exactly the promised one.",
         "",
         "| row | fault | tried | survived | lost | seconds | details |",
         "|---|---|---:|---:|---:|---:|---|",
@@ -109,16 +103,20 @@ def write(path: Path, settings: FaultSettings, rows: list[dict[str, Any]]) -> No
             f"| {row['row']} | {row['fault']} | {row['tried']:,} | {row['survived']:,} | {row['lost']:,} "
             f"| {row['seconds']:.0f} | {details} |"
         )
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
+
+
+def main(words: list[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        for field in dataclasses.fields(FaultSettings):
+            print(f"  {field.name}: {field.metadata['help']}")
+        return 0
+    try:
+        return run(settings_from_arguments(FaultSettings, words))
+    except ConfigError as error:
+        stop_with(error)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(f"usage: faults.py [key=value ...]\n\n{__doc__}")
-        for field in dataclasses.fields(FaultSettings):
-            print(f"  {field.name}: {field.metadata['help']}")
-        sys.exit(0)
-    try:
-        sys.exit(main(settings_from_arguments(FaultSettings, sys.argv[1:])))
-    except ConfigError as error:
-        stop_with(error)
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""R18: hostile archives, and prepare_imagenet killed on its way."""
+"""Hostile archives, and prepare_imagenet killed while it unpacks."""
 
 import hashlib
 import random
@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from forkserver import ForkServer
+from bench import Bench
 from outcome import Outcome
 
 from cl_train.config.schema import ConfigError
@@ -25,11 +25,12 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-def hostile_archives(folder: Path, seed: int) -> Outcome:
+def hostile_archives(bench: Bench) -> Outcome:
     """Each is refused by name, and nothing is written outside the target."""
-    with Outcome("R18", "hostile archive", seed) as outcome:
+    folder = bench.new_folder()
+    with Outcome("hostile archive", bench.seed) as outcome:
         for number, (name, make) in enumerate(HOSTILE.items()):
-            sandbox = folder / f"r18-{number}/a/b"
+            sandbox = folder / f"{number}/a/b"
             sandbox.mkdir(parents=True)
             (sandbox / "train.tar").write_bytes(make())
             before = contents(folder)
@@ -57,18 +58,19 @@ def run_prepare(root: str, train: str, val: str, devkit: str) -> None:
     prepare(PrepareSettings(root=root, train=train, val=val, devkit=devkit))
 
 
-def killed_prepare(server: ForkServer, folder: Path, kills: int, seed: int) -> Outcome:
+def kill_while_unpacking_imagenet(bench: Bench, kills: int) -> Outcome:
     """SIGKILL at random instants, `kills` times, then to the end: the folder is as without kills, `verify` agrees."""
-    rng = random.Random(seed)
+    folder = bench.new_folder()
+    rng = random.Random(bench.seed)
     archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
     started = time.monotonic()
     prepare(PrepareSettings(root=str(folder / "reference"), **archives))
     duration = time.monotonic() - started
-    out, log = folder / "out", folder / "r18.log"
+    out, log = folder / "out", folder / "prepare.log"
     arguments = [str(out), archives["train"], archives["val"], archives["devkit"]]
-    with Outcome("R18", "prepare_imagenet killed on its way", seed) as outcome:
+    with Outcome("prepare_imagenet killed on its way", bench.seed) as outcome:
         for _ in range(kills):
-            run = server.call("archive_faults:run_prepare", arguments, log)
+            run = bench.server.call("archive_faults:run_prepare", arguments, log)
             time.sleep(rng.uniform(0.0, duration / 3))
             run.send(signal.SIGKILL)
             outcome.counts["finished before the kill"] += run.wait() == 0
@@ -76,7 +78,7 @@ def killed_prepare(server: ForkServer, folder: Path, kills: int, seed: int) -> O
             outcome.check(*problems_of_state(out))
             if (out / "val/.done").exists():
                 shutil.rmtree(out)  # start again, so that all kills hit work
-        code = server.call("archive_faults:run_prepare", arguments, log).wait()
+        code = bench.server.call("archive_faults:run_prepare", arguments, log).wait()
         report = verify(VerifySettings(root=str(out), deep=True, expect="any", workers=1))
         outcome.check(
             "" if code == 0 else f"the last run ended with {code}",

@@ -1,4 +1,4 @@
-"""R1, R5, R6, R7, R19: checkpoint files under kills, full disks, truncation, flipped bits and malice."""
+"""Checkpoint files under kills, full disks, truncation, flipped bits and malicious content."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forkserver import ForkServer
+from bench import Bench
 from outcome import Outcome
 
 from cl_train.system import checkpoint_file as checkpoint
@@ -39,14 +39,15 @@ def write_for_ever(folder: str, background: bool) -> None:
         os.write(confirmed, f"{step}\n".encode())
 
 
-def killed_writers(server: ForkServer, folder: Path, count: int, seed: int) -> Outcome:
-    """R1: SIGKILL at a random instant. Every .pt file is whole, the newest is no older than the last confirmed save."""
-    rng = random.Random(seed)
-    with Outcome("R1", "SIGKILL of a process that writes 8 MB checkpoints", seed) as outcome:
+def kill_while_writing_checkpoint(bench: Bench, count: int) -> Outcome:
+    """SIGKILL at a random instant. Every .pt file is whole, the newest is no older than the last confirmed save."""
+    folder = bench.new_folder()
+    rng = random.Random(bench.seed)
+    with Outcome("SIGKILL of a process that writes 8 MB checkpoints", bench.seed) as outcome:
         for number in range(count):
-            run_folder = folder / f"r1-{number}"
-            run = server.call(
-                "checkpoint_faults:write_for_ever", [str(run_folder), bool(number % 2)], folder / "r1.log"
+            run_folder = folder / f"run-{number}"
+            run = bench.server.call(
+                "checkpoint_faults:write_for_ever", [str(run_folder), bool(number % 2)], folder / "writers.log"
             )
             time.sleep(rng.uniform(0.0, 0.2))
             run.send(signal.SIGKILL)
@@ -118,12 +119,13 @@ def failing_disk(kind: str, at_byte: int) -> Iterator[None]:
         checkpoint._HashingWriter.write = original  # type: ignore[method-assign]
 
 
-def failing_writes(folder: Path, count: int, seed: int) -> Outcome:
-    """R5: the disk fails at a random byte. The previous checkpoint stays, the third failure in a row stops the run."""
-    rng = random.Random(seed)
-    with Outcome("R5", "disk full or failing at a random byte of the write", seed) as outcome:
+def disk_full_while_writing_checkpoint(bench: Bench, count: int) -> Outcome:
+    """the disk fails at a random byte. The previous checkpoint stays, the third failure in a row stops the run."""
+    folder = bench.new_folder()
+    rng = random.Random(bench.seed)
+    with Outcome("disk full or failing at a random byte of the write", bench.seed) as outcome:
         for number in range(count):
-            here = folder / f"r5-{number}"
+            here = folder / f"run-{number}"
             store = CheckpointStore(here, keep=2, background=bool(number % 2))
             state = {"w": torch.randn(25_000, generator=torch.Generator().manual_seed(number))}
             store.save(state, 1)
@@ -168,15 +170,15 @@ def sample_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def truncated(folder: Path, count: int, seed: int) -> Outcome:
-    """R6: each is detected, named, and the one before it is used."""
-    rng = random.Random(seed)
-    folder.mkdir(parents=True, exist_ok=True)
+def truncated_checkpoint(bench: Bench, count: int) -> Outcome:
+    """each is detected, named, and the one before it is used."""
+    folder = bench.new_folder()
+    rng = random.Random(bench.seed)
     good, bad = folder / "step-00000001.pt", folder / "step-00000002.pt"
     sample_checkpoint(good)
     whole = good.read_bytes()
     store = CheckpointStore(folder)
-    with Outcome("R6", "checkpoint truncated at a random length", seed) as outcome:
+    with Outcome("checkpoint truncated at a random length", bench.seed) as outcome:
         for number in range(count):
             length = number if number < 10 else len(whole) - number + 9 if number < 20 else rng.randrange(len(whole))
             bad.write_bytes(whole[:length])
@@ -196,15 +198,15 @@ def problems_of_fallback(store: CheckpointStore, bad: Path, good: Path) -> list[
     return problems
 
 
-def flipped(folder: Path, count: int, seed: int) -> Outcome:
-    """R7: one bit anywhere in the file, padding too, is detected; beside random ones, each bit of a small file."""
-    rng = random.Random(seed)
-    folder.mkdir(parents=True, exist_ok=True)
+def bit_flip_in_checkpoint(bench: Bench, count: int) -> Outcome:
+    """one bit anywhere in the file, padding too, is detected; beside random ones, each bit of a small file."""
+    folder = bench.new_folder()
+    rng = random.Random(bench.seed)
     good, bad = folder / "step-00000001.pt", folder / "step-00000002.pt"
     sample_checkpoint(good)
     whole = bytearray(good.read_bytes())
     store = CheckpointStore(folder)
-    with Outcome("R7", "one bit flipped in a checkpoint", seed) as outcome:
+    with Outcome("one bit flipped in a checkpoint", bench.seed) as outcome:
         for _ in range(count):
             bit = rng.randrange(len(whole) * 8)
             whole[bit // 8] ^= 1 << bit % 8
@@ -248,10 +250,10 @@ class Evil:
         }[self.how]
 
 
-def malicious(folder: Path, seed: int) -> Outcome:
-    """R19: pickles that run code, with a right digest and format: refused, the marker file absent."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with Outcome("R19", "malicious checkpoint", seed) as outcome:
+def malicious_checkpoint(bench: Bench) -> Outcome:
+    """pickles that run code, with a right digest and format: refused, the marker file absent."""
+    folder = bench.new_folder()
+    with Outcome("malicious checkpoint", bench.seed) as outcome:
         for how in ("os.system", "eval", "exec", "subprocess", "unknown global", "nested torch.load"):
             for nested in (False, True):
                 marker = folder / "marker"

@@ -1,9 +1,10 @@
-"""R20: every setting with wrong values, every key with one typing error. In process and without torch."""
+"""Every setting with wrong values, every key with one typing error. In process and without torch."""
 
 import random
 import string
 from collections.abc import Iterator
 
+from bench import Bench
 from outcome import Outcome
 
 from cl_train.config.command_line import GROUPS, check_command_line
@@ -35,7 +36,7 @@ def wrong_values(item: Setting) -> Iterator[str]:
         yield "null"
 
 
-def fuzzed_settings(seed: int, limit: int | None = None) -> Outcome:
+def wrong_setting_values(bench: Bench, limit: int | None) -> Outcome:
     """Each wrong value: a ConfigError that names the setting, at most one screen, no other exception."""
     cases = [
         (key, value)
@@ -43,8 +44,8 @@ def fuzzed_settings(seed: int, limit: int | None = None) -> Outcome:
         if key not in ("data.name", "optim.name", "schedule.name")  # chosen by their group
         for value in wrong_values(item)
     ]
-    random.Random(seed).shuffle(cases)
-    with Outcome("R20", "a setting with a wrong value", seed) as outcome:
+    random.Random(bench.seed).shuffle(cases)
+    with Outcome("a setting with a wrong value", bench.seed) as outcome:
         for key, value in cases[:limit]:
             outcome.check(problem_of([f"{key}={value}"], key))
         for words in HOSTILE_WORDS:
@@ -117,11 +118,11 @@ def one_edit(word: str, rng: random.Random) -> str:
             return edited
 
 
-def misspelt_keys(seed: int, per_key: int) -> Outcome:
+def misspelt_settings(bench: Bench, per_key: int) -> Outcome:
     """A try is one misspelt key of a setting or group; it survives where the right one is among the suggestions."""
-    rng = random.Random(seed)
+    rng = random.Random(bench.seed)
     known = {*setting_fields(Config), *GROUPS}
-    with Outcome("R20", "a key with one typing error gets the right suggestion", seed) as outcome:
+    with Outcome("a key with one typing error gets the right suggestion", bench.seed) as outcome:
         for key in sorted(known):
             for _ in range(per_key):
                 edited = one_edit(key, rng)

@@ -1,7 +1,7 @@
-"""Runs of the real train.py without three seconds of imports each: a server that has imported everything forks them.
+"""Runs of train.py without three seconds of imports each: a server that has imported everything forks them.
 
-A run is a process of its own, with its own signals, files and death. The server has run no tensor operation and started
-no thread before a fork, so the child is as good as a fresh interpreter.
+A run is a process of its own. The server runs no tensor operation and starts no thread before a fork, so a child
+behaves like a fresh interpreter.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Run:
             os.killpg(self.pid, signum)
 
     def wait(self, timeout: float = 60.0) -> int | None:
-        """The exit code, -n after signal n; None where it still runs after `timeout` seconds."""
+        """The exit code, -n after signal n; None if it still runs after `timeout` seconds."""
         if self._code is None:
             status = self._server.ask({"wait": self.pid, "timeout": timeout})["status"]
             self._code = None if status is None else os.waitstatus_to_exitcode(status)
@@ -46,35 +46,41 @@ class Run:
 
 
 class ForkServer:
-    """Context manager around the server process."""
+    """Context manager around the server process, which starts with the first run."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}:{REPOSITORY}"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-        )
+        self._process: subprocess.Popen[str] | None = None
         self._children: set[int] = set()
-        assert self._process.stdout is not None
-        self._process.stdout.readline()  # everything is imported: from here on, times are those of runs
 
     def __enter__(self) -> "ForkServer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
         for pid in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        self._process.stdin.close()
-        self._process.wait(20)
-        self._process.stdout.close()
+        if self._process is not None:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.close()
+            self._process.wait(20)
+            self._process.stdout.close()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline())
         return answer
+
+    def _start(self) -> "subprocess.Popen[str]":
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}:{REPOSITORY}"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # everything is imported: from here on, times are those of runs
+        return self._process
 
     def start(self, words: list[str], log: Path, environment: dict[str, str] | None = None, hook: str = "") -> Run:
         """Run train.py; `hook` is a `module:function` called in the child before it, to plant a fault."""
@@ -123,7 +129,7 @@ def fork(question: dict[str, Any]) -> int:
     code = 1
     try:
         os.setsid()
-        # As from a terminal: a shell starts its background jobs, such as these tests, with SIGINT ignored.
+        # A shell starts background jobs, such as these tests, with SIGINT ignored; a terminal does not.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -145,7 +151,7 @@ def fork(question: dict[str, Any]) -> int:
 
 
 def leave(code: int) -> None:
-    """As the interpreter would: finish threads that are no daemons (a checkpoint being written), flush, and go."""
+    """End as the interpreter would: wait for threads that are no daemons (a checkpoint being written), and flush."""
     import threading
 
     for thread in threading.enumerate():

@@ -1,4 +1,4 @@
-"""R16, R17: fuzzed images through the loader, and ImageNet's odd files one by one."""
+"""Fuzzed images through the loader, and ImageNet's odd files one by one."""
 
 import io
 import logging
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from bench import Bench
 from outcome import Outcome
 from PIL import Image
 
@@ -79,22 +80,22 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(result)
 
 
-def fuzzed_images(folder: Path, count: int, seed: int, workers: int = 2) -> Outcome:
-    """R16: each image becomes pixels or a counted, named error; no crash, no hang, bounded memory.
+def fuzzed_images(bench: Bench, count: int) -> Outcome:
+    """Each image becomes pixels or a counted, named error; no crash, no hang, bounded memory.
 
     Once image by image in this process (time of each), once through the real loader with worker processes.
     """
-    rng = random.Random(seed)
-    root = folder / "r16"
+    rng = random.Random(bench.seed)
+    root = bench.new_folder()
     files = seed_files()
     for split, number in (("train", count), ("val", 8)):
         (root / split / "a").mkdir(parents=True)
         for i in range(number):
             data = mutate(files[i % len(files)], rng) if split == "train" else files[0]
             (root / split / "a" / f"{i:06d}.JPEG").write_bytes(data)
-    with Outcome("R16", "fuzzed images", seed) as outcome:
+    with Outcome("fuzzed images", bench.seed) as outcome:
         bad = decode_each(root, outcome)
-        through_loader(root, count, workers, bad, outcome)
+        through_loader(root, count, 2, bad, outcome)
     shutil.rmtree(root)
     return outcome
 
@@ -240,11 +241,10 @@ def claims(data: bytes, side: int) -> bytes:
     return data[:place] + struct.pack(">HH", side, side) + data[place + 4 :]
 
 
-def odd_files(folder: Path, seed: int) -> Outcome:
-    """R17: the expected outcome of each file, table-driven; nothing may hang."""
-    here = folder / "r17"
-    here.mkdir(parents=True)
-    with Outcome("R17", "ImageNet's odd files", seed) as outcome, warnings.catch_warnings():
+def odd_imagenet_files(bench: Bench) -> Outcome:
+    """The expected outcome of each file, table-driven; nothing may hang."""
+    here = bench.new_folder()
+    with Outcome("ImageNet's odd files", bench.seed) as outcome, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table = quirks()
         for number, (name, (make, expected)) in enumerate(table.items()):

@@ -1,109 +1,96 @@
-"""The fault matrix: which rows there are, and how often each is tried, quickly (each change) or in full."""
+"""The fault matrix: which faults are planted, and how often in the ordinary tests (quick) and in full."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-import archive_faults
-import checkpoint_faults
-import config_fuzz
-import image_faults
-import place_faults
-import rank_faults
-import run_faults
-import sample_faults
-import sweep_faults
 import tiny
-import watch_faults
+from archive_faults import hostile_archives, kill_while_unpacking_imagenet
+from bench import Bench
+from checkpoint_faults import (
+    bit_flip_in_checkpoint,
+    disk_full_while_writing_checkpoint,
+    kill_while_writing_checkpoint,
+    malicious_checkpoint,
+    truncated_checkpoint,
+)
+from config_fuzz import misspelt_settings, wrong_setting_values
+from folder_faults import long_run_stays_bounded, odd_folders_and_environments, shared_or_moved_run_folder
+from image_faults import fuzzed_images, odd_imagenet_files
 from outcome import Outcome
-from run_faults import Bench
-
-QUICK_STEPS = [1, 6, 11, 12]
-ALL_STEPS = list(range(1, tiny.STEPS + 1))
+from rank_faults import (
+    hang_one_of_two_ranks,
+    kill_one_of_two_ranks,
+    kill_torchrun_agent,
+    rank_fails_under_torchrun,
+    resume_with_other_number_of_ranks,
+)
+from run_faults import (
+    kill_training_run,
+    resume_at_every_step,
+    resume_with_other_layout_or_precision,
+    stop_signal_in_training,
+)
+from sample_faults import images_seen_per_epoch
+from sweep_faults import failing_sweep_jobs
+from training_faults import (
+    disk_full_in_training_run,
+    failing_loader_worker,
+    loss_scale_collapse,
+    nan_in_loss_or_gradient,
+)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One kind of fault; `run(bench, folder, seed)` plants it."""
+class Fault:
+    """One row. `quick` and `full` are the arguments of `plant` after the bench: mostly, how often."""
 
-    quick: Callable[[Bench, Path, int], Outcome]
-    full: Callable[[Bench, Path, int], Outcome]
+    plant: Callable[..., Outcome]
+    quick: tuple[Any, ...] = ()
+    full: tuple[Any, ...] = ()
+    slow: bool = False  # left out by `pytest -m "not slow"`
+    enough: float = 1.0  # share of the tries that must survive
 
+    def run(self, bench: Bench, counts: str) -> Outcome:
+        return self.plant(bench, *(self.full if counts == "full" else self.quick))
 
-MATRIX: dict[str, Row] = {
-    "R1": Row(
-        lambda b, f, s: checkpoint_faults.killed_writers(b.server, f, 25, s),
-        lambda b, f, s: checkpoint_faults.killed_writers(b.server, f, 1000, s),
-    ),
-    "R2": Row(lambda b, f, s: run_faults.killed_runs(b, 5, s), lambda b, f, s: run_faults.killed_runs(b, 200, s)),
-    "R3": Row(lambda b, f, s: rank_faults.killed_ranks(b, 1, s), lambda b, f, s: rank_faults.killed_ranks(b, 40, s)),
-    "R3-torchrun": Row(
-        lambda b, f, s: rank_faults.restarts_only(b, s), lambda b, f, s: rank_faults.under_torchrun(b, s)
-    ),
-    "R4": Row(lambda b, f, s: run_faults.polite_stops(b, 3, s), lambda b, f, s: run_faults.polite_stops(b, 100, s)),
-    "R5": Row(
-        lambda b, f, s: checkpoint_faults.failing_writes(f, 20, s),
-        lambda b, f, s: checkpoint_faults.failing_writes(f, 300, s),
-    ),
-    "R5-run": Row(
-        lambda b, f, s: watch_faults.full_disks(b, s, False), lambda b, f, s: watch_faults.full_disks(b, s, True)
-    ),
-    "R6": Row(
-        lambda b, f, s: checkpoint_faults.truncated(f, 50, s), lambda b, f, s: checkpoint_faults.truncated(f, 1000, s)
-    ),
-    "R7": Row(
-        lambda b, f, s: checkpoint_faults.flipped(f, 50, s), lambda b, f, s: checkpoint_faults.flipped(f, 2000, s)
-    ),
-    "R8": Row(
-        lambda b, f, s: run_faults.resume_everywhere(b, s, QUICK_STEPS, [0]),
-        lambda b, f, s: run_faults.resume_everywhere(b, s, ALL_STEPS, [0, 1, 3]),
-    ),
-    "R9": Row(
-        lambda b, f, s: sample_faults.sample_accounting(f, 20, s),
-        lambda b, f, s: sample_faults.sample_accounting(f, 500, s),
-    ),
-    "R10": Row(
-        lambda b, f, s: rank_faults.other_world_sizes(b, s, False),
-        lambda b, f, s: rank_faults.other_world_sizes(b, s, True),
-    ),
-    "R11": Row(
-        lambda b, f, s: run_faults.resume_in_another_form(b, s, False),
-        lambda b, f, s: run_faults.resume_in_another_form(b, s, True),
-    ),
-    "R12": Row(
-        lambda b, f, s: watch_faults.bad_numbers(b, s, False), lambda b, f, s: watch_faults.bad_numbers(b, s, True)
-    ),
-    "R13": Row(
-        lambda b, f, s: watch_faults.collapsing_scale(b, s, False),
-        lambda b, f, s: watch_faults.collapsing_scale(b, s, True),
-    ),
-    "R14": Row(lambda b, f, s: watch_faults.bad_workers(b, s, 1), lambda b, f, s: watch_faults.bad_workers(b, s, 10)),
-    "R15": Row(lambda b, f, s: rank_faults.hung_ranks(b, 1, s), lambda b, f, s: rank_faults.hung_ranks(b, 5, s)),
-    "R16": Row(
-        lambda b, f, s: image_faults.fuzzed_images(f, 1000, s),
-        lambda b, f, s: image_faults.fuzzed_images(f, 100_000, s),
-    ),
-    "R17": Row(lambda b, f, s: image_faults.odd_files(f, s), lambda b, f, s: image_faults.odd_files(f, s)),
-    "R18": Row(
-        lambda b, f, s: archive_faults.hostile_archives(f, s), lambda b, f, s: archive_faults.hostile_archives(f, s)
-    ),
-    "R18-kill": Row(
-        lambda b, f, s: archive_faults.killed_prepare(b.server, f, 5, s),
-        lambda b, f, s: archive_faults.killed_prepare(b.server, f, 20, s),
-    ),
-    "R19": Row(lambda b, f, s: checkpoint_faults.malicious(f, s), lambda b, f, s: checkpoint_faults.malicious(f, s)),
-    "R20": Row(lambda b, f, s: config_fuzz.fuzzed_settings(s, 40), lambda b, f, s: config_fuzz.fuzzed_settings(s)),
-    "R20-typos": Row(lambda b, f, s: config_fuzz.misspelt_keys(s, 1), lambda b, f, s: config_fuzz.misspelt_keys(s, 10)),
-    "R21": Row(
-        lambda b, f, s: place_faults.odd_surroundings(b, s), lambda b, f, s: place_faults.odd_surroundings(b, s)
-    ),
-    "R22": Row(lambda b, f, s: place_faults.shared_folders(b, s), lambda b, f, s: place_faults.shared_folders(b, s)),
-    "R23": Row(lambda b, f, s: place_faults.long_run(b, s, 1_500), lambda b, f, s: place_faults.long_run(b, s, 10_000)),
-    "R25": Row(lambda b, f, s: sweep_faults.failing_jobs(b, s, 1), lambda b, f, s: sweep_faults.failing_jobs(b, s, 7)),
-}
-# A try of R20-typos may be lost: no one can guess every word. The bar is the share.
-ENOUGH = {"R20-typos": 0.95}
+    def passes(self, outcome: Outcome) -> bool:
+        return outcome.tried > 0 and outcome.survived >= self.enough * outcome.tried
 
 
-def passes(name: str, outcome: Outcome) -> bool:
-    return outcome.tried > 0 and outcome.survived >= ENOUGH.get(name, 1.0) * outcome.tried
+_ALL_STEPS = range(1, tiny.STEPS + 1)
+
+_FAULTS = (
+    Fault(kill_while_writing_checkpoint, (15,), (1000,), slow=True),
+    Fault(disk_full_while_writing_checkpoint, (20,), (300,)),
+    Fault(truncated_checkpoint, (50,), (1000,)),
+    Fault(bit_flip_in_checkpoint, (50,), (2000,)),
+    Fault(malicious_checkpoint),
+    Fault(kill_training_run, (3,), (200,), slow=True),
+    Fault(stop_signal_in_training, (2,), (100,), slow=True),
+    Fault(resume_at_every_step, ((1, 6, 12), (0,)), (_ALL_STEPS, (0, 1, 3)), slow=True),
+    Fault(resume_with_other_layout_or_precision, (False,), (True,), slow=True),
+    Fault(disk_full_in_training_run, (False,), (True,), slow=True),
+    Fault(nan_in_loss_or_gradient, (False,), (True,), slow=True),
+    Fault(loss_scale_collapse, (False,), (True,), slow=True),
+    Fault(failing_loader_worker, (1,), (10,), slow=True),
+    Fault(kill_one_of_two_ranks, (1,), (40,), slow=True),
+    Fault(hang_one_of_two_ranks, (1,), (5,), slow=True),
+    Fault(rank_fails_under_torchrun, (False,), (True,), slow=True),
+    Fault(kill_torchrun_agent, (1,), (10,), slow=True),
+    Fault(resume_with_other_number_of_ranks, (False,), (True,), slow=True),
+    Fault(images_seen_per_epoch, (20,), (500,)),
+    Fault(fuzzed_images, (300,), (100_000,), slow=True),
+    Fault(odd_imagenet_files, slow=True),
+    Fault(hostile_archives),
+    Fault(kill_while_unpacking_imagenet, (3,), (20,), slow=True),
+    Fault(wrong_setting_values, (40,), (None,), slow=True),
+    # Nobody can guess every misspelt word.
+    Fault(misspelt_settings, (1,), (10,), slow=True, enough=0.95),
+    Fault(odd_folders_and_environments, slow=True),
+    Fault(shared_or_moved_run_folder, slow=True),
+    Fault(long_run_stays_bounded, (600,), (10_000,), slow=True),
+    Fault(failing_sweep_jobs, (1,), (7,), slow=True),
+)
+
+MATRIX = {fault.plant.__name__: fault for fault in _FAULTS}

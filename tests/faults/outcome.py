@@ -1,17 +1,15 @@
-"""What came of a fault that was planted many times."""
+"""The result of planting one kind of fault many times."""
 
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 
 @dataclass
 class Outcome:
-    """One row of the fault matrix. `lost` must end empty; use as a context manager to take the time."""
+    """One row of the fault matrix. As a context manager it measures the time. It passes if nothing was `lost`."""
 
-    row: str
     fault: str
     seed: int
     tried: int = 0
@@ -29,19 +27,16 @@ class Outcome:
         self.seconds = time.monotonic() - self._started
 
     def check(self, *problems: str) -> None:
-        """One try more; it survived where no problem is given."""
+        """Count one more try; it survived if no problem is given."""
         self.tried += 1
         if any(problems):
             self.lost.append("; ".join(problem for problem in problems if problem))
 
+    def slowest(self, what: str, seconds: float) -> None:
+        """Keep the largest of all times given for `what`."""
+        key = f"slowest {what}, ms"
+        self.counts[key] = max(self.counts[key], int(1000 * seconds))
+
     @property
     def survived(self) -> int:
         return self.tried - len(self.lost)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a row works: a folder of its own, and the seed that every random choice comes from."""
-
-    folder: Path
-    seed: int

@@ -1,4 +1,4 @@
-"""R3, R10, R15, and R12 over ranks: two processes, one of which is killed, stopped or given a NaN."""
+"""Several ranks, one of which is killed or stopped, or whose number changes."""
 
 import os
 import random
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+from bench import Bench, newest_step, wait_for
 from forkserver import HERE, Run
 from outcome import Outcome
-from run_faults import Bench, newest_step, wait_for
 
 RANK_TIMEOUT_S = 4.0
 TORCHRUN_TIMEOUT_S = 15.0  # also the time in which both ranks must have imported torch
 ROLL_CALL_S = 5.0
+MAX_ORPHAN_S = 5.0
 TORCHRUN_GRACE_S = 30.0  # torchrun sends SIGTERM, and SIGKILL half a minute later
 
 
@@ -50,27 +51,25 @@ def finish(ranks: list[Run], timeout: float = 60.0) -> list[int | None]:
     return [rank.wait(timeout) for rank in ranks]
 
 
-def killed_ranks(bench: Bench, count: int, seed: int) -> Outcome:
-    """R3: one of two ranks is killed at a random instant. The other names it and ends; both resume exactly."""
-    rng = random.Random(seed)
+def kill_one_of_two_ranks(bench: Bench, count: int) -> Outcome:
+    """one of two ranks is killed at a random instant. The other names it and ends; both resume exactly."""
+    rng = random.Random(bench.seed)
     reference = two_ranks(bench)
     slow = ("plants:slow_steps", {"PLANT_MS": "60"})  # so that most of a run's life is training, not start-up
-    with Outcome("R3", "one of two ranks killed at a random instant", seed) as outcome:
+    with Outcome("one of two ranks killed at a random instant", bench.seed) as outcome:
         started = time.monotonic()
-        assert finish(start_ranks(bench, bench.folder / "r3-timed", 2, *slow, batch_size=4)) == [0, 0]
+        assert finish(start_ranks(bench, bench.folder / "killed-rank-timed", 2, *slow, batch_size=4)) == [0, 0]
         seconds = time.monotonic() - started
         number = 0
         while outcome.tried < count and number < 10 * count + 10:
             number += 1
-            run, victim = bench.folder / f"r3-{number}", rng.choice((0, 1))
+            run, victim = bench.folder / f"killed-rank-{number}", rng.choice((0, 1))
             ranks = start_ranks(bench, run, 2, *slow, batch_size=4)
             time.sleep(rng.uniform(0.2, 1.0) * seconds)
             ranks[victim].send(signal.SIGKILL)
             code, killed_at = ranks[victim].wait(), time.monotonic()
             other = ranks[1 - victim].wait(RANK_TIMEOUT_S + ROLL_CALL_S + 5)
-            outcome.counts["slowest end of the other, ms"] = max(
-                outcome.counts["slowest end of the other, ms"], int(1000 * (time.monotonic() - killed_at))
-            )
+            outcome.slowest("end of the other", time.monotonic() - killed_at)
             if code == 0 or other == 0:
                 outcome.counts["ended before the kill"] += 1
                 for rank in ranks:
@@ -97,20 +96,18 @@ def killed_ranks(bench: Bench, count: int, seed: int) -> Outcome:
     return outcome
 
 
-def hung_ranks(bench: Bench, count: int, seed: int) -> Outcome:
-    """R15: one of two ranks is stopped (SIGSTOP). The other names it and ends within the timeout and the roll call."""
-    with Outcome("R15", "one of two ranks stopped (SIGSTOP)", seed) as outcome:
+def hang_one_of_two_ranks(bench: Bench, count: int) -> Outcome:
+    """one of two ranks is stopped (SIGSTOP). The other names it and ends within the timeout and the roll call."""
+    with Outcome("one of two ranks stopped (SIGSTOP)", bench.seed) as outcome:
         for number in range(count):
-            run, victim = bench.folder / f"r15-{number}", number % 2
+            run, victim = bench.folder / f"hung-rank-{number}", number % 2
             ranks = start_ranks(bench, run, 2, "plants:slow_steps", {"PLANT_MS": "30"}, batch_size=4)
             wait_for(run / "checkpoints", content=".pt")
             ranks[victim].send(signal.SIGSTOP)
             stopped = time.monotonic()
             other = ranks[1 - victim].wait(RANK_TIMEOUT_S + ROLL_CALL_S + 10)
             seconds = time.monotonic() - stopped
-            outcome.counts["slowest end of the other, ms"] = max(
-                outcome.counts["slowest end of the other, ms"], int(1000 * seconds)
-            )
+            outcome.slowest("end of the other", seconds)
             ranks[victim].kill_group()
             ranks[victim].wait()
             output = ranks[1 - victim].output()
@@ -123,14 +120,14 @@ def hung_ranks(bench: Bench, count: int, seed: int) -> Outcome:
     return outcome
 
 
-def other_world_sizes(bench: Bench, seed: int, full: bool) -> Outcome:
-    """R10: 1 -> 2 -> 4 -> 1 ranks at the same global batch: the same order, losses equal to 1e-5."""
+def resume_with_other_number_of_ranks(bench: Bench, full: bool) -> Outcome:
+    """1 -> 2 -> 4 -> 1 ranks at the same global batch: the same order, losses equal to 1e-5."""
     plain = {"model": "tiny:plain_model", "ema_decay": 0, "log_every": 1}
     chains = [(1, 2), (2, 1)] + ([(1, 2, 4, 1), (4, 1), (2, 4), (1, 4)] if full else [])
-    with Outcome("R10", "resume with another number of ranks, same global batch", seed) as outcome:
+    with Outcome("resume with another number of ranks, same global batch", bench.seed) as outcome:
         reference = bench.reference(**plain)
         for chain in chains:
-            run = bench.folder / f"r10-{'-'.join(map(str, chain))}"
+            run = bench.folder / f"ranks-{'-'.join(map(str, chain))}"
             problems = []
             for place, world in enumerate(chain):
                 last = place == len(chain) - 1
@@ -198,13 +195,6 @@ def torchrun(bench: Bench, run: Path, *options: str, slow_ms: int = 0, **setting
     return Torchrun(process, log)
 
 
-def restarts_only(bench: Bench, seed: int) -> Outcome:
-    """The quick part: a rank is killed, torchrun restarts both."""
-    with Outcome("R3", "a rank killed under torchrun --max-restarts", seed) as outcome:
-        outcome.check(*restarted_by_torchrun(bench, two_ranks(bench)))
-    return outcome
-
-
 def two_ranks(bench: Bench) -> Path:
     """A run of two ranks that nothing disturbed."""
     reference = bench.folder / "two-ranks"
@@ -214,17 +204,25 @@ def two_ranks(bench: Bench) -> Path:
     return reference
 
 
-def under_torchrun(bench: Bench, seed: int) -> Outcome:
-    """A rank killed, stopped or terminated, the agent killed, restarts by torchrun: bounded, named, resumed exactly."""
-    with Outcome(
-        "R3", "the same under torchrun: a rank killed, stopped, the agent killed, --max-restarts", seed
-    ) as outcome:
+def rank_fails_under_torchrun(bench: Bench, full: bool) -> Outcome:
+    """A rank killed, stopped or terminated, and restarts by torchrun: bounded, named, resumed exactly."""
+    with Outcome("under torchrun: a rank killed, stopped, terminated; --max-restarts", bench.seed) as outcome:
         reference = two_ranks(bench)
-        for what, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP), ("terminated", signal.SIGTERM)):
-            for victim in (0, 1):
-                outcome.check(*one_rank_down(bench, reference, what, signum, victim, outcome))
-        outcome.check(*agent_killed(bench, reference))
         outcome.check(*restarted_by_torchrun(bench, reference))
+        for what, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP), ("terminated", signal.SIGTERM)):
+            for victim in (0, 1) if full else ():
+                outcome.check(*one_rank_down(bench, reference, what, signum, victim, outcome))
+    return outcome
+
+
+def kill_torchrun_agent(bench: Bench, kills: int) -> Outcome:
+    """The agent is killed by SIGKILL or SIGUSR1: its ranks save and end; the run is resumed exactly."""
+    rng = random.Random(bench.seed)
+    with Outcome("the torchrun agent killed", bench.seed) as outcome:
+        reference = two_ranks(bench)
+        for number in range(kills):
+            signum = (signal.SIGKILL, signal.SIGUSR1)[number % 2]
+            outcome.check(*agent_killed(bench, reference, number, signum, rng.uniform(0, 0.5), outcome))
     return outcome
 
 
@@ -256,18 +254,21 @@ def one_rank_down(bench: Bench, reference: Path, what: str, signum: int, victim:
     return problems + bench.compare(run, reference)
 
 
-def agent_killed(bench: Bench, reference: Path) -> list[str]:
-    """torchrun itself is killed: its ranks are orphans, which must not be lost track of or write on for ever."""
-    run = bench.folder / "torchrun-agent"
+def agent_killed(bench: Bench, reference: Path, number: int, signum: int, wait_s: float, outcome: Outcome) -> list[str]:
+    run = bench.folder / f"torchrun-agent-{number}"
     job = torchrun(bench, run, slow_ms=100)
     wait_for(run / "checkpoints", content=".pt", seconds=60)
+    time.sleep(wait_s)
     ranks = job.ranks()
-    job.process.kill()
+    job.process.send_signal(signum)
     job.process.wait()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    killed_at = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()) and time.monotonic() < killed_at + 60:
+        time.sleep(0.02)
+    outcome.slowest("end of the ranks", time.monotonic() - killed_at)
     problems = [f"{run.name}: rank {rank} still runs" for rank, pid in ranks.items() if Path(f"/proc/{pid}").exists()]
+    if time.monotonic() - killed_at > MAX_ORPHAN_S:
+        problems.append(f"{run.name}: the ranks ran on for {time.monotonic() - killed_at:.1f} s")
     if torchrun(bench, run).process.wait(120) != 0:
         return [*problems, f"{run.name} did not resume"]
     return problems + bench.compare(run, reference)

@@ -1,73 +1,24 @@
-"""R2, R4, R8, R11: whole training runs killed, stopped and resumed, held against a run that nothing disturbed."""
+"""Whole training runs killed, stopped and resumed, and compared with an undisturbed run."""
 
 import random
-import shutil
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tiny
-from forkserver import ForkServer, Run
+from bench import Bench, newest_step, wait_for
+from forkserver import Run
 from outcome import Outcome
-
-from cl_train.system.checkpoint_store import CheckpointStore
 
 SLOW = {"PLANT_MS": "15"}
 
 
-@dataclass
-class Bench:
-    """What every row of training runs needs: the server, the images, a folder, and undisturbed runs to compare with."""
-
-    server: ForkServer
-    folder: Path
-
-    def __post_init__(self) -> None:
-        self.images = tiny.write_images(self.folder / "images")
-        self._references: dict[str, Path] = {}
-        self.seconds = 0.0
-
-    def start(self, run: Path, hook: str = "", environment: dict[str, str] | None = None, **settings: Any) -> Run:
-        log = self.folder / f"{run.name}.log"
-        return self.server.start(tiny.words(self.images, run, **settings), log, environment, hook)
-
-    def reference(self, **settings: Any) -> Path:
-        """A run that nothing disturbed."""
-        key = "-".join(f"{name}={value}" for name, value in settings.items())
-        if key not in self._references:
-            run = self.folder / f"reference-{len(self._references)}"
-            started = time.monotonic()
-            running = self.start(run, **settings)
-            assert running.wait() == 0, running.output()
-            self.seconds = time.monotonic() - started
-            self._references[key] = run
-        return self._references[key]
-
-    def compare(self, run: Path, reference: Path) -> list[str]:
-        """The final state and every logged number, bit by bit."""
-        problems = tiny.differences(tiny.final_state(run), tiny.final_state(reference))
-        ours, theirs = tiny.records(run), tiny.records(reference)
-        if ours != theirs:
-            odd = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
-            problems.append(f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {odd}")
-        return [f"{run.name}: {problem}" for problem in problems[:3]]
-
-    def forget(self, run: Path) -> None:
-        shutil.rmtree(run, ignore_errors=True)
-        (self.folder / f"{run.name}.log").unlink(missing_ok=True)
-
-
-def newest_step(run: Path) -> int:
-    found = CheckpointStore(run / "checkpoints").newest()
-    return found[1]["progress"]["step"] if found else 0
-
-
-def killed_runs(bench: Bench, kills: int, seed: int) -> Outcome:
-    """R2: SIGKILL at random instants, `resume=auto` until done. A try is one kill of a live process."""
-    rng = random.Random(seed)
-    with Outcome("R2", "SIGKILL of a whole training run at a random instant", seed) as outcome:
+def kill_training_run(bench: Bench, kills: int) -> Outcome:
+    """SIGKILL at random instants, `resume=auto` until done. A try is one kill of a live process."""
+    rng = random.Random(bench.seed)
+    with Outcome("SIGKILL of a whole training run at a random instant", bench.seed) as outcome:
         number = 0
         while outcome.tried < kills and number < 10 * kills + 10:
             number += 1
@@ -76,7 +27,7 @@ def killed_runs(bench: Bench, kills: int, seed: int) -> Outcome:
             settings = undisturbed | {"data__workers": rng.choice((0, 0, 1, 3))}
             settings |= {"checkpoint__background": rng.choice(("true", "false"))}
             reference = bench.reference(**undisturbed)
-            run = bench.folder / f"r2-{number}"
+            run = bench.folder / f"killed-{number}"
             kill_until_done(bench, run, rng, outcome, settings)
             problems = bench.compare(run, reference)
             outcome.counts["runs completed"] += 1
@@ -113,16 +64,16 @@ def kill_until_done(bench: Bench, run: Path, rng: random.Random, outcome: Outcom
         outcome.lost.append(f"{run.name} did not complete: {code}: {running.output()[-500:]}")
 
 
-def polite_stops(bench: Bench, count: int, seed: int) -> Outcome:
-    """R4: SIGTERM and SIGINT at a random instant of training: 143 or 130, saved at that step, resumed exactly."""
-    rng = random.Random(seed)
+def stop_signal_in_training(bench: Bench, count: int) -> Outcome:
+    """SIGTERM and SIGINT at a random instant of training: 143 or 130, saved at that step, resumed exactly."""
+    rng = random.Random(bench.seed)
     reference = bench.reference()
-    with Outcome("R4", "SIGTERM or SIGINT at a random step", seed) as outcome:
+    with Outcome("SIGTERM or SIGINT at a random step", bench.seed) as outcome:
         number = 0
         while outcome.tried < count and number < 10 * count + 10:
             number += 1
             signum = rng.choice((signal.SIGTERM, signal.SIGINT))
-            run = bench.folder / f"r4-{number}"
+            run = bench.folder / f"signal-{number}"
             running = bench.start(
                 run, "plants:slow_steps", SLOW, checkpoint__every_steps=0, data__workers=rng.choice((0, 2))
             )
@@ -132,7 +83,7 @@ def polite_stops(bench: Bench, count: int, seed: int) -> Outcome:
             running.send(signum)
             code = running.wait(30)
             seconds = time.monotonic() - sent
-            outcome.counts["slowest exit, ms"] = max(outcome.counts["slowest exit, ms"], int(seconds * 1000))
+            outcome.slowest("exit", seconds)
             if code == 0:
                 outcome.counts["ended before the signal"] += 1
                 bench.forget(run)
@@ -168,7 +119,7 @@ def problems_of_stop(run: Path, running: Run) -> list[str]:
 
 def second_signal(bench: Bench) -> list[str]:
     """The step takes three seconds; the second Ctrl-C does not wait for it."""
-    run = bench.folder / "r4-second"
+    run = bench.folder / "signal-second"
     running = bench.start(run, "plants:slow_steps", {"PLANT_MS": "3000"})
     wait_for(run / "config.yaml")
     time.sleep(0.5)
@@ -182,7 +133,7 @@ def second_signal(bench: Bench) -> list[str]:
 
 def early_signal(bench: Bench) -> list[str]:
     """Ctrl-C before the first step: one line, no traceback."""
-    run = bench.folder / "r4-early"
+    run = bench.folder / "signal-early"
     running = bench.start(run, "plants:slow_data")
     wait_for(running.log, content="reading the data")
     running.send(signal.SIGINT)
@@ -193,7 +144,7 @@ def early_signal(bench: Bench) -> list[str]:
 
 def save_and_go_on(bench: Bench, reference: Path) -> list[str]:
     """SIGUSR1: a checkpoint appears in mid-epoch, the run ends as if nothing had happened."""
-    run = bench.folder / "r4-usr1"
+    run = bench.folder / "signal-usr1"
     running = bench.start(
         run, "plants:slow_steps", {"PLANT_MS": "60"}, checkpoint__every_steps=0, checkpoint__every_epochs=0
     )
@@ -204,22 +155,10 @@ def save_and_go_on(bench: Bench, reference: Path) -> list[str]:
     return problems + bench.compare(run, reference)
 
 
-def wait_for(path: Path, content: str = "", seconds: float = 20.0) -> bool:
-    """Until `path` is there (a folder: a file with `content` in its name; a file: `content` in it)."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if path.is_dir() and any(content in item.name and not item.name.startswith(".") for item in path.iterdir()):
-            return True
-        if path.is_file() and content in path.read_text(errors="replace"):
-            return True
-        time.sleep(0.003)
-    return False
-
-
-def resume_everywhere(bench: Bench, seed: int, steps: list[int], workers: list[int]) -> Outcome:
-    """R8: ended at every step of a 2-epoch run, by SIGKILL and by SIGTERM, for each number of workers, then resumed."""
+def resume_at_every_step(bench: Bench, steps: Sequence[int], workers: Sequence[int]) -> Outcome:
+    """ended at every step of a 2-epoch run, by SIGKILL and by SIGTERM, for each number of workers, then resumed."""
     reference = bench.reference()
-    with Outcome("R8", "resume at every step of a 2-epoch run x workers", seed) as outcome:
+    with Outcome("resume at every step of a 2-epoch run x workers", bench.seed) as outcome:
         for count in workers:
             for step in steps:
                 for signum in (signal.SIGKILL, signal.SIGTERM):
@@ -229,7 +168,7 @@ def resume_everywhere(bench: Bench, seed: int, steps: list[int], workers: list[i
 
 
 def resume_once(bench: Bench, reference: Path, step: int, workers: int, signum: int) -> list[str]:
-    run = bench.folder / f"r8-{workers}-{step}-{signum}"
+    run = bench.folder / f"resume-{workers}-{step}-{signum}"
     plant = {"PLANT_STEP": str(step), "PLANT_SIGNAL": str(int(signum))}
     code = bench.start(run, "plants:signal_after_save", plant, data__workers=workers).wait()
     expected = (-signal.SIGKILL,) if signum == signal.SIGKILL else (143, 0 if step == tiny.STEPS else 143)
@@ -245,8 +184,8 @@ def resume_once(bench: Bench, reference: Path, step: int, workers: int, signum: 
     return problems
 
 
-def resume_in_another_form(bench: Bench, seed: int, full: bool) -> Outcome:
-    """R11: layout, precision and workers change at each resume; the checkpoint fits itself to the new run."""
+def resume_with_other_layout_or_precision(bench: Bench, full: bool) -> Outcome:
+    """layout, precision and workers change at each resume; the checkpoint fits itself to the new run."""
     channels = [("false", "true", "false"), ("true", "false", "true")]
     precisions = [
         ("fp32", "bf16", "fp32"),
@@ -254,7 +193,7 @@ def resume_in_another_form(bench: Bench, seed: int, full: bool) -> Outcome:
         ("fp32", "fp16_o2", "fp32"),
         ("fp16", "fp32", "fp16"),
     ]
-    with Outcome("R11", "resume in another layout, precision or number of workers", seed) as outcome:
+    with Outcome("resume in another layout, precision or number of workers", bench.seed) as outcome:
         for layouts in channels if full else channels[:1]:
             outcome.check(*change_form(bench, [{"channels_last": layout} for layout in layouts], tolerance=1e-4))
         for names in precisions if full else precisions[:1]:
@@ -270,7 +209,7 @@ def resume_in_another_form(bench: Bench, seed: int, full: bool) -> Outcome:
 def change_form(bench: Bench, forms: list[dict[str, Any]], tolerance: float) -> list[str]:
     """Each form runs a few steps and is killed, the last one runs to the end; held against a run in the first form."""
     name = "-".join(str(value) for form in forms for value in form.values())
-    run, reference = bench.folder / f"r11-{name}", bench.reference(**forms[0])
+    run, reference = bench.folder / f"changed-{name}", bench.reference(**forms[0])
     problems = []
     for number, form in enumerate(forms):
         last = number == len(forms) - 1

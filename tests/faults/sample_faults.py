@@ -1,4 +1,4 @@
-"""R9: every training image at most once per epoch, every validation image exactly once, whatever is resumed where."""
+"""Each training image at most once per epoch, each validation image exactly once, wherever a run is resumed."""
 
 import random
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import tiny
 import torch
+from bench import Bench
 from outcome import Outcome
 
 from cl_train.config.schema import AugmentConfig, DataConfig
@@ -17,18 +18,19 @@ from cl_train.system.distributed import Dist
 CPU = torch.device("cpu")
 
 
-def sample_accounting(folder: Path, count: int, seed: int) -> Outcome:
+def images_seen_per_epoch(bench: Bench, count: int) -> Outcome:
     """World size x number of images x batch x resume point, and once with the real loader and its validation split.
 
     The rule: an epoch is floor(N / global batch) full batches, all images distinct, the rest dropped; another seed or
     epoch is another order; evaluation counts N images.
     """
-    rng = random.Random(seed)
-    with Outcome("R9", "which images an epoch sees", seed) as outcome:
+    folder = bench.new_folder()
+    rng = random.Random(bench.seed)
+    with Outcome("which images an epoch sees", bench.seed) as outcome:
         for _ in range(count):
             world, images, batch = rng.choice((1, 2, 3, 4)), rng.choice((97, 100, 101)), rng.choice((1, 7, 16))
             outcome.check(*problems_of_epoch(world, images, batch, rng.randrange(2**32), rng.randrange(90), rng))
-        outcome.check(*problems_of_loader(folder / "r9"))
+        outcome.check(*problems_of_loader(folder / "images"))
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""R25: jobs of a sweep that raise, are killed or run out of memory."""
+"""Jobs of a sweep that raise, are killed or run out of memory."""
 
 import json
 import os
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+from bench import Bench
 from forkserver import HERE
 from outcome import Outcome
-from run_faults import Bench
 
 MODELS = ("tiny:model", "tiny:raising_model", "tiny:killed_model", "tiny:out_of_memory_model")
 
 
-def failing_jobs(bench: Bench, seed: int, rounds: int) -> Outcome:
+def failing_sweep_jobs(bench: Bench, rounds: int) -> Outcome:
     """The other jobs run, the record marks those that failed, the exit code says so, `resume_sweep` runs only them."""
-    with Outcome("R25", "a job of a sweep raises, is killed, runs out of memory", seed) as outcome:
+    with Outcome("a job of a sweep raises, is killed, runs out of memory", bench.seed) as outcome:
         for number in range(rounds):
             models = MODELS if rounds > 1 else MODELS[:2]
-            outcome.check(*problems_of_sweep(bench, bench.folder / f"r25-{number}", models))
+            outcome.check(*problems_of_sweep(bench, bench.folder / f"sweep-{number}", models))
             outcome.counts["jobs"] += len(models)
             outcome.counts["jobs that failed"] += len(models) - 1
     return outcome

@@ -1,32 +1,12 @@
-"""The quick part of the fault matrix, run on every change. In full: `python scripts/faults.py`."""
+"""The fault matrix with its quick counts, as part of the ordinary tests. In full: `python scripts/faults.py`."""
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from bench import Bench
 from forkserver import ForkServer
-from matrix import MATRIX, passes
-from run_faults import Bench
-
-SLOW = {
-    "R2",
-    "R3",
-    "R3-torchrun",
-    "R4",
-    "R8",
-    "R10",
-    "R11",
-    "R12",
-    "R14",
-    "R15",
-    "R17",
-    "R20",
-    "R20-typos",
-    "R22",
-    "R23",
-    "R25",
-}
+from matrix import MATRIX
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +16,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MATRIX]
+    "name", [pytest.param(name, marks=pytest.mark.slow if fault.slow else ()) for name, fault in MATRIX.items()]
 )
-def test_the_run_survives(name: str, bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fault(name: str, bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
-    outcome = MATRIX[name].quick(bench, tmp_path, 1)
-    print(f"{outcome.row} seed {outcome.seed}: {outcome.survived} of {outcome.tried} in {outcome.seconds:.1f} s")
-    assert passes(name, outcome), outcome.lost
+    outcome = MATRIX[name].run(bench, "quick")
+    print(f"{name} seed {outcome.seed}: {outcome.survived} of {outcome.tried} in {outcome.seconds:.1f} s")
+    assert MATRIX[name].passes(outcome), outcome.lost

@@ -1,4 +1,4 @@
-"""R21, R22, R23: odd surroundings, two runs in one folder, a folder that moves, and a long run."""
+"""Odd folders and environments, two runs in one folder, a folder that moves, and a long run."""
 
 import json
 import os
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+from bench import Bench, wait_for
 from outcome import Outcome
-from run_faults import Bench, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 GOOD = (0,)
 REFUSED = (2,)
 
 
-def odd_surroundings(bench: Bench, seed: int) -> Outcome:
-    """R21: success, or one message and exit code 2; never a traceback."""
-    here = bench.folder / "r21"
+def odd_folders_and_environments(bench: Bench) -> Outcome:
+    """success, or one message and exit code 2; never a traceback."""
+    here = bench.folder / "odd"
     here.mkdir()
     (here / "file").write_text("")
-    with Outcome("R21", "odd surroundings", seed) as outcome:
+    with Outcome("odd surroundings", bench.seed) as outcome:
         outcome.check(expect(bench, here / "with space and = sign", GOOD))
         outcome.check(expect(bench, here / "ünï ☃", GOOD))
         outcome.check(expect(bench, here / "file/run", REFUSED, "cannot write|Not a directory"))
@@ -51,7 +51,7 @@ def expect(
 ) -> str:
     import re
 
-    log = bench.folder / f"r21-{len(list(bench.folder.glob('r21-*.log')))}.log"
+    log = bench.folder / f"odd-{len(list(bench.folder.glob('odd-*.log')))}.log"
     running = bench.server.start(tiny.words(bench.images, run), log, environment, hook)
     code, output = running.wait(), running.output()
     if code not in codes or "Traceback" in output:
@@ -83,9 +83,9 @@ def small_disks(bench: Bench, here: Path, outcome: Outcome) -> None:
             subprocess.run(["umount", "-l", str(mount)], check=False)
 
 
-def shared_folders(bench: Bench, seed: int) -> Outcome:
-    """R22: a second run in the same folder, TensorBoard reading along, a folder that moves between kill and resume."""
-    with Outcome("R22", "two runs in one folder; read while written; moved", seed) as outcome:
+def shared_or_moved_run_folder(bench: Bench) -> Outcome:
+    """a second run in the same folder, TensorBoard reading along, a folder that moves between kill and resume."""
+    with Outcome("two runs in one folder; read while written; moved", bench.seed) as outcome:
         outcome.check(*second_run(bench))
         outcome.check(*read_along(bench))
         outcome.check(*moved(bench))
@@ -93,10 +93,10 @@ def shared_folders(bench: Bench, seed: int) -> Outcome:
 
 
 def second_run(bench: Bench) -> list[str]:
-    run = bench.folder / "r22-shared"
+    run = bench.folder / "shared-shared"
     first = bench.start(run, "plants:slow_steps", {"PLANT_MS": "250"})
     wait_for(run / "metrics.jsonl", content="train")
-    second = bench.server.start(tiny.words(bench.images, run), bench.folder / "r22-second.log")
+    second = bench.server.start(tiny.words(bench.images, run), bench.folder / "shared-second.log")
     code, output = second.wait(), second.output()
     problems = [] if code == 2 and f"process {first.pid}" in output else [f"the second run: {code}: {output[-400:]}"]
     problems += [] if first.wait() == 0 else ["the first run did not end well"]
@@ -105,7 +105,7 @@ def second_run(bench: Bench) -> list[str]:
 
 def read_along(bench: Bench) -> list[str]:
     """Killed and resumed, with a reader of its events throughout: no error, and no step twice."""
-    run, problems = bench.folder / "r22-read", []
+    run, problems = bench.folder / "shared-read", []
     for kill in (True, False):
         running = bench.start(run, "plants:slow_steps", {"PLANT_MS": "30"}, checkpoint__every_steps=3)
         wait_for(run / "checkpoints", content=".pt")
@@ -133,7 +133,7 @@ def steps_twice(run: Path, final: bool) -> list[str]:
 
 
 def moved(bench: Bench) -> list[str]:
-    run, elsewhere = bench.folder / "r22-here", bench.folder / "r22-moved"
+    run, elsewhere = bench.folder / "shared-here", bench.folder / "shared-moved"
     environment = {"PLANT_STEP": "5", "PLANT_SIGNAL": str(int(signal.SIGKILL))}
     bench.start(run, "plants:signal_after_save", environment).wait()
     shutil.move(run, elsewhere)
@@ -142,13 +142,13 @@ def moved(bench: Bench) -> list[str]:
     return bench.compare(elsewhere, bench.reference())
 
 
-def long_run(bench: Bench, seed: int, steps: int) -> Outcome:
-    """R23: checkpoints rotate, workers restart each epoch; memory, open files and disk stay bounded."""
+def long_run_stays_bounded(bench: Bench, steps: int) -> Outcome:
+    """checkpoints rotate, workers restart each epoch; memory, open files and disk stay bounded."""
     epochs = -(-steps // tiny.STEPS_PER_EPOCH)
-    run = bench.folder / "r23"
+    run = bench.folder / "long"
     settings: dict[str, Any] = {"epochs": epochs, "data__workers": 1, "data__persistent_workers": "false"}
     settings |= {"checkpoint__every_steps": 50, "checkpoint__every_epochs": 0, "evaluate_every": 100, "log_every": 6}
-    with Outcome("R23", f"{steps} steps, workers restarted each epoch", seed) as outcome:
+    with Outcome(f"{steps} steps, workers restarted each epoch", bench.seed) as outcome:
         running = bench.start(run, **settings)
         samples: list[tuple[int, int]] = []
         while running.wait(0) is None:

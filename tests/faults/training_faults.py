@@ -1,4 +1,4 @@
-"""R12, R13, R14, and R5 in a whole run: bad numbers, bad workers and full disks in the middle of training."""
+"""NaN and Inf, a collapsing loss scale, failing loader workers and full disks in the middle of training."""
 
 import os
 import random
@@ -9,18 +9,18 @@ from typing import Any
 
 import tiny
 import torch
+from bench import Bench, newest_step, wait_for
 from outcome import Outcome
 from rank_faults import finish, start_ranks
-from run_faults import Bench, newest_step, wait_for
 
 from cl_train.system.checkpoint_file import load
 
 
-def bad_numbers(bench: Bench, seed: int, full: bool) -> Outcome:
-    """R12: NaN or Inf in the loss, in a gradient, in one rank only; policies stop, skip and rollback."""
+def nan_in_loss_or_gradient(bench: Bench, full: bool) -> Outcome:
+    """NaN or Inf in the loss, in a gradient, in one rank only; policies stop, skip and rollback."""
     plants = [("plants:bad_loss", "nan"), ("plants:bad_gradient", "inf")]
     plants += [("plants:bad_loss", "inf"), ("plants:bad_gradient", "nan")] if full else []
-    with Outcome("R12", "NaN or Inf planted in a loss or gradient", seed) as outcome:
+    with Outcome("NaN or Inf planted in a loss or gradient", bench.seed) as outcome:
         for hook, value in plants:
             outcome.check(*stops_untouched(bench, hook, value))
             outcome.check(*skips_and_goes_on(bench, hook, value, count=1))
@@ -37,7 +37,7 @@ def plant(step: int, value: str, **more: int) -> dict[str, str]:
 
 
 def name_of(hook: str, value: str, what: str) -> str:
-    return f"r12-{hook.partition(':')[2]}-{value}-{what}"
+    return f"bad-{hook.partition(':')[2]}-{value}-{what}"
 
 
 def stops_untouched(bench: Bench, hook: str, value: str) -> list[str]:
@@ -103,7 +103,7 @@ def all_ranks_stop_together(bench: Bench, hook: str, value: str) -> list[str]:
 
 
 def too_many(bench: Bench) -> list[str]:
-    run = bench.folder / "r12-too-many"
+    run = bench.folder / "bad-too-many"
     running = bench.start(run, "plants:bad_loss", plant(3, "nan", COUNT=5), on_nonfinite="skip", max_nonfinite=2)
     code = running.wait()
     return (
@@ -113,7 +113,7 @@ def too_many(bench: Bench) -> list[str]:
 
 def statistics_stay_finite(bench: Bench) -> list[str]:
     """NaN images pass BatchNorm before the loss is known: a skipped step must not leave NaN statistics behind."""
-    run = bench.folder / "r12-images"
+    run = bench.folder / "bad-images"
     running = bench.start(run, "plants:bad_images", plant(5, "nan"), on_nonfinite="skip")
     code = running.wait()
     if code != 0:
@@ -122,12 +122,12 @@ def statistics_stay_finite(bench: Bench) -> list[str]:
     return not_finite(run, state["model"]) + not_finite(run, state["average"])
 
 
-def collapsing_scale(bench: Bench, seed: int, full: bool) -> Outcome:
-    """R13: gradients that overflow at every scale: stops within 20 steps with advice, never ends as a success."""
+def loss_scale_collapse(bench: Bench, full: bool) -> Outcome:
+    """gradients that overflow at every scale: stops within 20 steps with advice, never ends as a success."""
     starts = (4.0, 1.0, 1024.0) if full else (4.0,)
-    with Outcome("R13", "loss scale forced down", seed) as outcome:
+    with Outcome("loss scale forced down", bench.seed) as outcome:
         for scale in starts:
-            run = bench.folder / f"r13-{scale:g}"
+            run = bench.folder / f"scale-{scale:g}"
             settings: dict[str, Any] = {"precision": "fp16", "amp__init_scale": scale, "epochs": 4}
             running = bench.start(run, "plants:bad_gradient", plant(1, "inf", COUNT=10_000), **settings)
             code = running.wait()
@@ -140,15 +140,15 @@ def collapsing_scale(bench: Bench, seed: int, full: bool) -> Outcome:
     return outcome
 
 
-def bad_workers(bench: Bench, seed: int, rounds: int) -> Outcome:
-    """R14: a loader worker is killed, hangs, raises, or leaves: the run ends in bounded time and names it."""
-    rng = random.Random(seed)
-    with Outcome("R14", "loader worker killed, hung, raising or leaving", seed) as outcome:
+def failing_loader_worker(bench: Bench, rounds: int) -> Outcome:
+    """a loader worker is killed, hangs, raises, or leaves: the run ends in bounded time and names it."""
+    rng = random.Random(bench.seed)
+    with Outcome("loader worker killed, hung, raising or leaving", bench.seed) as outcome:
         for number in range(rounds):
             for signum in (signal.SIGKILL, signal.SIGSTOP):
                 outcome.check(*signalled_worker(bench, number, signum, rng, outcome))
             for hook in ("plants:worker_raises", "plants:worker_exits"):
-                run = bench.folder / f"r14-{hook.partition(':')[2]}-{number}"
+                run = bench.folder / f"worker-{hook.partition(':')[2]}-{number}"
                 environment = {"PLANT_STEP": str(rng.randrange(5, 40)), "PLANT_MS": "5"}
                 running = bench.start(run, hook, environment, data__workers=2)
                 code = running.wait(20)
@@ -159,7 +159,7 @@ def bad_workers(bench: Bench, seed: int, rounds: int) -> Outcome:
 
 
 def signalled_worker(bench: Bench, number: int, signum: int, rng: random.Random, outcome: Outcome) -> list[str]:
-    run = bench.folder / f"r14-{signum}-{number}"
+    run = bench.folder / f"worker-{signum}-{number}"
     settings = {"data__workers": 2, "data__worker_timeout_s": 2, "epochs": 20}
     running = bench.start(run, "plants:slow_steps", {"PLANT_MS": "20"}, **settings)
     wait_for(run / "checkpoints", content=".pt")
@@ -171,8 +171,7 @@ def signalled_worker(bench: Bench, number: int, signum: int, rng: random.Random,
     os.kill(rng.choice(workers), signum)
     started = time.monotonic()
     code = running.wait(20)
-    key = f"slowest end after {signal.Signals(signum).name}, ms"
-    outcome.counts[key] = max(outcome.counts[key], int(1000 * (time.monotonic() - started)))
+    outcome.slowest(f"end after {signal.Signals(signum).name}", time.monotonic() - started)
     problems = problems_of_worker(run, code, running.output(), "signal 9" if signum == signal.SIGKILL else "worker")
     if time.monotonic() - started > 10:
         problems.append(f"{run.name}: {time.monotonic() - started:.1f} s to the end")
@@ -201,12 +200,12 @@ def problems_of_worker(run: Path, code: int | None, output: str, said: str) -> l
     return problems + tiny.unloadable(run)
 
 
-def full_disks(bench: Bench, seed: int, full: bool) -> Outcome:
-    """R5 in a run: two failed saves cost nothing, three in a row end it by a message; with space it resumes exactly."""
-    with Outcome("R5", "disk full during a training run", seed) as outcome:
+def disk_full_in_training_run(bench: Bench, full: bool) -> Outcome:
+    """two failed saves cost nothing, three in a row end it by a message; with space it resumes exactly."""
+    with Outcome("disk full during a training run", bench.seed) as outcome:
         for background in ("true", "false") if full else ("true",):
             reference = bench.reference()
-            run = bench.folder / f"r5-two-{background}"
+            run = bench.folder / f"full-disk-two-{background}"
             environment = {"PLANT_STEP": "4", "PLANT_COUNT": "2"}
             running = bench.start(run, "plants:full_disk", environment, checkpoint__background=background)
             code = running.wait()
@@ -215,7 +214,7 @@ def full_disks(bench: Bench, seed: int, full: bool) -> Outcome:
                 "" if code == 0 and told == 2 else f"{run.name}: {code}, told {told} times: {running.output()[-300:]}",
                 *(bench.compare(run, reference) if code == 0 else []),
             )
-            run = bench.folder / f"r5-three-{background}"
+            run = bench.folder / f"full-disk-three-{background}"
             environment = {"PLANT_STEP": "4", "PLANT_COUNT": "99"}
             running = bench.start(run, "plants:full_disk", environment, checkpoint__background=background)
             code, said = running.wait(), "3 checkpoints in a row could not be written"

@@ -1,0 +1,76 @@
+"""Training runs for the faults to act on, and undisturbed ones to compare with."""
+
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+from forkserver import ForkServer, Run
+
+from cl_train.system.checkpoint_store import CheckpointStore
+
+
+@dataclass
+class Bench:
+    """What the faults share: the server, images, a folder, a seed, and undisturbed runs to compare with."""
+
+    server: ForkServer
+    folder: Path
+    seed: int = 1  # of every random choice
+
+    def __post_init__(self) -> None:
+        self.images = tiny.write_images(self.folder / "images")
+        self._references: dict[str, Path] = {}
+        self.seconds = 0.0
+
+    def start(self, run: Path, hook: str = "", environment: dict[str, str] | None = None, **settings: Any) -> Run:
+        log = self.folder / f"{run.name}.log"
+        return self.server.start(tiny.words(self.images, run, **settings), log, environment, hook)
+
+    def reference(self, **settings: Any) -> Path:
+        """An undisturbed run with these settings; it is run once."""
+        key = "-".join(f"{name}={value}" for name, value in settings.items())
+        if key not in self._references:
+            run = self.folder / f"reference-{len(self._references)}"
+            started = time.monotonic()
+            running = self.start(run, **settings)
+            assert running.wait() == 0, running.output()
+            self.seconds = time.monotonic() - started
+            self._references[key] = run
+        return self._references[key]
+
+    def compare(self, run: Path, reference: Path) -> list[str]:
+        """The final state and every logged number, bit by bit."""
+        problems = tiny.differences(tiny.final_state(run), tiny.final_state(reference))
+        ours, theirs = tiny.records(run), tiny.records(reference)
+        if ours != theirs:
+            odd = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
+            problems.append(f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {odd}")
+        return [f"{run.name}: {problem}" for problem in problems[:3]]
+
+    def new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def forget(self, run: Path) -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        (self.folder / f"{run.name}.log").unlink(missing_ok=True)
+
+
+def newest_step(run: Path) -> int:
+    found = CheckpointStore(run / "checkpoints").newest()
+    return found[1]["progress"]["step"] if found else 0
+
+
+def wait_for(path: Path, content: str = "", seconds: float = 20.0) -> bool:
+    """Until `path` is there (a folder: a file with `content` in its name; a file: `content` in it)."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if path.is_dir() and any(content in item.name and not item.name.startswith(".") for item in path.iterdir()):
+            return True
+        if path.is_file() and content in path.read_text(errors="replace"):
+            return True
+        time.sleep(0.003)
+    return False
