@@ -16,7 +16,7 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
-from cl_train.models.saved_models import read as read_saved_model
+from cl_train.models.weights_file import read_weights
 
 log = logging.getLogger(__name__)
 
@@ -209,16 +209,19 @@ def _is_file(weights: str) -> bool:
 
 
 def load_weights_file(model: nn.Module, path: Path) -> bool:
-    """Load a file of weights of any kind that `saved_models` reads into `model`, whose layout stays.
+    """Load a file of weights into `model`, whose memory format stays.
 
-    A classifier of another number of classes is left as it was initialised; True then.
+    Returns:
+        Whether the classifier has another number of classes than the file, and was left as it was initialised.
 
     Raises:
-        ConfigError: not a file of weights, or shapes that do not fit.
+        ConfigError: see `read_weights`; or the shapes do not fit.
     """
-    state = read_saved_model(path).weights()
-    own = model.state_dict()
-    other_shape = {name for name, value in state.items() if name in own and own[name].shape != value.shape}
+    weights = read_weights(path)
+    if weights.taken:
+        log.info("weights=%s: %s", path, weights.taken)
+    state, own = weights.state, model.state_dict()
+    other_shape = {name for name, value in weights.tensors.items() if name in own and own[name].shape != value.shape}
     new_head = other_shape & _classifier_parameters(model) if other_shape else set()
     if new_head == other_shape:
         state = {name: value for name, value in state.items() if name not in new_head}
@@ -230,12 +233,12 @@ def load_weights_file(model: nn.Module, path: Path) -> bool:
     absent = set(missing) - new_head
     if absent or unexpected:
         raise ConfigError(
-            f"weights={path} do not fit the model: {len(absent)} of its tensors are not in the file"
-            f" ({', '.join(sorted(absent)[:3])}), {len(unexpected)} of the file are not its own"
-            f" ({', '.join(unexpected[:3])})"
+            f"weights={path} do not fit the model: the file lacks {len(absent)} of its tensors"
+            f" ({', '.join(sorted(absent)[:3])}) and has {len(unexpected)} others ({', '.join(unexpected[:3])}); "
+            f"cl-train convert {path} OUT.pth entry=... prefix=... selects an entry and removes a prefix"
         )
     if new_head:
-        log.info("weights=%s: the classifier has other classes and starts anew (%s)", path, ", ".join(sorted(new_head)))
+        log.info("weights=%s: new classifier, the number of classes differs (%s)", path, ", ".join(sorted(new_head)))
     return bool(new_head)
 
 

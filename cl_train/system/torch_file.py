@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import warnings
 import zipfile
@@ -34,7 +35,8 @@ def read_torch_file(path: Path) -> Any:
             _check_members(path)
         with path.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated formats are read or refused, which is all there is to say
-            value = torch.load(file, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments in many checkpoints
+                value = torch.load(file, map_location="cpu", weights_only=True)
         _check_values(value, path.stat().st_size)
     except (UnreadableFile, OSError):
         raise
