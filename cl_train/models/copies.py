@@ -1,0 +1,42 @@
+"""Copies of a model: in memory, or of its shapes alone."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from cl_train.config.schema import ConfigError
+
+
+def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """A deep copy of `model` on `device` (None: each tensor where it is); `model` and its layout stay as they are.
+
+    `copy_model(model, "meta")` copies shapes and strides only, and allocates nothing. A result that a module keeps as
+    an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy` refuses, is copied as a constant; the
+    module computes it anew in each forward pass. A compiled model gives an eager copy.
+
+    Raises:
+        ConfigError: lazy modules that have not seen a batch, or an attribute that cannot be copied.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        raise ConfigError("the model has lazy modules without shapes: run it on one batch first")
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.UninitializedBuffer):
+                if id(value) not in memo:
+                    memo[id(value)] = _copy_tensor(value, device)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever the attributes of a user's module raise
+        raise ConfigError(f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _copy_tensor(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+    copied = tensor.detach().to(device or tensor.device, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -1,0 +1,37 @@
+"""How long work takes on a device: the one stopwatch of the package."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+
+def wait_for(device: torch.device) -> None:
+    """Block the host until `device` has finished all work; a CPU has finished when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call of `work`. The host waits for the device before and after."""
+    wait_for(device)
+    started_at = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - started_at
+
+
+def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` consecutive calls. On a GPU the host waits once, after the last call."""
+    if device.type != "cuda":
+        return [timed_s(step, device) for _ in range(steps)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]
