@@ -6,122 +6,106 @@ could change the answer, so the next run of the same kind starts at once.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
-import os
-import random
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from cl_train.comparison.paired import (
-    CHANNELS_LAST,
-    CHANNELS_LAST_CONV,
-    CONTIGUOUS,
-    MIN_ROUNDS,
-    Effort,
-    Layout,
-    LayoutBenchmark,
-    Workload,
-    benchmark_layouts,
-    is_out_of_memory,
-    release_memory,
-)
-from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.memory_format import convert as memory_format
-from cl_train.step.precision import Precision
-from cl_train.system.distributed import Dist, broadcast_object
+from cl_train.comparison.alternation import MIN_ROUNDS, release_memory
+from cl_train.comparison.paired import Comparison, benchmark_layouts, workload_of
+from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, Workload
+from cl_train.config.schema import ConfigError
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.names import name_of
+from cl_train.models.copies import copy_model
 from cl_train.system.environment import cache_folder, describe_environment, device_name
+from cl_train.system.files import write_json
 
 log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
-NOISY_WIDTH = 0.2  # of the ratio's interval: a tie this wide may be anything
-_FORMAT_VERSION = 1
+NOISY_WIDTH = 0.2  # of a ratio's interval: without a difference, one this wide is no measurement
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `channels_last=auto` came to, and why in one sentence; `conversion` as in `memory_format.convert`."""
+    """The layout that `choose_memory_format` chose, and why; `conversion` as in `memory_format.convert`."""
 
-    channels_last: bool
+    memory_format: torch.memory_format
     conversion: str
     reason: str
     seconds: float
     cached: bool = False
     conclusive: bool = True  # False: the machine was too busy to tell, and the next run measures again
 
+    @property
+    def channels_last(self) -> bool:
+        return self.memory_format != torch.contiguous_format
+
+    def __str__(self) -> str:
+        return self.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "memory_format": name_of(self.memory_format)}
+
 
 def choose_memory_format(
     model: nn.Module,
     *,
-    model_name: str,
-    image_size: int,
-    batch_size: int,
-    precision: Precision,
-    compile: bool,
-    optim: OptimConfig,
-    dist: Dist,
+    batch_size: int = 32,
+    image_size: int | tuple[int, ...] = 224,
+    precision: str = "auto",
+    device: torch.device | str | None = None,
+    compile: bool = False,
     compile_mode: str = "default",
-    input_channels: int = 3,
+    cuda_graph: bool = False,
+    optimizer: str = "sgd",
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Choice:
     """Measure contiguous, channels_last, and channels_last for convolution weights only; choose the fastest.
 
-    Contiguous unless another is faster beyond noise. Call it with the model built, loaded and on its device, before it
-    is converted, wrapped or compiled. `model`, its BatchNorm statistics and all random generators stay as they are:
-    copies are measured. Rank 0 measures while the others wait, and all ranks get its answer.
+    Contiguous unless another layout is faster beyond noise. Call it with the model built, loaded and on its device,
+    before it is converted, wrapped or compiled. `model`, its BatchNorm statistics and all random generators stay as
+    they are: copies are measured. A model that cannot be measured (no memory for copies) gives contiguous, with the
+    reason.
 
     Args:
-        model_name: for the cache's key, beside the shapes of the model's parameters.
-        batch_size: images per device and micro-step. Where a step is so slow that the time limit would not do, a part
-            of the batch is measured (said in the reason).
-        compile: the compiled model is measured; compiling each layout then costs more than the time limit.
-        time_limit_s: for measuring and warm-up of an eager model.
+        batch_size: images per device and step. On a CPU where a step takes so long that the time limit would be
+            exceeded, a smaller batch is measured; the reason says so.
+        image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
+        precision: auto, fp32, tf32, bf16, fp16 or fp16_o2.
+        device: default: where the model is.
+        compile: measure compiled copies; compiling each layout comes on top of the time limit.
+        cuda_graph: measure the step as a replayed CUDA graph.
+        optimizer: sgd, adamw or rmsprop.
+        time_limit_s: for warm-up and measurement of an eager model.
+
+    Raises:
+        ConfigError: an impossible argument.
     """
-    choice = None
-    if dist.is_main:
-        workload = Workload(
-            batch_size=batch_size,
-            image_size=image_size,
-            precision=precision,
-            device=dist.device,
-            compile=compile,
-            compile_mode=compile_mode,
-            input_channels=input_channels,
-            optim=optim,
-        )
-        choice = _cached_or_measured(model, model_name, workload, time_limit_s)
-    chosen = broadcast_object(choice, dist)
-    assert isinstance(chosen, Choice)
-    return chosen
-
-
-def _cached_or_measured(model: nn.Module, model_name: str, workload: Workload, time_limit_s: float) -> Choice:
-    key = _cache_key(model, model_name, workload)
+    workload = workload_of(
+        model, batch_size, image_size, precision, device, optimizer, compile=compile, compile_mode=compile_mode,
+        cuda_graph=cuda_graph,
+    )  # fmt: skip
+    key = _cache_key(model, workload)
     path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
     cached = _read(path, key)
     if cached is not None:
         return replace(cached, cached=True, reason=f"{cached.reason} (measured before: {path})")
     log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
-    generators = random.getstate(), np.random.get_state()
     started_at = time.perf_counter()
     try:
         choice = _measure(model, workload, time_limit_s)
-    except Exception as error:  # whatever a user's model raises when it is copied: the run itself needs no copies
-        is_memory = isinstance(error, ConfigError) or is_out_of_memory(error)
-        why = "no memory left" if is_memory else f"{type(error).__name__} ({str(error)[:200]}) stands in the way"
-        return Choice(False, "full", f"contiguous: {why} to measure the layouts", 0.0)
+    except ConfigError as error:
+        return _contiguous(f"the layouts cannot be measured: {error}")
     finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
         _forget_memory(workload.device)
     choice = replace(choice, seconds=round(time.perf_counter() - started_at, 2))
     if choice.conclusive:
@@ -129,40 +113,45 @@ def _cached_or_measured(model: nn.Module, model_name: str, workload: Workload, t
     return choice
 
 
+def _contiguous(reason: str, *, conclusive: bool = True) -> Choice:
+    return Choice(torch.contiguous_format, "full", f"contiguous: {reason}", 0.0, conclusive=conclusive)
+
+
 def _forget_memory(device: torch.device) -> None:
-    """The run's peak memory must not include what was measured here."""
+    """The run's peak memory must not include this measurement's."""
     release_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def _measure(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
-    if not any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules()):
-        return Choice(False, "full", "contiguous: the model has no 2-d convolutions", 0.0)
+    convolutions = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    if not any(isinstance(module, convolutions) for module in model.modules()):
+        return _contiguous("the model has no convolutions")
     layouts = _layouts(model, workload)
-    batch_size = _affordable_batch(model, workload, len(layouts), time_limit_s)
-    effort = Effort(time_limit_s=0.75 * time_limit_s)  # warm-up takes about the rest
-    done = benchmark_layouts(model, replace(workload, batch_size=batch_size), layouts, effort)
-    winner = CONTIGUOUS
-    for layout in layouts[1:]:
-        speed = done.of(layout)
-        if speed.verdict == "faster" and speed.images_per_s > done.of(winner).images_per_s:
-            winner = layout
-    reason = _reason(winner, done, workload.batch_size)
-    is_noisy = winner is CONTIGUOUS and any(speed.versus_first.width > NOISY_WIDTH for speed in done.speeds[1:])
-    if is_noisy and all(speed.verdict == "no_difference" for speed in done.speeds[1:]):
-        return Choice(False, "full", f"{reason}; too noisy to tell, so not remembered", 0.0, conclusive=False)
-    return Choice(winner.channels_last, winner.conversion, reason, 0.0)
+    measured = replace(workload, batch_size=_affordable_batch(model, workload, len(layouts), time_limit_s))
+    done = benchmark_layouts(model, measured, layouts, time_limit_s=0.75 * time_limit_s)  # warm-up takes about the rest
+    faster = [speed for speed in done.speeds if speed.verdict == "faster"]
+    best = max(faster, key=lambda speed: speed.images_per_s, default=done.speeds[0])
+    winner = next(layout for layout in layouts if layout.name == best.layout)
+    reason = _reason(done, workload.batch_size)
+    is_noisy = any(
+        speed.verdict == "not_comparable" or (speed.verdict == "no_difference" and speed.ratio.width > NOISY_WIDTH)
+        for speed in done.speeds[1:]
+    )
+    if winner is CONTIGUOUS and is_noisy:
+        return _contiguous(f"{reason}; too noisy to decide, so the next run measures again", conclusive=False)
+    return Choice(winner.memory_format, winner.conversion, f"{winner.name}: {reason}", 0.0)
 
 
 def _layouts(model: nn.Module, workload: Workload) -> list[Layout]:
-    """Convolution weights alone are a layout of their own only where other tensors have four dimensions too.
+    """Converting convolution weights only is a layout of its own where other tensors have four dimensions too.
 
-    Compiled, each layout more is another compilation, and the compiler moves tensors as it likes.
+    Not for compiled models: each layout more is another compilation, and the compiler moves tensors itself.
     """
-    full, conv = (memory_format.convert(copy.deepcopy(model).to("meta"), mode) for mode in ("full", "conv"))
-    names = [{change.name for change in report.changed} for report in (full, conv)]
-    return [CONTIGUOUS, CHANNELS_LAST] + ([CHANNELS_LAST_CONV] if names[0] != names[1] and not workload.compile else [])
+    full, conv = (convert(copy_model(model, "meta"), mode) for mode in ("full", "conv"))
+    is_same = {change.name for change in full.changed} == {change.name for change in conv.changed}
+    return [CONTIGUOUS, CHANNELS_LAST] + ([] if is_same or workload.compile else [CHANNELS_LAST_CONV])
 
 
 def _affordable_batch(model: nn.Module, workload: Workload, layouts: int, time_limit_s: float) -> int:
@@ -171,8 +160,7 @@ def _affordable_batch(model: nn.Module, workload: Workload, layouts: int, time_l
         return workload.batch_size
     steps = layouts * (4 + 2 * MIN_ROUNDS)  # warm-up and memory, then A B B A
     probe = min(workload.batch_size, 4)
-    effort = Effort(time_limit_s=0.0, block_s=0.0)
-    probed = benchmark_layouts(model, replace(workload, batch_size=probe), [CONTIGUOUS], effort)
+    probed = benchmark_layouts(model, replace(workload, batch_size=probe), [CONTIGUOUS], time_limit_s=0.0, block_s=0.0)
     image_s = probed.speeds[0].step_ms / 1000 / probe
     batch_size = workload.batch_size
     while batch_size > probe and image_s * batch_size * steps > time_limit_s:
@@ -180,29 +168,31 @@ def _affordable_batch(model: nn.Module, workload: Workload, layouts: int, time_l
     return batch_size
 
 
-def _reason(winner: Layout, done: LayoutBenchmark, batch_size: int) -> str:
-    ratios = [(speed.layout, speed.versus_first) for speed in done.speeds[1:]]
-    listed = ", ".join(f"{name} {ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]" for name, ratio in ratios)
+def _reason(done: Comparison, batch_size: int) -> str:
+    ratios = [
+        f"{speed.layout} is {speed.ratio.ratio:.2f}x [{speed.ratio.low:.2f}, {speed.ratio.high:.2f}]"
+        for speed in done.speeds[1:]
+    ]
     smaller = "" if done.batch_size == batch_size else f" at batch {done.batch_size}"
-    return f"{winner.name}, as against contiguous ({done.speeds[0].images_per_s:.1f} images/s{smaller}): {listed}"
+    return f"{' and '.join(ratios)} as fast as contiguous ({done.speeds[0].images_per_s:.1f} images/s{smaller})"
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def _cache_key(model: nn.Module, model_name: str, workload: Workload) -> dict[str, Any]:
+def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
     """Everything that could change which layout is faster. Shapes stand for code that changed under the same name."""
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     versions = describe_environment(workload.device)
     return {
         "format_version": _FORMAT_VERSION,
-        "model": model_name,
-        "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "modules": hashlib.sha256(f"{model!r} {shapes}".encode()).hexdigest()[:16],
         "batch_size": workload.batch_size,
-        "image_size": workload.image_size,
-        "input_channels": workload.input_channels,
+        "input_shape": list(workload.input_shape),
         "precision": workload.precision.name,
         "compile": workload.compile_mode if workload.compile else False,
+        "cuda_graph": workload.cuda_graph,
         "optimizer": workload.optim.name,
         "device": device_name(workload.device),
         **{name: versions[name] for name in ("torch", "cuda", "cudnn", "driver")},
@@ -210,20 +200,22 @@ def _cache_key(model: nn.Module, model_name: str, workload: Workload) -> dict[st
 
 
 def _read(path: Path, key: dict[str, Any]) -> Choice | None:
-    """None where there is no such file, or one that cannot be read: then it is measured again."""
+    """None where the file is missing or cannot be read: the layouts are measured again."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return Choice(**stored["choice"]) if stored["key"] == key else None
+        if stored["key"] != key:
+            return None
+        memory_format = CHANNELS_LAST.memory_format if stored["channels_last"] else torch.contiguous_format
+        return Choice(memory_format, stored["conversion"], stored["reason"], stored["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _write(path: Path, key: dict[str, Any], choice: Choice) -> None:
-    """Atomically: another run may read it at the same time. A cache that cannot be written costs time, not the run."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """A cache that cannot be written costs time, not the run."""
+    kept = {name: getattr(choice, name) for name in ("channels_last", "conversion", "reason", "seconds")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"key": key, "choice": asdict(choice)}, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_json(path, {"key": key, **kept})
     except OSError as error:
         log.warning("channels_last=auto: the choice cannot be cached (%s), so the next run measures again", error)

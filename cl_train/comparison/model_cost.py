@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable
 
 import torch
@@ -11,7 +9,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-# Words in an operator's name that tell its kind; the first that is found counts.
+from cl_train.models.copies import copy_model
+from cl_train.system.timing import timed_s, wait_for
+
+# Parts of an operator's name that identify its kind; the first match counts.
 _KINDS = {
     "convolution": ("conv",),
     "normalisation": ("norm",),
@@ -24,58 +25,55 @@ _KINDS = {
     "fused": ("triton", "graph_", "compiled", "inductor", "cpp_fused"),
 }
 
-_shortest_matmul_s: dict[tuple[torch.device, torch.dtype, bool], float] = {}
+_fastest_matmul_s: dict[tuple[torch.device, torch.dtype, bool], float] = {}
 
 
-def flops_per_image(model: nn.Module, image_size: int, channels: int, mode: str) -> int | None:
-    """Floating point operations (a multiplication and an addition are two) per image, counted on shapes alone.
+def flops_per_image(model: nn.Module, input_shape: tuple[int, ...], mode: str) -> int | None:
+    """Floating point operations per image (a multiply-add is two), counted on shapes alone.
 
-    Training is taken for three forward passes, as is usual: the counter's own backward ignores groups, and would give a
-    depthwise convolution hundreds of times its work. None for a model that the meta device cannot run.
+    Training counts as three forward passes, as is usual: the counter's own backward ignores groups and would overstate
+    a depthwise convolution hundreds of times. None for a model that does not run on the meta device.
     """
-    shapes_only = copy.deepcopy(model).to("meta").eval()
-    dtype = next(shapes_only.parameters()).dtype
     counter = FlopCounterMode(display=False)
     try:
+        shapes_only = copy_model(model, "meta").eval()
+        dtype = next(shapes_only.parameters()).dtype
         with counter, torch.no_grad():
-            shapes_only(torch.empty(1, channels, image_size, image_size, device="meta", dtype=dtype))
-    except (RuntimeError, NotImplementedError):
+            shapes_only(torch.empty(1, *input_shape, device="meta", dtype=dtype))
+    except Exception:  # whatever a model raises that reads values or has inputs of another kind
         return None
     return int(counter.get_total_flops()) * (3 if mode == "train" else 1)
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
-    """Tera floating point operations per second of this device's best large square matmul, measured for half a second.
+    """Tera floating point operations per second of this device's fastest large square matmul, measured.
 
-    It stands in for the peak of the data sheet, which a CPU does not have and a power-limited GPU does not reach. The
-    best of all calls in this process counts: on a shared machine one half second may be a slow one. `tf32` only tells
-    those calls apart: the caller sets it.
+    It replaces the peak of a data sheet, which CPUs lack and a power-limited GPU does not reach. The fastest of all
+    calls in this process counts: a shared machine may be slow at one time. `tf32` only separates calls by the switch
+    that the caller has set.
     """
     size = 8192 if device.type == "cuda" else 2048
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = _shortest_matmul_s.get((device, dtype, tf32), float("inf"))
-    started_at, tries = time.perf_counter(), 0
-    while time.perf_counter() - started_at < 0.5 or tries < 2:
-        begun_at, tries = time.perf_counter(), tries + 1
-        left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # waits: one matmul at a time is timed
-        best = min(best, time.perf_counter() - begun_at)
-    _shortest_matmul_s[device, dtype, tf32] = best
-    return 2 * size**3 / best / 1e12
+    fastest = _fastest_matmul_s.get((device, dtype, tf32), float("inf"))
+    spent_s, calls = 0.0, 0
+    while spent_s < 0.5 or calls < 2:
+        seconds = timed_s(lambda: left @ right, device)
+        fastest, spent_s, calls = min(fastest, seconds), spent_s + seconds, calls + 1
+    _fastest_matmul_s[device, dtype, tf32] = fastest
+    return 2 * size**3 / fastest / 1e12
 
 
 def peak_memory_of_step_gib(step: Callable[[], None], own_bytes: int, other_bytes: int, device: torch.device) -> float:
-    """Most memory that a process with this step alone would hold, GiB.
+    """Peak memory in GiB of a process with this step alone. Call it after warm-up: autotuning's workspace is left out.
 
     On a GPU the allocator's peak less `other_bytes`, what its other models hold. On a CPU `own_bytes`, what this model
-    holds between steps, and the peak of torch's allocations within a step (oneDNN's own scratch memory is not seen).
+    holds between steps, and the peak of torch's allocations within a step (without oneDNN's scratch memory).
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        wait_for(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        torch.cuda.synchronize(device)
+        wait_for(device)
         return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -88,28 +86,27 @@ def peak_memory_of_step_gib(step: Callable[[], None], own_bytes: int, other_byte
     return (own_bytes + peak) / 2**30
 
 
-def time_by_kind(step: Callable[[], None], device: torch.device, steps: int = 3) -> dict[str, dict[str, float]]:
+def time_by_kind(step: Callable[[], object], device: torch.device, steps: int = 3) -> dict[str, dict[str, float]]:
     """Milliseconds per step by kind of layer, {"convolution": {"forward": 1.2, "backward": 3.4, "optimizer": 0}, ...}.
 
-    Device time on a GPU, else CPU time of the operators themselves. Compiled code appears as "fused".
+    Device time on a GPU, else CPU time of the operators themselves. Compiled code is listed as "fused". Call it under
+    the same `kernel_selection` as the steps that are timed, or other kernels are profiled.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities) as profiler:
         for _ in range(steps):
             step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
     table: dict[str, dict[str, float]] = {}
     for event in profiler.events():
         if device.type == "cuda":
             spent_us = event.self_device_time_total if event.device_type == torch.autograd.DeviceType.CPU else 0.0
         else:
             spent_us = event.self_cpu_time_total
-        if spent_us <= 0:
-            continue
-        kind = _kind(event)
-        phases = table.setdefault(kind, {"forward": 0.0, "backward": 0.0, "optimizer": 0.0})
-        phases["optimizer" if kind == "optimizer" else _phase(event)] += spent_us / 1000 / steps
+        if spent_us > 0:
+            kind = _kind(event)
+            phases = table.setdefault(kind, {"forward": 0.0, "backward": 0.0, "optimizer": 0.0})
+            phases["optimizer" if kind == "optimizer" else _phase(event)] += spent_us / 1000 / steps
     return dict(sorted(table.items(), key=lambda item: -sum(item[1].values())))
 
 
@@ -119,7 +116,7 @@ def _kind(event: torch.autograd.profiler_util.FunctionEvent) -> str:
 
 
 def _phase(event: torch.autograd.profiler_util.FunctionEvent) -> str:
-    """Backward runs under autograd's engine, on a thread of its own on a GPU; the optimizer under its own name."""
+    """By the enclosing event: autograd's engine, which on a GPU has a thread of its own, or the optimizer."""
     ancestor: torch.autograd.profiler_util.FunctionEvent | None = event
     while ancestor is not None:
         if ancestor.name.startswith("autograd::engine::evaluate_function"):

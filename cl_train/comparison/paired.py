@@ -1,317 +1,261 @@
-"""Both memory formats of one model in one process, in alternating blocks, with the step that training runs.
+"""The memory formats of one model compared in one process, in alternating blocks, with the step that training runs.
 
-Each layout has its own copy of the same weights and the same images. Blocks alternate A B B A, so that drift of the
-machine (heat, other users) hits both sides alike; the ratio within a round is what counts (`interval_of_rounds`).
+Each layout has its own copy of the same weights and the same images; see `alternation` for the order and the interval.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
-import math
-import statistics
-import time
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from cl_train.comparison.model_cost import peak_memory_of_step_gib
-from cl_train.comparison.statistics import Interval, interval_of_rounds, verdict_of
-from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.data.batch import Batch
-from cl_train.memory_format import convert as memory_format
-from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import (
-    MasterWeights,
-    Precision,
-    autocast,
-    build_scaler,
-    cast_model,
-    kernel_selection,
-    trainable_parameters,
+from cl_train.comparison.alternation import MIN_ROUNDS, alternate, is_out_of_memory, release_memory
+from cl_train.comparison.statistics import Interval, verdict_of
+from cl_train.comparison.timed_model import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    Layout,
+    TimedModel,
+    Workload,
 )
-from cl_train.step.train_step import StepParts, logits_of, train_step
-from cl_train.system.machine_load import MachineLoad
+from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.memory_format.model_io import LossFunction, explain
+from cl_train.step.precision import Precision, kernel_selection, resolve_precision
+from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 
-MIN_ROUNDS = 8  # fewer, and an interval that looks narrow by luck ends the measurement too soon
-LEARNING_RATE = 1e-4  # costs what any other does, and random labels leave the weights where they are
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to lay out a model and its input; `conversion` as in `memory_format.convert`."""
-
-    name: str
-    channels_last: bool
-    conversion: str = "full"
-
-
-CONTIGUOUS = Layout("contiguous", channels_last=False)
-CHANNELS_LAST = Layout("channels_last", channels_last=True)
-CHANNELS_LAST_CONV = Layout("channels_last_conv", channels_last=True, conversion="conv")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What one step works on. `batch_size` images [batch_size, input_channels, image_size, image_size] of noise."""
-
-    batch_size: int
-    image_size: int
-    precision: Precision
-    device: torch.device
-    mode: str = "train"  # or "infer"
-    compile: bool = False
-    compile_mode: str = "default"
-    input_channels: int = 3
-    optim: OptimConfig = field(default_factory=OptimConfig)
-
-
-@dataclass(frozen=True)
-class Effort:
-    """When to stop: the interval of every ratio is at most `target_ci` wide (high - low), or the time is over.
-
-    The time limit counts from the first measured block; warm-up, autotuning and compilation come before it.
-    """
-
-    target_ci: float = 0.02
-    time_limit_s: float = 60.0
-    min_rounds: int = MIN_ROUNDS
-    block_s: float = 0.25
+BLOCK_S = 0.25
 
 
 @dataclass(frozen=True)
 class LayoutSpeed:
-    """What one layout did. Speeds are medians over blocks; the ratio is to the first layout of the benchmark."""
+    """The speed of one layout, a median over blocks; `ratio` is to the first layout of the comparison."""
 
     layout: str
     images_per_s: float
     step_ms: float
-    peak_memory_gib: float | None
-    versus_first: Interval
-    verdict: str  # faster, slower, no_difference; of the first layout always no_difference
+    peak_memory_gib: float
+    ratio: Interval
+    verdict: str  # faster, slower, no_difference or not_comparable; of the first layout always no_difference
 
 
 @dataclass(frozen=True)
-class LayoutBenchmark:
-    """The outcome of `benchmark_layouts`, layouts in the order given."""
+class Comparison:
+    """The outcome of `compare_layouts`; layouts in the order given, the first is the baseline."""
 
     speeds: tuple[LayoutSpeed, ...]
-    batch_size: int  # smaller than asked for when memory ran out; the same for all layouts
+    precision: str
+    batch_size: int  # smaller than requested where memory ran out; the same for all layouts
     batch_size_requested: int
     rounds: int
     seconds: float
     stopped_by: str  # "target_ci" or "time_limit"
-    others_pct: float | None = None  # share of the cores that other processes took meanwhile
+    others_pct: float | None = None  # share of the cores that other processes took meanwhile; None = unknown
+
+    @property
+    def verdict(self) -> str:
+        """Of the last layout against the first."""
+        return self.speeds[-1].verdict
+
+    @property
+    def ratio(self) -> Interval:
+        """Speed of the last layout / speed of the first."""
+        return self.speeds[-1].ratio
 
     def of(self, layout: Layout) -> LayoutSpeed:
         return next(speed for speed in self.speeds if speed.layout == layout.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the ratios as in the comparison of a sweep."""
+        first = self.speeds[0]
+        pairs = [
+            {
+                "baseline": first.layout,
+                "candidate": speed.layout,
+                "ratio": round(speed.ratio.ratio, 4),
+                "ci95": [round(speed.ratio.low, 4), round(speed.ratio.high, 4)],
+                "n": speed.ratio.n,
+                "verdict": speed.verdict,
+            }
+            for speed in self.speeds[1:]
+        ]
+        names = ("layout", "images_per_s", "step_ms", "peak_memory_gib")
+        speeds = [{name: _rounded(getattr(speed, name)) for name in names} for speed in self.speeds]
+        plain = asdict(self)
+        return {**{name: _rounded(plain[name]) for name in plain if name != "speeds"}, "speeds": speeds, "pairs": pairs}
+
+    def __str__(self) -> str:
+        lines = []
+        for index, speed in enumerate(self.speeds):
+            ratio = speed.ratio
+            against = f"  {ratio.ratio:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}] {speed.verdict.replace('_', ' ')}"
+            lines.append(
+                f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
+                f"{speed.peak_memory_gib:8.2f} GiB{against if index else ''}"
+            )
+        if self.batch_size != self.batch_size_requested:
+            lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts ran {self.batch_size}")
+        if self.others_pct is not None and self.others_pct >= BUSY_PCT:
+            lines.append(f"  other processes took {self.others_pct:.0f} % of the cores: measure on a quiet machine")
+        return "\n".join(lines)
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def compare_layouts(
+    model: nn.Module,
+    batch_size: int = 32,
+    *,
+    image_size: int | tuple[int, ...] = 224,
+    batch: Any = None,
+    loss: LossFunction | None = None,
+    output: str | None = None,
+    mode: str = "train",
+    precision: str = "auto",
+    device: torch.device | str | None = None,
+    compile: bool = False,
+    cuda_graph: bool = False,
+    target_ci: float = 0.02,
+    time_limit_s: float = 60.0,
+) -> Comparison:
+    """Measure `model` contiguous and in channels_last, in alternating blocks, with training's own step.
+
+    `model`, its statistics, and all random generators stay as they are: copies are measured. A machine of which other
+    processes take more than 25 % gives the verdict "not_comparable".
+
+    Args:
+        batch_size: images per step; halved for both layouts when memory runs out.
+        image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
+        batch: the model's own input in place of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
+        loss: scalar of the model's output; default cross-entropy with random labels for logits [N, classes], else the
+            mean square of the output.
+        output: the part of the output that the default loss uses, such as "out" or "0".
+        mode: "train" (forward, backward, optimizer) or "infer".
+        precision: auto, fp32, tf32, bf16, fp16 or fp16_o2.
+        device: default: where the model is.
+        compile: measure `torch.compile`d copies.
+        cuda_graph: replay the step as a CUDA graph.
+        target_ci: stop when the 95 % interval of the ratio is at most this wide (high - low).
+        time_limit_s: stop after this long; warm-up and compilation are not counted.
+
+    Raises:
+        ConfigError: the model does not run on this batch, or one image does not fit into memory.
+    """
+    workload = workload_of(
+        model, batch_size, image_size, precision, device, batch=batch, loss=loss, output=output, mode=mode,
+        compile=compile, cuda_graph=cuda_graph,
+    )  # fmt: skip
+    return benchmark_layouts(model, workload, target_ci=target_ci, time_limit_s=time_limit_s)
+
+
+def workload_of(
+    model: nn.Module,
+    batch_size: int,
+    image_size: int | tuple[int, ...],
+    precision: str,
+    device: torch.device | str | None,
+    optimizer: str = "sgd",
+    **more: Any,
+) -> Workload:
+    """A `Workload` from plain values; `more` are its other fields.
+
+    Raises:
+        ConfigError: an impossible value.
+    """
+    if more.get("mode", "train") not in ("train", "infer"):
+        raise ConfigError(f"mode={more['mode']}: must be train or infer")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: must be at least 1")
+    if device is None:
+        device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    device = torch.device(device)
+    shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if more.get("batch") is not None:
+        leaves = torch.utils._pytree.tree_leaves(more["batch"])
+        batch_size = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+    resolved = resolve_precision(precision, device)
+    return Workload(batch_size, shape, resolved, device, optim=OptimConfig(name=optimizer), **more)
 
 
 def benchmark_layouts(
     model: nn.Module,
     workload: Workload,
     layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST),
-    effort: Effort | None = None,
-    slowdown: float = 0.0,
-) -> LayoutBenchmark:
-    """Measure `model` in each of `layouts`; `model` itself, random generators and torch's switches stay as they are.
-
-    Args:
-        model: in any layout, on any device; copied once per layout. Cast to fp16 already or not.
-        layouts: the first is what the others are compared with.
-        slowdown: the last layout idles for this share of each step: a planted difference, to test the method (CPU).
-
-    When memory runs out, the batch is halved for all layouts alike.
-
-    Raises:
-        ConfigError: not even a batch of one image fits.
-    """
+    *,
+    target_ci: float = 0.02,
+    time_limit_s: float = 60.0,
+    min_rounds: int = MIN_ROUNDS,
+    block_s: float = BLOCK_S,
+) -> Comparison:
+    """As `compare_layouts`, for a given workload and any layouts; the first is the baseline of all ratios."""
     batch_size = workload.batch_size
     while True:
         try:
-            with switches(workload):
-                done = _benchmark(
-                    model, replace(workload, batch_size=batch_size), layouts, effort or Effort(), slowdown
-                )
-            return replace(done, batch_size_requested=workload.batch_size)
-        except (RuntimeError, MemoryError) as error:
+            with measurement_state(workload):
+                timed = [TimedModel(model, layout, replace(workload, batch_size=batch_size)) for layout in layouts]
+                return _compare(timed, target_ci, time_limit_s, min_rounds, block_s, workload.batch_size)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a user's model raises
             if not is_out_of_memory(error):
-                raise
-        release_memory(workload.device)  # here, where the error no longer holds on to tensors
-        if batch_size == 1:
-            raise ConfigError(
-                f"not even one image of {workload.image_size} px fits into the memory of {workload.device}"
-            )
+                raise ConfigError(f"the model cannot be measured: {explain(error)}") from error
+        timed = []
+        release_memory(workload.device)  # here, where the exception no longer refers to tensors
+        if batch_size == 1 or workload.batch is not None:
+            raise ConfigError(f"a batch of {batch_size} does not fit into the memory of {workload.device}")
         batch_size //= 2
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has an error class for it, the CPU's allocator only its words."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def release_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 @contextmanager
-def switches(workload: Workload) -> Iterator[None]:
-    """Autotuning and TF32 as in training, and nothing of it, nor of the random numbers, left behind."""
-    cuda = [workload.device] if workload.device.type == "cuda" else []
-    autotune = not torch.are_deterministic_algorithms_enabled()
+def measurement_state(workload: Workload) -> Iterator[None]:
+    """Kernel selection as in training; the previous switches and all random generators are restored at the end."""
     if workload.compile:
         torch._dynamo.reset()  # else the limit on recompilations ends in eager code
-    with torch.random.fork_rng(devices=cuda), kernel_selection(tf32=workload.precision.tf32, autotune=autotune):
-        yield
+    autotune = not torch.are_deterministic_algorithms_enabled()
+    generators = random.getstate(), np.random.get_state()
+    try:
+        with (
+            torch.random.fork_rng(devices=[workload.device] if workload.device.type == "cuda" else []),
+            kernel_selection(tf32=workload.precision.tf32, autotune=autotune),
+        ):
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
 
 
-class Trial:
-    """A copy of the model in one layout, its optimizer and its batch: `step` does what training does per step."""
-
-    def __init__(self, model: nn.Module, layout: Layout, workload: Workload) -> None:
-        self.layout = layout
-        self.slowdown = 0.0
-        self._workload = workload
-        self.model = cast_model(copy.deepcopy(model).to(workload.device), workload.precision)
-        memory_format.convert(self.model, memory_format=torch.contiguous_format)
-        if layout.channels_last:
-            memory_format.convert(self.model, layout.conversion)
-        self.batch = _batch(self.model, layout, workload)
-        self.model.train(workload.mode == "train")
-        if workload.mode == "train":
-            masters = MasterWeights(self.model) if workload.precision.master_weights else None
-            parameters = trainable_parameters(self.model, masters)
-            self._parts = StepParts(
-                model=self.model,
-                optimizer=build_optimizer(workload.optim, self.model, parameters, LEARNING_RATE),
-                scaler=build_scaler(workload.precision, workload.device),
-                precision=workload.precision,
-                device=workload.device,
-                masters=masters,
-            )
-        if workload.compile:
-            self.model.compile(mode=workload.compile_mode)
-
-    def step(self) -> None:
-        """One training step, or one inference; the host does not wait for the device."""
-        if self._workload.mode == "train":
-            train_step(self._parts, [self.batch])
-            return
-        with torch.inference_mode(), autocast(self._workload.precision, self._workload.device):
-            self.model(self.batch.images)
-
-    def step_times(self, steps: int) -> list[float]:
-        """Seconds of each of `steps` steps: by device events on a GPU (waits for the device once, at the end)."""
-        if self._workload.device.type == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-            events[0].record()
-            for event in events[1:]:
-                self.step()
-                event.record()
-            events[-1].synchronize()
-            return [a.elapsed_time(b) / 1000 for a, b in pairwise(events)]
-        clock = [time.perf_counter()]
-        for _ in range(steps):
-            self.step()
-            spent_s = time.perf_counter() - clock[-1]
-            while time.perf_counter() < clock[-1] + spent_s * (1 + self.slowdown):
-                pass
-            clock.append(time.perf_counter())
-        return [b - a for a, b in pairwise(clock)]
-
-
-def _batch(model: nn.Module, layout: Layout, workload: Workload) -> Batch:
-    """The same numbers for every layout; the classes are those that the model has outputs for."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (workload.batch_size, workload.input_channels, workload.image_size, workload.image_size)
-    images = torch.randn(shape, generator=generator).to(
-        workload.device,
-        workload.precision.input_dtype,
-        memory_format=torch.channels_last if layout.channels_last else torch.contiguous_format,
-    )
-    model.eval()
-    with torch.no_grad(), autocast(workload.precision, workload.device):
-        classes = logits_of(model(images[:1])).shape[1]
-    targets = torch.randint(classes, (workload.batch_size,), generator=generator)
-    return Batch(images, targets.to(workload.device))
-
-
-def _benchmark(
-    model: nn.Module, workload: Workload, layouts: Sequence[Layout], effort: Effort, slowdown: float
-) -> LayoutBenchmark:
-    trials = [Trial(model, layout, workload) for layout in layouts]
-    trials[-1].slowdown = slowdown
-    steps = _warm_up(trials, effort)
-    blocks: list[list[float]] = [[] for _ in trials]  # per layout: seconds per step, of each block
-    log_ratios: list[list[float]] = [[] for _ in trials]
-    order = [*range(len(trials)), *reversed(range(len(trials)))]  # A B B A, or A B C C B A
-    started_at, load = time.perf_counter(), MachineLoad()
-    while True:
-        for index in order:
-            # The median step of a block: a hiccup of a shared machine is not the layout's.
-            blocks[index].append(statistics.median(trials[index].step_times(steps)))
-        for index in range(len(trials)):
-            mine, first = blocks[index][-2:], blocks[0][-2:]
-            log_ratios[index].append((sum(map(math.log, first)) - sum(map(math.log, mine))) / 2)
-        intervals = [interval_of_rounds(values) for values in log_ratios]
-        rounds = len(log_ratios[0])
-        seconds = time.perf_counter() - started_at
-        is_narrow = rounds >= effort.min_rounds and all(item.width <= effort.target_ci for item in intervals[1:])
-        if is_narrow or (rounds >= 2 and seconds * (rounds + 1) / rounds > effort.time_limit_s):
-            break
-    others_pct = load.others_pct()
-    memory = [_peak_memory_gib(trial, trials, workload.device) for trial in trials]
-    speeds = [
-        _speed(trial.layout, workload, times, peak, interval)
-        for trial, times, peak, interval in zip(trials, blocks, memory, intervals, strict=True)
-    ]
-    stopped_by = "target_ci" if is_narrow else "time_limit"
-    size = workload.batch_size
-    return LayoutBenchmark(tuple(speeds), size, size, rounds, seconds, stopped_by, others_pct)
-
-
-def _warm_up(trials: Sequence[Trial], effort: Effort) -> int:
-    """Two untimed steps each (kernel selection, compilation, optimizer state); returns the steps per block."""
-    slowest = 0.0
-    for trial in trials:
-        trial.step_times(2)
-        slowest = max(slowest, *trial.step_times(1))
-    return max(1, min(100, round(effort.block_s / slowest)))
-
-
-def _speed(
-    layout: Layout, workload: Workload, times: Sequence[float], peak_memory_gib: float | None, interval: Interval
-) -> LayoutSpeed:
-    step_s = statistics.median(times)
-    return LayoutSpeed(
-        layout=layout.name,
-        images_per_s=workload.batch_size / step_s,
-        step_ms=1000 * step_s,
-        peak_memory_gib=peak_memory_gib,
-        versus_first=interval,
-        verdict=verdict_of(interval),
-    )
-
-
-def _peak_memory_gib(trial: Trial, trials: Sequence[Trial], device: torch.device) -> float:
-    """What a process with this layout alone would need: the peak of a step less what the other copies hold."""
-    others = sum(_held_bytes(other) for other in trials if other is not trial)
-    return peak_memory_of_step_gib(trial.step, _held_bytes(trial), others, device)
-
-
-def _held_bytes(trial: Trial) -> int:
-    """Weights, buffers, optimizer state and batch, each storage once."""
-    tensors = [*trial.model.parameters(), *trial.model.buffers(), trial.batch.images, trial.batch.targets]
-    if trial._workload.mode == "train":
-        groups = trial._parts.optimizer.param_groups
-        tensors += [parameter for group in groups for parameter in group["params"]]
-        for state in trial._parts.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+def _compare(
+    timed: list[TimedModel], target_ci: float, time_limit_s: float, min_rounds: int, block_s: float, requested: int
+) -> Comparison:
+    slowest_s = max(model.warm_up() for model in timed)
+    steps = max(1, min(100, round(block_s / slowest_s)))
+    load = MachineLoad()
+    # The median step of a block: an interruption on a shared machine is not the layout's.
+    blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
+    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s, min_rounds=min_rounds)
+    workload, others_pct = timed[0].workload, load.others_pct()
+    is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
+    speeds = []
+    for index, ratio in enumerate(done.speed_ratios()):
+        step_s = done.median_s(index)
+        speed = LayoutSpeed(
+            layout=timed[index].layout.name,
+            images_per_s=workload.batch_size / step_s,
+            step_ms=1000 * step_s,
+            peak_memory_gib=timed[index].peak_memory_gib(timed),
+            ratio=ratio,
+            verdict="not_comparable" if index and is_too_busy else verdict_of(ratio),
+        )
+        speeds.append(speed)
+    return Comparison(
+        tuple(speeds), workload.precision.name, workload.batch_size, requested, done.rounds, done.seconds,
+        done.stopped_by, others_pct,
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
 import sys
@@ -16,6 +15,7 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
+from cl_train.models.copies import copy_model
 from cl_train.models.weights_file import read_weights
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *
     """
     if ":" in name:
         return
-    shapes_only = copy.deepcopy(model).to("meta").train(training)
+    shapes_only = copy_model(model, "meta").train(training)
     try:
         shapes_only(torch.empty(batch_size, 3, image_size, image_size, device="meta"))
     except (RuntimeError, ValueError, AssertionError) as error:

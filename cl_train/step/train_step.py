@@ -103,7 +103,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepSums:
         hits1, hits5 = count_correct(logits_of(output), batch.targets)
         correct1.append(hits1)
         correct5.append(hits5)
-    skipped = _update_weights(parts)
+    skipped = update_weights(parts)
     return StepSums(torch.stack(losses).mean(), torch.stack(correct1).sum(), torch.stack(correct5).sum(), skipped)
 
 
@@ -114,7 +114,8 @@ def _gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[ob
     return model.no_sync()
 
 
-def _update_weights(parts: StepParts) -> torch.Tensor:
+def update_weights(parts: StepParts) -> torch.Tensor:
+    """Unscale, clip, update, zero the gradients; returns float32 1 on the device where the update was skipped, else 0."""
     if parts.masters is not None:
         parts.masters.take_gradients()
     skipped = _scaled_update(parts) if parts.precision.scales_loss else _plain_update(parts)

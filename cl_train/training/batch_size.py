@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from cl_train.comparison.alternation import is_out_of_memory, release_memory
 from cl_train.comparison.model_cost import peak_memory_of_step_gib
-from cl_train.comparison.paired import is_out_of_memory, release_memory
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.batch import Batch
 from cl_train.data.build import build_data
 from cl_train.step.precision import Precision
 from cl_train.system.distributed import Dist, broadcast_object
+from cl_train.system.timing import timed_s
 from cl_train.training.run_state import tensor_bytes
 from cl_train.training.setup import Assembly, assemble
 
@@ -213,21 +214,10 @@ def _steps_of(cfg: Config, precision: Precision, classes: int, device: torch.dev
 
         step()  # kernels are chosen here
         peak = peak_memory_of_step_gib(step, _held_bytes(assembly) + images.nbytes, 0, device)
-        seconds = statistics.median(_step_s(step, device) for _ in range(STEPS))
+        seconds = statistics.median(timed_s(step, device) for _ in range(STEPS))
         return Measured(size, size * cfg.accumulate_steps / seconds, peak)
 
     return measure
-
-
-def _step_s(step: Callable[[], object], device: torch.device) -> float:
-    """Waits for the device before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started_at = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started_at
 
 
 def _held_bytes(assembly: Assembly) -> int:

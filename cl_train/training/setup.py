@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from cl_train.comparison.auto import choose_memory_format
+from cl_train.comparison.auto import Choice, choose_memory_format
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import graph_conflict
 from cl_train.data.batch import Batch
@@ -38,7 +38,7 @@ from cl_train.step.ema import WeightAverage
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, StepSums, train_step
-from cl_train.system.distributed import Dist, gather_objects
+from cl_train.system.distributed import Dist, broadcast_object, gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -124,17 +124,7 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
     """Convert `model` in place as `channels_last=` and `conversion=` say; returns the layout of its input."""
     wanted, conversion = cfg.channels_last, cfg.conversion
     if wanted == "auto":
-        choice = choose_memory_format(
-            model,
-            model_name=cfg.model,
-            image_size=cfg.data.image_size,
-            batch_size=cfg.batch_size,
-            precision=precision,
-            compile=cfg.compile,
-            compile_mode=cfg.compile_mode,
-            optim=cfg.optim,
-            dist=dist,
-        )
+        choice = _measured_choice(cfg, model, precision, dist)
         log.info("channels_last=auto: %s", choice.reason)
         wanted, conversion = str(choice.channels_last).lower(), choice.conversion
     if wanted == "false":
@@ -149,6 +139,26 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
     report = memory_format.convert(model, conversion, select=cfg.select or None)
     log.info("channels_last: %s", report)
     return torch.channels_last
+
+
+def _measured_choice(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> Choice:
+    """Rank 0 measures while the others wait; all ranks use its choice."""
+    choice = None
+    if dist.is_main:
+        choice = choose_memory_format(
+            model,
+            batch_size=cfg.batch_size,
+            image_size=cfg.data.image_size,
+            precision=precision.name,
+            device=dist.device,
+            compile=cfg.compile,
+            compile_mode=cfg.compile_mode,
+            cuda_graph=graph_recorder(cfg, dist) is not None,
+            optimizer=cfg.optim.name,
+        )
+    chosen = broadcast_object(choice, dist)
+    assert isinstance(chosen, Choice)
+    return chosen
 
 
 def check_ranks_alike(model: nn.Module, dist: Dist) -> None:

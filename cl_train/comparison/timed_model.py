@@ -1,0 +1,183 @@
+"""A copy of a model in one memory format, with its batch and optimizer, and the step that is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from cl_train.comparison.model_cost import peak_memory_of_step_gib
+from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.data.batch import Batch
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.model_io import LossFunction, call_model, mean_square, output_tensors, place_batch
+from cl_train.models.copies import copy_model
+from cl_train.step.cuda_graph import CudaRecorder, GraphedCall, HostRecorder, put_lr_on_device
+from cl_train.step.optim import build_optimizer
+from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
+from cl_train.step.train_step import StepParts, train_step, update_weights
+from cl_train.system.timing import step_times_s
+
+LEARNING_RATE = 1e-4  # costs what any other does, and random labels leave the weights where they are
+_OUTSIDE_GRAPH = 3  # steps that run before a CUDA graph is recorded
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A memory format for the input and, by `conversion` (see `memory_format.convert`), for the model."""
+
+    name: str
+    memory_format: torch.memory_format
+    conversion: str = "full"
+
+
+CONTIGUOUS = Layout("contiguous", torch.contiguous_format)
+CHANNELS_LAST = Layout("channels_last", torch.channels_last)
+CHANNELS_LAST_CONV = Layout("channels_last_conv", torch.channels_last, "conv")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step works on, and how.
+
+    `input_shape` is that of one image (C, H, W) or video (C, T, H, W); the batch is normal noise with random labels.
+    `batch` replaces the noise by the user's own input (a tensor, a tuple of inputs, a dict of keyword arguments), and
+    `loss` the cross-entropy by a function of the model's output; `output` selects a part of the output for the default
+    loss, which is the mean square where the output is not logits [N, classes].
+    """
+
+    batch_size: int
+    input_shape: tuple[int, ...]
+    precision: Precision
+    device: torch.device
+    mode: str = "train"  # or "infer"
+    compile: bool = False
+    compile_mode: str = "default"
+    cuda_graph: bool = False
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batch: Any = None
+    loss: LossFunction | None = None
+    output: str | None = None
+
+
+class TimedModel:
+    """`step` does what training (or inference) does per step; the model that it was made from stays as it is."""
+
+    def __init__(self, model: nn.Module, layout: Layout, workload: Workload) -> None:
+        self.layout, self.workload = layout, workload
+        self.model = model_in_layout(model, layout, workload.precision, workload.device)
+        self.inputs = self._inputs()
+        self._parts: StepParts | None = None
+        self._batch = self._labelled_batch()
+        self.model.train(workload.mode == "train")
+        if workload.mode == "train":
+            self._parts = _step_parts(self.model, workload)
+        if workload.compile:
+            self.model.compile(mode=workload.compile_mode)
+        self.step: Callable[[], object] = self.eager_step
+        if workload.cuda_graph:
+            on_cuda = workload.device.type == "cuda"
+            recorder = CudaRecorder(workload.device) if on_cuda else HostRecorder()
+            self.step = GraphedCall(self._recorded_step, lambda: (), recorder, warm_up=_OUTSIDE_GRAPH)
+
+    def _inputs(self) -> Any:
+        workload = self.workload
+        batch = workload.batch
+        if batch is None:
+            batch = torch.randn(
+                (workload.batch_size, *workload.input_shape), generator=torch.Generator().manual_seed(0)
+            )
+        return place_batch(batch, workload.device, workload.precision.input_dtype, self.layout.memory_format)
+
+    def _labelled_batch(self) -> Batch | None:
+        """The batch for the training step of classifiers; None where the model or the loss is of another kind."""
+        workload = self.workload
+        if workload.loss is not None or workload.output is not None or not isinstance(self.inputs, torch.Tensor):
+            return None
+        self.model.eval()
+        with torch.no_grad(), autocast(workload.precision, workload.device):
+            output = self.model(self.inputs[:1])
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+            output_tensors(output)  # refuses an output without tensors
+            return None
+        generator = torch.Generator().manual_seed(0)
+        targets = torch.randint(logits.shape[1], (len(self.inputs),), generator=generator)
+        return Batch(self.inputs, targets.to(workload.device))
+
+    def eager_step(self) -> None:
+        """One step, not replayed; the host does not wait for the device."""
+        workload = self.workload
+        if self._parts is None:
+            with torch.inference_mode(), autocast(workload.precision, workload.device):
+                call_model(self.model, self.inputs)
+        elif self._batch is not None:
+            train_step(self._parts, [self._batch])
+        else:
+            with autocast(workload.precision, workload.device):
+                output = call_model(self.model, self.inputs)
+                loss = workload.loss or (lambda value: mean_square(output_tensors(value, workload.output)))
+                scalar = loss(output)
+            self._parts.scaler.scale(scalar).backward()
+            update_weights(self._parts)
+
+    def _recorded_step(self) -> list[torch.Tensor]:
+        self.eager_step()
+        return []
+
+    def block_times_s(self, steps: int) -> list[float]:
+        """Seconds of each of `steps` steps. Waits for the device at the end."""
+        return step_times_s(self.step, steps, self.workload.device)
+
+    def warm_up(self) -> float:
+        """Select kernels, compile, create the optimizer's state, record the graph; returns seconds per step."""
+        self.block_times_s(2 + (_OUTSIDE_GRAPH if self.workload.cuda_graph else 0))
+        return self.block_times_s(1)[0]
+
+    def peak_memory_gib(self, others: list[TimedModel]) -> float:
+        """What a process with this layout alone would need in an eager step: the peak less what `others` hold."""
+        other_bytes = sum(other.held_bytes() for other in others if other is not self)
+        return peak_memory_of_step_gib(self.eager_step, self.held_bytes(), other_bytes, self.workload.device)
+
+    def held_bytes(self) -> int:
+        """Weights, buffers, optimizer state and batch, each storage once."""
+        tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
+        tensors += torch.utils._pytree.tree_leaves(self.inputs)
+        if self._parts is not None:
+            optimizer = self._parts.optimizer
+            tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            tensors += [value for state in optimizer.state.values() for value in state.values()]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        }
+        return sum(storages.values())
+
+
+def model_in_layout(model: nn.Module, layout: Layout, precision: Precision, device: torch.device) -> nn.Module:
+    """A copy on `device`, in the dtypes of `precision`, first contiguous, then converted to `layout`."""
+    copied = cast_model(copy_model(model, device), precision)
+    convert(copied, memory_format=torch.contiguous_format)
+    if layout.memory_format != torch.contiguous_format:
+        convert(copied, layout.conversion, memory_format=layout.memory_format)
+    return copied
+
+
+def _step_parts(model: nn.Module, workload: Workload) -> StepParts:
+    precision, device = workload.precision, workload.device
+    masters = MasterWeights(model) if precision.master_weights else None
+    parameters = trainable_parameters(model, masters)
+    if not parameters:
+        raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
+    optimizer = build_optimizer(workload.optim, model, parameters, LEARNING_RATE)
+    if workload.cuda_graph:
+        put_lr_on_device(optimizer, device)
+        for group in optimizer.param_groups:
+            if "capturable" in group and device.type == "cuda":
+                group["capturable"] = True
+    scaler = build_scaler(precision, device)
+    return StepParts(model, optimizer, scaler, precision, device, masters=masters)
