@@ -24,10 +24,8 @@ from cl_train.config.validation import from_mapping, setting_fields, settings_fr
 def main(words: list[str]) -> int:
     from cl_train.comparison.suite import (
         BenchmarkSettings,
-        blind_spots,
         check_gate,
         check_settings,
-        count_verdicts,
         read_baseline,
         run_suite,
     )
@@ -49,8 +47,6 @@ def main(words: list[str]) -> int:
         settings = settings_from_arguments(BenchmarkSettings, options.settings)
     check_settings(settings)
     document = run_suite(settings)
-    if settings.repetitions > 1:
-        print(f"verdicts: {count_verdicts(document)}")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -58,8 +54,6 @@ def main(words: list[str]) -> int:
     fallen = check_gate(baseline, document) if baseline is not None else []
     for line in fallen:
         print(f"the gate is not passed: {line}")
-    for line in blind_spots(document) if baseline is not None else []:
-        print(f"too noisy to see a small loss: {line}")
     if baseline is not None and not fallen:
         print("the gate is passed: no gain fell by more than its interval")
     print(json.dumps(document))

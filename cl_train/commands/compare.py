@@ -58,18 +58,13 @@ def parity_failures(model_name: str, precision_name: str, image_size: int | None
     """What the report says of a model whose layouts differ; empty where they agree. Prints the outcome."""
     import torch
 
-    from cl_train.comparison.parity import check_parity, fitting_image_size
+    from cl_train.comparison.parity import check_parity
     from cl_train.models.registry import build_model, usual_image_size
-    from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
 
-    device = choose_device("auto")
     torch.manual_seed(0)
     size = image_size or usual_image_size(model_name)
     model = build_model(model_name, num_classes=100, image_size=size)
-    if image_size is None:
-        size = fitting_image_size(model, size)
-    precision = resolve_precision(precision_name, device)
-    outcome = check_parity(model, image_size=size, precision=precision, device=device)
+    outcome = check_parity(model, image_size=size, precision=precision_name, device=choose_device("auto"))
     print(f"{model_name}: {outcome}")
     return {} if outcome.passed else {model_name: str(outcome)}

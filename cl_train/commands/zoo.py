@@ -6,7 +6,7 @@
     cl-train zoo --models timm               ten families of timm
     cl-train zoo --models 'resnet*,timm/convnext_atto' --device cuda --precision fp16 --batch 256
 
-Writes zoo-<precision>-<device>-torch<version>.json, .md, .csv and .svg into --out after each model (other groups are
+Writes zoo-<precision>-<device>-torch<version>.json, .md and .csv into --out after each model (other groups are
 named, and tables without speeds: zoo-<group>-layout-...); called again, it goes on with what is missing or failed.
 Exit code 1: a model failed or its layouts differ; 2: wrong usage.
 """
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from cl_train.comparison import zoo, zoo_table
+from cl_train.comparison import zoo
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
 from cl_train.models import registry as models
@@ -42,27 +42,29 @@ def main(words: list[str]) -> int:
     options = _options(words)
     device = choose_device(options.device)
     precision = resolve_precision(options.precision, device)
-    look = zoo.Look(device.type, precision.name, options.batch, options.image_size, options.speed, options.seconds)
+    zoo_options = zoo.ZooOptions(
+        device.type, precision.name, options.batch, options.image_size, options.speed, options.seconds
+    )
     names = chosen_models(options.models)
     group = options.models if options.models in zoo.GROUPS else "chosen"
-    path = Path(options.out) / f"{stem(group, device, look.speed, precision.name)}.json"
+    path = Path(options.out) / f"{stem(group, device, zoo_options.speed, precision.name)}.json"
     environment = {**describe_environment(device), "device_name": device_name(device)}
-    table = zoo_table.start(path, asdict(look), environment)
-    missing = [name for name in names if not zoo_table.is_done(table, name)]
+    table = zoo.open_table(path, asdict(zoo_options), environment)
+    missing = [name for name in names if not zoo.is_done(table, name)]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, leave_at_once)
-    jobs = 1 if look.speed or device.type == "cuda" else options.jobs  # timings need the machine for themselves
-    for row in rows(missing, look, jobs, options.timeout):
-        zoo_table.add(path, table, row)
+    jobs = 1 if zoo_options.speed or device.type == "cuda" else options.jobs  # timings need the machine for themselves
+    for row in rows(missing, zoo_options, jobs, options.timeout):
+        zoo.add_row(path, table, row)
         print(f"{row['model']}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)", flush=True)
     bad = [row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False]
-    print(f"written: {path} and .md, .csv, .svg" + (f"; failed: {', '.join(bad)}" if bad else ""))
+    print(f"written: {path} and .md, .csv" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return 1 if bad else 0
 
 
 def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    """End with the models that are being measured; the rows so far are on the disk."""
+    """End with the models that are being zoo_options; the rows so far are on the disk."""
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(128 + signum)
@@ -82,8 +84,6 @@ def _options(words: list[str]) -> argparse.Namespace:
     add("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="models at once, without speed on a CPU")
     add("--out", default="results", help="folder of the tables")
     options = parser.parse_args(words)
-    if options.image_size is None and options.speed:
-        options.image_size = zoo.FIXED
     return options
 
 
@@ -118,21 +118,21 @@ def chosen_models(words: str) -> list[str]:
     return names
 
 
-def rows(names: list[str], look: zoo.Look, jobs: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+def rows(names: list[str], zoo_options: zoo.ZooOptions, jobs: int, timeout_s: float) -> Iterator[dict[str, Any]]:
     """A row for each model as it is done, each from a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cl_train.comparison.zoo"])  # importing torch takes longer than most models
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_in_own_process, context, name, look, jobs, timeout_s) for name in names]
+        futures = [pool.submit(_in_own_process, context, name, zoo_options, jobs, timeout_s) for name in names]
         for future in as_completed(futures):
             yield future.result()
 
 
 def _in_own_process(
-    context: ForkServerContext, name: str, look: zoo.Look, jobs: int, timeout_s: float
+    context: ForkServerContext, name: str, zoo_options: zoo.ZooOptions, jobs: int, timeout_s: float
 ) -> dict[str, Any]:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, name, look, max(1, torch.get_num_threads() // jobs)))
+    process = context.Process(target=_child, args=(sender, name, zoo_options, max(1, torch.get_num_threads() // jobs)))
     process.start()
     sender.close()
     try:
@@ -146,11 +146,10 @@ def _in_own_process(
     return {"model": name, **row}
 
 
-def _child(sender: Any, name: str, look: zoo.Look, threads: int) -> None:
+def _child(sender: Any, name: str, zoo_options: zoo.ZooOptions, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
-        precision = resolve_precision(look.precision, torch.device(look.device))
-        sender.send(zoo.look_at(name, look, precision))
+        sender.send(zoo.measure_model(name, zoo_options))
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(last.filename).name}:{last.lineno}"

@@ -27,7 +27,7 @@ from cl_train.comparison.timed_model import (
 )
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.model_io import LossFunction, explain
-from cl_train.step.precision import Precision, kernel_selection, resolve_precision
+from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 
 BLOCK_S = 0.25

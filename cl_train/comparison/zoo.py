@@ -1,23 +1,36 @@
-"""One model of a zoo, looked at from all sides: converted, compared, audited and timed in both memory formats."""
+"""Many models in both memory formats: each converted, checked for parity, audited and timed. One row per model.
+
+The rows are kept in a JSON file as they are measured, and written as Markdown and CSV.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from cl_train.comparison.paired import CHANNELS_LAST, CONTIGUOUS, Effort, Workload, benchmark_layouts
+from cl_train.comparison.paired import benchmark_layouts
 from cl_train.comparison.parity import check_parity
+from cl_train.comparison.timed_model import Workload
+from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
+from cl_train.memory_format.audit_report import markdown_table
 from cl_train.memory_format.convert import convert
 from cl_train.models import registry as models
-from cl_train.step.precision import Precision, cast_model
+from cl_train.step.precision import cast_model, resolve_precision
 from cl_train.step.train_step import loss_of
+from cl_train.system.files import write_json, write_text
+
+SCHEMA_VERSION = 2
 
 # The models of the tutorial "Channels Last Memory Format in PyTorch": "full support ... 8%-35% gains on Volta devices".
 TUTORIAL = (
@@ -27,7 +40,7 @@ TUTORIAL = (
     "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "wide_resnet101_2", "wide_resnet50_2",
 )  # fmt: skip
 
-# Ten families of timm: what a layout may meet in each is said behind it.
+# Families of timm, with what a layout meets in each.
 TIMM = (
     "timm/resnet50_gn",  # GroupNorm
     "timm/resnetv2_50",  # pre-activation, weight-standardised convolutions and GroupNorm
@@ -38,26 +51,25 @@ TIMM = (
     "timm/convnext_atto",  # LayerNorm in channels_last order
     "timm/mobilevit_xxs",  # convolutions and attention
     "timm/vit_tiny_patch16_224",  # attention alone
-    "timm/resnet10t:1",  # a deep stem, on one input channel
+    "timm/resnet10t",  # a deep stem
 )
 
 GROUPS = ("tutorial", "torchvision", "timm")
-SMALL, FIXED = 64, 224
+SMALL, USUAL = 64, 224
 # These are built for their image size; all others take a small one.
 _FIXED_SIZE = ("vit_", "maxvit", "timm/vit_", "timm/mobilevit")
-_MOST_PARITY_PARAMETERS = 200e6  # parity keeps four copies, one in float64
 
 
 @dataclass(frozen=True)
-class Look:
-    """How the models of a zoo are looked at; equal for all rows of a table."""
+class ZooOptions:
+    """How models are measured; the same for all rows of a table."""
 
     device: str
     precision: str
     batch_size: int
-    image_size: int | None  # None = small where the model permits, for a look without speed
+    image_size: int | None  # pixels; None: 224 with speed, 64 without where the model takes it
     speed: bool
-    speed_s: float  # seconds of timing per model and mode
+    time_limit_s: float  # per model and mode
 
 
 def group_names(group: str) -> list[str]:
@@ -65,150 +77,185 @@ def group_names(group: str) -> list[str]:
     return {"tutorial": list(TUTORIAL), "torchvision": models.model_names(), "timm": list(TIMM)}[group]
 
 
-def image_size_of(name: str, look: Look) -> int:
-    """Side of the images that `name` is looked at with, pixels."""
+def image_size_of(name: str, options: ZooOptions) -> int:
+    """Side of the images for `name`, pixels."""
     if name == "inception_v3":
         return models.usual_image_size(name)
     if name.startswith(_FIXED_SIZE):
-        return FIXED
-    return look.image_size or SMALL
+        return USUAL
+    return options.image_size or (USUAL if options.speed else SMALL)
 
 
-def look_at(name: str, look: Look, precision: Precision) -> dict[str, Any]:
-    """One row: conversion, parity, audit, speed and memory of both layouts, and a verdict.
-
-    `name` may end in ":1", which means one input channel (timm only).
-    """
-    started = time.perf_counter()
-    device = torch.device(look.device)
-    model, channels = _build(name)
-    size = image_size_of(name, look)
+def measure_model(name: str, options: ZooOptions) -> dict[str, Any]:
+    """One row: conversion, parity, audit, speed and memory of both layouts, and a verdict."""
+    started_at = time.perf_counter()
+    torch.manual_seed(0)
+    size = image_size_of(name, options)
+    model = models.build_model(name, num_classes=1000, image_size=USUAL).to(options.device)
     convolutions = sum(isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d) for module in model.modules())
     row: dict[str, Any] = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "convolutions": convolutions,
         "image_size": size,
-        "batch_size": look.batch_size,
     }
-    row["parity"] = _parity(model, row["parameters"], precision, device, size, channels)
-    row |= _convert_and_audit(model, name, look, precision, device, size, channels)
-    if look.speed:
-        row |= _speeds(name, look, precision, device, size)
+    try:
+        report = check_parity(model, image_size=size, batch_size=2, precision=options.precision)
+        row["parity"] = {"passed": report.passed, "why": str(report)}
+    except ConfigError as error:
+        row["parity"] = {"passed": None, "why": str(error)}
+    if options.speed:
+        row |= _speeds(model, options, size)
+    row |= _convert_and_audit(model, name, options, size)
     row["verdict"] = verdict(row)
-    row["seconds"] = round(time.perf_counter() - started, 1)
+    row["seconds"] = round(time.perf_counter() - started_at, 1)
     return row
 
 
-def _build(name: str) -> tuple[nn.Module, int]:
-    torch.manual_seed(0)
-    plain, _, channels = name.partition(":")
-    if not channels.isdigit():
-        return models.build_model(name, num_classes=1000, image_size=FIXED), 3
-    import timm
-
-    return timm.create_model(plain.removeprefix("timm/"), in_chans=int(channels)), int(channels)
-
-
-def _parity(
-    model: nn.Module, parameters: int, precision: Precision, device: torch.device, size: int, channels: int
-) -> dict[str, Any]:
-    if parameters > _MOST_PARITY_PARAMETERS:
-        return {"passed": None, "why": f"not run: {parameters / 1e6:.0f} million parameters"}
-    # A Linear layer has no memory format. Its inputs and outputs are compared; the gradients of its weights, most of
-    # the parameters of AlexNet and VGG, are left out.
-    frozen = [module.requires_grad_(False) for module in model.modules() if isinstance(module, nn.Linear)]
-    report = check_parity(
-        model,
-        image_size=size,
-        precision=precision,
-        device=device,
-        batch_size=2,
-        input_channels=channels,
-        steps=1,
-    )
-    for module in frozen:
-        module.requires_grad_(True)
-    result: dict[str, Any] = {"passed": report.passed, "why": str(report)}
-    if report.worst is not None:
-        result["worst"] = asdict(report.worst)
-    return result
-
-
-def _convert_and_audit(
-    model: nn.Module, name: str, look: Look, precision: Precision, device: torch.device, size: int, channels: int
-) -> dict[str, Any]:
-    model = cast_model(model.to(device), precision)
+def _convert_and_audit(model: nn.Module, name: str, options: ZooOptions, size: int) -> dict[str, Any]:
+    device = torch.device(options.device)
+    precision = resolve_precision(options.precision, device)
+    model = cast_model(model, precision)
     conversion = convert(model)
-    images = torch.randn(2, channels, size, size).to(device, precision.input_dtype, memory_format=torch.channels_last)
+    images = torch.randn(2, 3, size, size).to(device, precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.zeros(2, dtype=torch.int64, device=device)
-    report = audit(model, images, precision=precision, loss=_loss_on(targets), name=name, measure=look.speed)
-    lost = {way: _counted([(_plain(c.operator), c.count) for c in report.of("lost", way)]) for way in _WAYS}
+    report = audit(
+        model, images, precision=precision, loss=lambda output: loss_of(output, targets), name=name,
+        measure=options.speed,
+    )  # fmt: skip
+    lost: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    for call in report.of("lost"):
+        lost[call.direction][call.operator.removeprefix("aten.").partition(".")[0]] += call.count
     return {
         "converted": len(conversion.changed),
-        "ambiguous_weights": len(conversion.ambiguous),
         "audit": {
             **report.totals,
             "moved_pct": round(report.moved_pct, 2),
             "copy_ms": report.copy_ms,
-            "lost_forward": lost["forward"],
-            "lost_backward": lost["backward"],
-            "verdict": report.verdict(),
+            "lost_forward": dict(lost["forward"]),
+            "lost_backward": dict(lost["backward"]),
         },
     }
 
 
-_WAYS = ("forward", "backward")
-
-
-def _loss_on(targets: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-    return lambda output: loss_of(output, targets)
-
-
-def _plain(operator: str) -> str:
-    return operator.removeprefix("aten.").partition(".")[0]
-
-
-def _counted(pairs: list[tuple[str, int]]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for operator, count in pairs:
-        counts[operator] = counts.get(operator, 0) + count
-    return counts
-
-
-def _speeds(name: str, look: Look, precision: Precision, device: torch.device, size: int) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _speeds(model: nn.Module, options: ZooOptions, size: int) -> dict[str, Any]:
+    """Of training and inference. On a GPU both layouts run as CUDA graphs: eager, the host would limit both."""
+    device = torch.device(options.device)
+    precision = resolve_precision(options.precision, device)
+    rows: dict[str, Any] = {}
     for mode in ("train", "infer"):
-        model, channels = _build(name)
-        workload = Workload(look.batch_size, size, precision, device, mode=mode, input_channels=channels)
+        workload = Workload(options.batch_size, (3, size, size), precision, device, mode=mode)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            done = benchmark_layouts(model, workload, (CONTIGUOUS, CHANNELS_LAST), Effort(time_limit_s=look.speed_s))
-        first, second = done.of(CONTIGUOUS), done.of(CHANNELS_LAST)
-        result[mode] = {
-            "contiguous_images_per_s": round(first.images_per_s, 2),
-            "channels_last_images_per_s": round(second.images_per_s, 2),
-            "ratio": round(second.versus_first.ratio, 4),
-            "ci95": [round(second.versus_first.low, 4), round(second.versus_first.high, 4)],
-            "verdict": second.verdict,
-            "batch_size": done.batch_size,
-            "contiguous_peak_memory_gib": first.peak_memory_gib,
-            "channels_last_peak_memory_gib": second.peak_memory_gib,
-        }
-    return result
+            workload = replace(workload, cuda_graph=device.type == "cuda")
+            try:
+                done = benchmark_layouts(model, workload, time_limit_s=options.time_limit_s)
+            except ConfigError:
+                if not workload.cuda_graph:
+                    raise
+                workload = replace(workload, cuda_graph=False)  # a forward pass that cannot be recorded
+                done = benchmark_layouts(model, workload, time_limit_s=options.time_limit_s)
+        rows[mode] = {**done.to_dict(), "cuda_graph": workload.cuda_graph}
+    return rows
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """A few words: correctness first, then speed where it was measured, then what is lost."""
+    """In words: correctness first, then speed where it was measured, then what is lost."""
     if row["parity"]["passed"] is False:
-        return "do not use: the layouts compute different things"
+        return "do not use: the layouts compute different results"
     if row["convolutions"] == 0:
-        return "no convolution: nothing to gain"
+        return "no convolution: no gain possible"
     words = []
-    if "train" in row:
-        words.append(f"train {row['train']['verdict']} ({row['train']['ratio']:.2f}x)")
-        words.append(f"infer {row['infer']['verdict']} ({row['infer']['ratio']:.2f}x)")
+    for mode in ("train", "infer"):
+        if mode in row:
+            pair = row[mode]["pairs"][0]
+            words.append(f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)")
     lost, moved = row["audit"]["lost"], row["audit"]["moved_pct"]
     kept = "keeps the layout" if lost == 0 else f"loses the layout in {lost} call{'s' if lost > 1 else ''}"
-    words.append(f"{kept}, {moved:.1f} % of the step's bytes moved")
-    return "; ".join(words)
+    return "; ".join([*words, f"{kept}, {moved:.1f} % of the step's bytes moved"])
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def open_table(path: Path, options: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
+    """The table at `path`, to be continued, or a new one.
+
+    Raises:
+        ConfigError: the file was made with other settings, or is no such table.
+    """
+    if not path.exists():
+        return {"schema_version": SCHEMA_VERSION, "options": options, "environment": environment, "rows": []}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        is_same = table["schema_version"] == SCHEMA_VERSION and table["options"] == options
+        is_same = is_same and table["environment"]["torch"] == environment["torch"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: not a table of `cl-train zoo` ({error}); remove it, or choose another out"
+        ) from error
+    if not is_same:
+        raise ConfigError(
+            f"{path}: made with other settings or another torch ({table['environment']['torch']}), so new rows would "
+            "not compare: remove it, or choose another out"
+        )
+    return dict(table)
+
+
+def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
+    """Add a row, or replace that of the same model, and write .json, .md and .csv."""
+    others = [known for known in table["rows"] if known["model"] != row["model"]]
+    table["rows"] = sorted([*others, row], key=lambda known: known["model"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [_flat(row, with_speed=table["options"]["speed"]) for row in table["rows"]]
+    options, environment = table["options"], table["environment"]
+    title = f"torch {environment['torch']}, {environment['device_name']}, {options['precision']}"
+    text = (
+        f"# channels_last, model by model: {title}\n\n"
+        "parity: both layouts compute the same. lost: operators that received channels_last and returned contiguous, "
+        "with the number of calls. moved: bytes moved to change the layout, of all bytes of a training step.\n\n"
+        f"{markdown_table(rows)}\n"
+    )
+    write_json(path, table)
+    write_text(path.with_suffix(".md"), text)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path.with_suffix(".csv"), out.getvalue())
+
+
+def is_done(table: dict[str, Any], model: str) -> bool:
+    return any(row["model"] == model and "error" not in row for row in table["rows"])
+
+
+def _flat(row: dict[str, Any], *, with_speed: bool) -> dict[str, Any]:
+    """The same columns for every row, also where a model failed."""
+    audited, parity = row.get("audit", {}), row.get("parity", {})
+    flat: dict[str, Any] = {
+        "model": row["model"],
+        "px": row.get("image_size"),
+        "convolutions": row.get("convolutions"),
+        "converted": row.get("converted"),
+        "parity": {True: "passed", False: "FAILED", None: "not run"}[parity.get("passed")],
+        "kept": audited.get("kept"),
+        "lost forward": _listed(audited.get("lost_forward")),
+        "lost backward": _listed(audited.get("lost_backward")),
+        "restored": audited.get("restored"),
+        "moved %": audited.get("moved_pct"),
+    }
+    for mode in ("train", "infer") if with_speed else ():
+        speeds = row.get(mode, {}).get("speeds", [{}, {}])
+        pair = row.get(mode, {}).get("pairs", [{}])[0]
+        flat |= {
+            f"{mode} contiguous images/s": speeds[0].get("images_per_s"),
+            f"{mode} channels_last images/s": speeds[1].get("images_per_s"),
+            f"{mode} ratio": pair.get("ratio"),
+            f"{mode} ci95": "-".join(f"{bound:.2f}" for bound in pair.get("ci95", [])),
+            f"{mode} GiB": " / ".join(f"{one['peak_memory_gib']:.2f}" for one in speeds if one),
+        }
+    return {**flat, "verdict": row.get("verdict") or f"error: {row.get('error')}"}
+
+
+def _listed(counts: dict[str, int] | None) -> str:
+    return ", ".join(f"{operator} {count}" for operator, count in (counts or {}).items())

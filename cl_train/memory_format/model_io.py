@@ -27,9 +27,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-def place_batch(
-    batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format
-) -> Any:
+def place_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format) -> Any:
     """A copy of `batch` on `device`: floating tensors in `dtype`, those with 4 or 5 dimensions in `memory_format`."""
 
     def place(value: Any) -> Any:

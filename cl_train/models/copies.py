@@ -21,14 +21,14 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
         ConfigError: lazy modules that have not seen a batch, or an attribute that cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)
-    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for tensor in tensors):
         raise ConfigError("the model has lazy modules without shapes: run it on one batch first")
     memo: dict[int, object] = {}
     for module in model.modules():
         for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.UninitializedBuffer):
-                if id(value) not in memo:
-                    memo[id(value)] = _copy_tensor(value, device)
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _copy_tensor(value, device)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever the attributes of a user's module raise

@@ -15,11 +15,10 @@ from torch import nn
 
 from cl_train.comparison import auto
 from cl_train.comparison.auto import Choice, choose_memory_format
-from cl_train.comparison.paired import CHANNELS_LAST, CONTIGUOUS, LayoutBenchmark, LayoutSpeed
+from cl_train.comparison.paired import Comparison, LayoutSpeed
 from cl_train.comparison.statistics import Interval, verdict_of
-from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.step.precision import resolve_precision
-from cl_train.system.distributed import Dist
+from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS
+from cl_train.config.schema import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -43,22 +42,19 @@ def network(width: int = 8) -> nn.Module:
 
 
 def choose(model: nn.Module, **changes: Any) -> Choice:
-    settings: dict[str, Any] = {
-        "model_name": "small", "image_size": 16, "batch_size": 4, "precision": resolve_precision("fp32", CPU),
-        "compile": False, "optim": OptimConfig(), "dist": Dist(0, 0, 1, CPU), "time_limit_s": 1.0,
-    }  # fmt: skip
+    settings: dict[str, Any] = {"image_size": 16, "batch_size": 4, "precision": "fp32", "time_limit_s": 1.0}
     return choose_memory_format(model, **(settings | changes))
 
 
-def measured(ratio: float, half: float) -> LayoutBenchmark:
-    """What the benchmark would say."""
+def measured(ratio: float, half: float) -> Comparison:
+    """The outcome of a benchmark."""
     speeds = []
     for layout, interval in (
         (CONTIGUOUS, Interval(1, 1, 1, 5)),
         (CHANNELS_LAST, Interval(ratio, ratio - half, ratio + half, 5)),
     ):
-        speeds.append(LayoutSpeed(layout.name, 100 * interval.ratio, 1.0, None, interval, verdict_of(interval)))
-    return LayoutBenchmark(tuple(speeds), 4, 4, 5, 1.0, "target_ci")
+        speeds.append(LayoutSpeed(layout.name, 100 * interval.ratio, 1.0, 0.1, interval, verdict_of(interval)))
+    return Comparison(tuple(speeds), "fp32", 4, 4, 5, 1.0, "target_ci")
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Replaces the measurement: `result` is what it gives, `calls` how often it was asked."""
     state: dict[str, Any] = {"result": measured(1.5, 0.01), "calls": 0}
 
-    def benchmark_layouts(*args: Any, **kwargs: Any) -> LayoutBenchmark:
+    def benchmark_layouts(*args: Any, **kwargs: Any) -> Comparison:
         state["calls"] += 1
         if isinstance(state["result"], Exception):
             raise state["result"]
@@ -104,7 +100,7 @@ def test_the_faster_one_beyond_noise_and_contiguous_on_a_tie(
     outcome["result"] = measured(ratio, half)
     choice = choose(network())
     assert (choice.channels_last, choice.conversion) == (channels_last, "full")
-    assert f"channels_last {ratio:.2f}x" in choice.reason
+    assert f"channels_last is {ratio:.2f}x" in choice.reason
     assert choice.reason.startswith("channels_last" if channels_last else "contiguous")
 
 
@@ -117,13 +113,14 @@ def test_a_choice_is_measured_once(outcome: dict[str, Any], cache: Path) -> None
 
 @pytest.mark.parametrize(
     "change",
-    [{"batch_size": 8}, {"image_size": 32}, {"model_name": "other"}, {"precision": resolve_precision("bf16", CPU)},
-     {"compile": True}, {"optim": OptimConfig(name="adamw")}],
+    [{"batch_size": 8}, {"image_size": 32}, {"image_size": (3, 16, 24)}, {"precision": "bf16"}, {"compile": True},
+     {"cuda_graph": True}, {"optimizer": "adamw"}],
 )  # fmt: skip
 def test_what_could_change_the_answer_is_measured_anew(outcome: dict[str, Any], change: dict[str, Any]) -> None:
     choose(network())
     assert not choose(network(), **change).cached
     assert not choose(network(width=16)).cached, "other shapes under the same name"
+    assert not choose(nn.Sequential(*network(), nn.ReLU())).cached, "other modules of the same shapes"
     assert choose(network()).cached
 
 
@@ -132,7 +129,7 @@ def test_a_damaged_cache_is_measured_over(outcome: dict[str, Any], cache: Path) 
     [path] = cache.iterdir()
     path.write_text('{"key": ')
     assert not choose(network()).cached
-    assert json.loads(path.read_text())["choice"]["channels_last"] is True
+    assert json.loads(path.read_text())["channels_last"] is True
 
 
 def test_an_inconclusive_measurement_is_not_remembered(outcome: dict[str, Any], cache: Path) -> None:
@@ -149,20 +146,33 @@ def test_an_unwritable_cache_does_not_stop_the_run(
     assert "cannot be cached" in caplog.text
 
 
-def test_what_cannot_be_measured_means_contiguous_and_is_said(outcome: dict[str, Any]) -> None:
-    outcome["result"] = torch.OutOfMemoryError("CUDA out of memory")
-    assert choose(network()) == Choice(False, "full", "contiguous: no memory left to measure the layouts", 0.0)
-    outcome["result"] = ConfigError("not even one image fits")
-    assert not choose(network()).channels_last
-    outcome["result"] = RuntimeError("only leaf tensors can be copied")
+def test_what_cannot_be_measured_means_contiguous_and_is_said(outcome: dict[str, Any], cache: Path) -> None:
+    outcome["result"] = ConfigError("a batch of 1 does not fit into the memory of cpu")
     choice = choose(network())
-    assert not choice.channels_last and "RuntimeError (only leaf tensors can be copied)" in choice.reason
-    assert not choice.cached and not choose(network()).cached, "the next run tries again"
+    assert not choice.channels_last and "does not fit" in choice.reason
+    assert not choose(network()).cached, "the next run tries again"
+
+
+def test_a_choice_becomes_json(outcome: dict[str, Any]) -> None:
+    values = json.loads(json.dumps(choose(network()).to_dict()))
+    assert (values["memory_format"], values["conversion"], values["cached"]) == ("channels_last", "full", False)
+
+
+def test_the_measurement_sees_the_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def benchmark_layouts(model: nn.Module, workload: Any, *args: Any, **kwargs: Any) -> Comparison:
+        seen.append(workload.cuda_graph)
+        return measured(1.5, 0.01)
+
+    monkeypatch.setattr(auto, "benchmark_layouts", benchmark_layouts)
+    choose(network(), cuda_graph=True)
+    assert seen and all(seen)
 
 
 def test_without_convolutions_there_is_nothing_to_measure(outcome: dict[str, Any]) -> None:
     choice = choose(nn.Sequential(nn.Flatten(), nn.Linear(768, 5)))
-    assert choice.reason == "contiguous: the model has no 2-d convolutions"
+    assert not choice.channels_last and "no convolutions" in choice.reason
     assert outcome["calls"] == 0
 
 
@@ -176,12 +186,5 @@ def test_convolution_weights_alone_are_measured_where_they_differ(monkeypatch: p
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.body(x + self.plane)
 
-    assert "channels_last_conv" in choose(WithPlane(), model_name="plane").reason
+    assert "channels_last_conv" in choose(WithPlane()).reason
     assert "channels_last_conv" not in choose(network()).reason
-
-
-def test_other_ranks_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Choice(True, "full", "rank 0 said so", 1.0)
-    monkeypatch.setattr(auto, "broadcast_object", lambda value, dist: told if value is None else value)
-    monkeypatch.setattr(auto, "_cached_or_measured", lambda *args: pytest.fail("only rank 0 measures"))
-    assert choose(network(), dist=Dist(1, 1, 2, CPU)) is told

@@ -1,50 +1,31 @@
-"""The benchmark on a model of a few thousand weights: what it leaves alone, what it reports, what its gate refuses."""
+"""Comparing layouts of a model of a few thousand weights: what is left alone, measured, reported and refused."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import json
-import subprocess
-import sys
+import random
+import time
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from cl_train.comparison import alternation, paired
 from cl_train.comparison import model_cost as costs
-from cl_train.comparison import paired as benchmark
-from cl_train.comparison import suite as benchmark_suite
-from cl_train.comparison.paired import (
-    CHANNELS_LAST,
-    CHANNELS_LAST_CONV,
-    CONTIGUOUS,
-    Effort,
-    Trial,
-    Workload,
-    benchmark_layouts,
-)
-from cl_train.comparison.parity import fitting_image_size
-from cl_train.comparison.suite import (
-    BenchmarkSettings,
-    blind_spots,
-    check_gate,
-    check_settings,
-    count_verdicts,
-    describe,
-    run_case,
-    run_suite,
-)
+from cl_train.comparison.alternation import alternate
+from cl_train.comparison.paired import benchmark_layouts, compare_layouts
+from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.precision import resolve_precision
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
-QUICK = Effort(target_ci=0.5, time_limit_s=1.0, block_s=0.005)
+QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.2, "min_rounds": 2, "block_s": 0.0}
 
 
 def network() -> nn.Module:
@@ -60,116 +41,175 @@ def network() -> nn.Module:
 
 
 def workload(precision: str = "fp32", **changes: Any) -> Workload:
-    return replace(Workload(4, 16, resolve_precision(precision, CPU), CPU), **changes)
+    return replace(Workload(4, (3, 16, 16), resolve_precision(precision, CPU), CPU), **changes)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp16_o2"])
-@pytest.mark.parametrize("mode", ["train", "infer"])
-def test_the_model_and_the_generators_stay_as_they_are(precision: str, mode: str) -> None:
-    model = network()
-    before = copy.deepcopy(model.state_dict())
-    generator = torch.get_rng_state()
-    done = benchmark_layouts(model, workload(precision, mode=mode), effort=QUICK)
-    assert [speed.layout for speed in done.speeds] == ["contiguous", "channels_last"]
-    assert all(speed.images_per_s > 0 for speed in done.speeds)
-    assert done.rounds >= 2
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    assert model_memory_format(model) == "contiguous" and model.training
+# --- the alternation --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_alternate_until_the_interval_is_narrow() -> None:
+    order: list[str] = []
+
+    def block(name: str, seconds: float) -> float:
+        order.append(name)
+        return seconds
+
+    done = alternate([lambda: block("a", 0.02), lambda: block("b", 0.01)])
+    assert order == ["a", "b", "b", "a"] * 8
+    assert (done.rounds, done.stopped_by) == (8, "target_ci")
+    assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0, 2.0])
+    assert done.median_s(1) == 0.01
+
+
+def test_linear_drift_cancels_within_a_round() -> None:
+    """The machine slows down by 1 % from block to block; the variants are equal all the same."""
+    slower = iter(0.01 * 1.01**n for n in range(1000))
+    done = alternate([lambda: next(slower)] * 3)
+    assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0] * 3)
+
+
+def test_the_time_limit_leaves_two_rounds() -> None:
+    noise = iter([1.0, 1.0, 5.0, 1.0] * 10)
+    done = alternate([lambda: next(noise), lambda: next(noise)], time_limit_s=0.0)
+    assert (done.rounds, done.stopped_by) == (2, "time_limit")
+
+
+def test_out_of_memory_drops_the_last_variant_and_keeps_the_others() -> None:
+    calls = iter(range(100))
+
+    def third() -> float:
+        if next(calls) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 0.01
+
+    done = alternate([lambda: 0.02, lambda: 0.01, third])
+    assert len(done.blocks) == 2 and done.rounds == 8
+    assert done.speed_ratios()[1].ratio == pytest.approx(2.0)
+    with pytest.raises(torch.OutOfMemoryError):
+        alternate([lambda: 0.02, third])
+
+
+def test_other_errors_are_not_taken_for_memory() -> None:
+    assert not alternation.is_out_of_memory(RuntimeError("shapes do not fit"))
+    assert alternation.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 99 bytes"))
+
+
+# --- the timed model --------------------------------------------------------------------------------------------------
 
 
 def test_both_sides_have_the_same_weights_and_images_in_their_layout() -> None:
-    plain, converted = (Trial(network(), layout, workload()) for layout in (CONTIGUOUS, CHANNELS_LAST))
-    assert torch.equal(plain.batch.images, converted.batch.images)
-    assert torch.equal(plain.batch.targets, converted.batch.targets)
-    assert plain.batch.images.stride() == (768, 256, 16, 1)
-    assert converted.batch.images.stride() == (768, 1, 48, 3)
+    plain, converted = (TimedModel(network(), layout, workload()) for layout in (CONTIGUOUS, CHANNELS_LAST))
+    assert torch.equal(plain.inputs, converted.inputs)
+    assert plain._batch is not None and converted._batch is not None
+    assert torch.equal(plain._batch.targets, converted._batch.targets)
+    assert plain.inputs.stride() == (768, 256, 16, 1)
+    assert converted.inputs.stride() == (768, 1, 48, 3)
     assert model_memory_format(plain.model) == "contiguous"
     assert model_memory_format(converted.model) == "channels_last"
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), converted.model.parameters(), strict=True))
 
 
-def test_a_training_step_trains_and_an_inference_does_not() -> None:
-    for mode, changes in (("train", True), ("infer", False)):
-        trial = Trial(network(), CHANNELS_LAST, workload(mode=mode))
-        before = copy.deepcopy(trial.model.state_dict())
-        trial.step()
-        after = trial.model.state_dict()
-        assert any(not torch.equal(after[key], before[key]) for key in before) is changes
+@pytest.mark.parametrize("changes", [{}, {"loss": lambda out: out.square().mean()}, {"cuda_graph": True}])
+def test_a_training_step_trains_and_an_inference_does_not(changes: dict[str, Any]) -> None:
+    for mode, trains in (("train", True), ("infer", False)):
+        timed = TimedModel(network(), CHANNELS_LAST, workload(mode=mode, **changes))
+        before = copy.deepcopy(timed.model.state_dict())
+        timed.step()
+        after = timed.model.state_dict()
+        assert any(not torch.equal(after[key], before[key]) for key in before) is trains
+
+
+def test_a_graphed_step_is_recorded() -> None:
+    timed = TimedModel(network(), CONTIGUOUS, workload(cuda_graph=True))
+    timed.warm_up()
+    assert timed.step.is_recorded  # type: ignore[attr-defined]
 
 
 def test_fp16_goes_through_the_loss_scaler() -> None:
-    trial = Trial(network(), CONTIGUOUS, workload("fp16"))
-    assert trial._parts.scaler.is_enabled()
-    trial.step()
-    assert trial._parts.scaler.get_scale() > 0
+    timed = TimedModel(network(), CONTIGUOUS, workload("fp16"))
+    assert timed._parts is not None and timed._parts.scaler.is_enabled()
+    timed.step()
+    assert timed._parts.scaler.get_scale() > 0
 
 
-def test_blocks_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-
-    def step_times(self: Trial, steps: int) -> list[float]:
-        order.append(self.layout.name)
-        return [0.01 if self.layout.channels_last else 0.02] * steps
-
-    monkeypatch.setattr(Trial, "step_times", step_times)
-    done = benchmark_layouts(network(), workload(), effort=Effort(time_limit_s=60))
-    measured = order[4:]  # after two calls of warm-up each
-    assert measured == ["contiguous", "channels_last", "channels_last", "contiguous"] * 8
-    assert done.speeds[1].versus_first.ratio == pytest.approx(2.0)
-    assert done.speeds[1].verdict == "faster"
-    assert (done.rounds, done.stopped_by) == (8, "target_ci")
-    assert done.of(CHANNELS_LAST).step_ms == pytest.approx(10.0)
+# --- comparisons ------------------------------------------------------------------------------------------------------
 
 
-def test_drift_cancels_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine slows down by 1 % from block to block: both sides are equal all the same."""
-    seconds = itertools.count()
+@pytest.mark.parametrize(
+    ("precision", "mode"), [("fp32", "train"), ("bf16", "infer"), ("fp16", "train"), ("fp16_o2", "train")]
+)
+def test_the_model_and_the_generators_stay_as_they_are(precision: str, mode: str) -> None:
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
+    done = benchmark_layouts(model, workload(precision, mode=mode), **QUICK)
+    assert [speed.layout for speed in done.speeds] == ["contiguous", "channels_last"]
+    assert all(speed.images_per_s > 0 and speed.peak_memory_gib > 0 for speed in done.speeds)
+    assert random.getstate() == generators[0]
+    assert np.array_equal(np.random.get_state()[1], generators[1])  # type: ignore[index]
+    assert torch.equal(torch.get_rng_state(), generators[2])
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert model_memory_format(model) == "contiguous" and model.training
 
-    def step_times(self: Trial, steps: int) -> list[float]:
-        return [0.01 * 1.01 ** next(seconds)]
 
-    monkeypatch.setattr(Trial, "step_times", step_times)
-    done = benchmark_layouts(network(), workload(), (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV), Effort())
-    assert [speed.verdict for speed in done.speeds] == ["no_difference"] * 3
-    assert done.speeds[2].versus_first.ratio == pytest.approx(1.0)
+def test_a_comparison_prints_and_becomes_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
+    done = compare_layouts(network(), 4, image_size=16, target_ci=5.0, time_limit_s=0.1)
+    values = json.loads(json.dumps(done.to_dict(), allow_nan=False))
+    assert [pair["candidate"] for pair in values["pairs"]] == ["channels_last"]
+    assert values["pairs"][0]["ratio"] == pytest.approx(done.ratio.ratio, abs=1e-3)
+    assert done.verdict == values["pairs"][0]["verdict"] == "not_comparable", "on a busy machine"
+    assert "60 %" in str(done) and "images/s" in str(done)
 
 
-def test_out_of_memory_lowers_the_batch_of_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_halves_the_batch_of_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def step_times(self: Trial, steps: int) -> list[float]:
-        size = len(self.batch.images)
-        sizes.append(size)
-        if size > 2 and self.layout.channels_last:
+    def block_times_s(self: TimedModel, steps: int) -> list[float]:
+        sizes.append(len(self.inputs))
+        if sizes[-1] > 2 and self.layout is CHANNELS_LAST:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
         return [0.01]
 
-    monkeypatch.setattr(Trial, "step_times", step_times)
-    done = benchmark_layouts(network(), workload(batch_size=8), effort=QUICK)
+    monkeypatch.setattr(TimedModel, "block_times_s", block_times_s)
+    done = benchmark_layouts(network(), workload(batch_size=8), **QUICK)
     assert (done.batch_size, done.batch_size_requested) == (2, 8)
-    assert set(sizes[-8:]) == {2}, "both sides"
-
-    monkeypatch.setattr(benchmark, "is_out_of_memory", lambda error: True)
-    monkeypatch.setattr(Trial, "step_times", lambda self, steps: [][0])
-    with pytest.raises(IndexError):
-        benchmark_layouts(network(), workload(), effort=QUICK)
+    assert set(sizes[-8:]) == {2}, "both layouts"
+    with pytest.raises(ConfigError, match="a batch of 4"):
+        benchmark_layouts(network(), workload(batch=torch.randn(4, 3, 16, 16)), **QUICK)
 
 
-def test_other_errors_are_not_taken_for_memory() -> None:
-    assert not benchmark.is_out_of_memory(RuntimeError("shapes do not fit"))
-    assert benchmark.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(RuntimeError, match="expected input"):
-        benchmark_layouts(network(), workload(input_channels=5), effort=QUICK)
+def test_a_model_that_does_not_run_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="expected input") as error:
+        compare_layouts(network(), 4, image_size=(5, 16, 16))
+    assert len(error.value.problems) == 1
+    with pytest.raises(ConfigError, match="mode"):
+        compare_layouts(network(), 4, mode="trian")
+
+
+class SlowInChannelsLast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_contiguous():
+            time.sleep(0.01)
+        return x
 
 
 @pytest.mark.slow
 def test_a_planted_slowdown_is_found() -> None:
-    done = benchmark_layouts(
-        network(), workload(batch_size=16), (CONTIGUOUS, CONTIGUOUS), Effort(time_limit_s=10), slowdown=0.5
-    )
-    assert done.speeds[1].verdict == "slower"
-    assert done.speeds[1].versus_first.ratio < 0.8, "1 / 1.5, give or take a busy machine"
+    done = compare_layouts(nn.Sequential(SlowInChannelsLast(), network()), 16, image_size=64, time_limit_s=10)
+    assert done.speeds[1].verdict in ("slower", "not_comparable")
+    assert done.ratio.ratio < 0.9
+
+
+@pytest.mark.slow
+def test_compiled_copies_are_compared() -> None:
+    from torch.utils import cpp_extension
+
+    if not cpp_extension.check_compiler_exists("c++") if hasattr(cpp_extension, "check_compiler_exists") else False:
+        pytest.skip("no C++ compiler")
+    done = compare_layouts(network(), 4, image_size=16, compile=True, time_limit_s=0.5)
+    assert all(speed.images_per_s > 0 for speed in done.speeds)
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------
@@ -178,8 +218,9 @@ def test_a_planted_slowdown_is_found() -> None:
 def test_flops_of_a_known_layer() -> None:
     convolution = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, groups=4, bias=False), nn.Flatten(), nn.Linear(8 * 36, 5))
     expected = 2 * 8 * 9 * 36 + 2 * 5 * 8 * 36  # of a grouped convolution on 6x6, and of the linear layer
-    assert costs.flops_per_image(convolution, 6, 4, "infer") == expected
-    assert costs.flops_per_image(convolution, 6, 4, "train") == 3 * expected
+    assert costs.flops_per_image(convolution, (4, 6, 6), "infer") == expected
+    assert costs.flops_per_image(convolution, (4, 6, 6), "train") == 3 * expected
+    assert costs.flops_per_image(convolution, (3, 6, 6), "train") is None
 
 
 def test_peak_memory_of_a_known_allocation() -> None:
@@ -192,154 +233,22 @@ def test_peak_memory_of_a_known_allocation() -> None:
 
 
 def test_time_by_kind_of_layer() -> None:
-    trial = Trial(network(), CONTIGUOUS, workload())
-    table = costs.time_by_kind(trial.step, CPU)
+    table = costs.time_by_kind(TimedModel(network(), CONTIGUOUS, workload()).step, CPU)
     assert table["convolution"]["forward"] > 0 and table["convolution"]["backward"] > 0
     assert table["convolution"]["optimizer"] == 0
     assert table["optimizer"]["optimizer"] > 0
     assert {"normalisation", "linear"} <= table.keys()
 
 
-# --- the suite and its gate -------------------------------------------------------------------------------------------
+def test_drift_of_three_layouts_is_measured_against_the_first() -> None:
+    done = benchmark_layouts(network(), workload(), (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV), **QUICK)
+    assert [pair["baseline"] for pair in done.to_dict()["pairs"]] == ["contiguous"] * 2
+    assert done.of(CHANNELS_LAST_CONV).layout == "channels_last_conv"
 
 
-def settings(**changes: Any) -> BenchmarkSettings:
-    return replace(
-        BenchmarkSettings(
-            model=["squeezenet1_1"], batch_size=[2], image_size=32, precision=["fp32"], device="cpu",
-            num_classes=10, time_limit_s=0.5, target_ci=0.5, detail=False, parity=False,
-        ),
-        **changes,
-    )  # fmt: skip
-
-
-def test_a_result_has_speeds_pairs_and_parity() -> None:
-    document = run_suite(settings(detail=True, parity=True, mode=["train", "infer"]))
-    assert [result["mode"] for result in document["results"]] == ["train", "infer"]
-    result = document["results"][0]
-    assert result["parity"]["passed"] is True
-    assert [speed["layout"] for speed in result["speeds"]] == ["contiguous", "channels_last"]
-    assert 0 < result["speeds"][0]["mfu_pct"] < 100
-    assert result["pairs"][0]["ci95"][0] <= result["pairs"][0]["ratio"] <= result["pairs"][0]["ci95"][1]
-    assert "convolution" in result["milliseconds_by_kind"]["channels_last"]
-    assert "images/s" in describe(result)
-    json.dumps(document, allow_nan=False)
-
-
-def test_a_busy_machine_makes_the_verdict_not_comparable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark.MachineLoad, "others_pct", lambda self: 60.0)
-    document = run_suite(settings(repetitions=2))
-    assert [result["pairs"][0]["verdict"] for result in document["results"]] == ["not_comparable"] * 2
-    assert count_verdicts(document) == "not comparable 2"
-    assert "other processes took 60 % of the cores" in describe(document["results"][0])
-
-
-def test_a_parity_failure_makes_the_verdict_not_comparable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cl_train.comparison import suite as benchmark_suite
-    from cl_train.comparison.parity import ParityReport
-
-    failed = ParityReport(False, "fp32", 1, "features.0 (Conv2d)", None, [])
-    monkeypatch.setattr(ParityReport, "__str__", lambda self: "parity: the layouts differ")
-    monkeypatch.setattr(benchmark_suite, "check_parity", lambda *args, **kwargs: failed)
-    [case] = benchmark_suite.cases(settings(), CPU)
-    result = run_case(case, settings(parity=True), CPU)
-    assert result["pairs"][0]["verdict"] == "not_comparable"
-    assert "the layouts differ" in describe(result)
-
-
-def test_wrong_settings_are_all_named() -> None:
-    with pytest.raises(ConfigError) as error:
-        check_settings(settings(model=["resnt18"], precision=["fp61"], mode=["trian"], layouts=["contiguous"]))
-    text = str(error.value)
-    assert "resnet18" in text and "fp16" in text and "did you mean train" in text and "two or more" in text
-
-
-def document(ratio: float, low: float, high: float, device_name: str = "a GPU") -> dict[str, Any]:
-    pair = {"candidate": "channels_last", "ratio": ratio, "ci95": [low, high], "verdict": "faster"}
-    case = {"model": "resnet50", "mode": "train", "precision": "fp16", "batch_size": 256, "image_size": 224}
-    return {
-        "schema_version": 1,
-        "device_name": device_name,
-        "settings": {},
-        "results": [{**case, "compile": False, "pairs": [pair]}],
-    }
-
-
-def test_the_gate() -> None:
-    baseline = document(1.8, 1.78, 1.82)
-    assert check_gate(baseline, document(1.79, 1.77, 1.81)) == []
-    assert check_gate(baseline, document(2.5, 2.4, 2.6)) == []
-    assert check_gate(baseline, document(1.5, 1.1, 2.0)) == [], "too noisy to accuse"
-    assert len(blind_spots(document(1.5, 1.1, 2.0))) == 1, "and that is said"
-    assert blind_spots(document(1.5, 1.48, 1.52)) == []
-    [line] = check_gate(baseline, document(1.5, 1.48, 1.52))
-    assert line.startswith("resnet50 train fp16 256 224 channels_last: 1.500x")
-    with pytest.raises(ConfigError, match="was measured on a GPU, this is another"):
-        check_gate(baseline, document(1.8, 1.7, 1.9, "another"))
-    with pytest.raises(ConfigError, match="none of these combinations"):
-        check_gate(baseline, {**document(1.8, 1.7, 1.9), "results": []})
-
-
-@pytest.mark.slow
-def test_the_command_writes_a_file_and_passes_its_own_gate(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    words = "model=squeezenet1_1 image_size=32 batch_size=2 precision=fp32 time_limit_s=1 detail=false parity=false"
-    done = run_command(*words.split(), "--output", str(path))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == json.loads(path.read_text())
-
-    raised = json.loads(path.read_text())
-    raised["results"][0]["pairs"][0] |= {"ratio": 1e9, "ci95": [0.9e9, 1.1e9]}
-    path.write_text(json.dumps(raised))
-    done = run_command("--baseline", str(path))
-    assert done.returncode == 1
-    assert "the gate is not passed: squeezenet1_1 train fp32 2 32 channels_last" in done.stdout
-    assert run_command("model=resnt").returncode == 2
-
-
-def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/benchmark.py", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-class OneSize(nn.Module):
-    """As a transformer: built for images of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 126 * 126, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        torch._assert(images.shape[-1] == 128, "wrong size")
-        return self.head(self.conv(images).flatten(1))
-
-
-def test_parity_takes_small_images_where_the_model_does() -> None:
-    assert fitting_image_size(OneSize(), 128) == 128
-    assert fitting_image_size(network(), 224) == 96
-    assert fitting_image_size(network(), 32) == 32
-
-
-def test_a_model_that_fails_leaves_the_others_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def fails_once(*arguments: Any) -> dict[str, Any]:
-        calls.append(1)
-        if len(calls) == 1:
-            raise AssertionError("wrong size")
-        return original(*arguments)
-
-    original = benchmark_suite.run_case
-    monkeypatch.setattr(benchmark_suite, "run_case", fails_once)
-    first, second = run_suite(settings(repetitions=2))["results"]
-    assert first["error"] == "wrong size" and second["pairs"]
-
-
-def test_the_gate_does_not_pass_what_it_could_not_compare() -> None:
-    baseline, busy = document(1.8, 1.78, 1.82), document(1.8, 1.78, 1.82)
-    busy["results"][0]["pairs"][0]["verdict"] = "not_comparable"
-    assert "not comparable" in check_gate(baseline, busy)[0]
-    other = document(1.8, 1.78, 1.82)
-    other["results"].append({**other["results"][0], "model": "alexnet"})
-    [line] = check_gate(other, baseline)
-    assert "alexnet" in line and "not measured" in line
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,156 @@
+"""One training step of a copy of a model, recorded: what each module received and returned, and all gradients."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from cl_train.comparison.equal_randomness import EqualRandomness
+from cl_train.comparison.timed_model import Layout, model_in_layout
+from cl_train.memory_format.model_io import LossFunction, call_model, output_tensors, place_batch
+from cl_train.step.precision import Precision, autocast, kernel_selection
+
+MOST_ELEMENTS = 2**16  # recorded per tensor: bounds the memory; wrong layouts are wrong in nearly every element
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every run of a parity check does alike."""
+
+    model: nn.Module
+    batch: Any
+    device: torch.device
+    loss: LossFunction | None
+    output: str | None
+    seed: int
+
+
+@dataclass
+class Record:
+    """Samples of every tensor of a step, float64 on the CPU, in the order in which they were computed."""
+
+    forward: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "input of X", "output of X"
+    results: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "result out", "loss"
+    gradients: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "gradient of P", last layer first
+    statistics: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "statistics of X"
+
+
+def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtype | None = None) -> Record:
+    """Forward, loss and backward of a fresh copy in training mode, with random numbers equal in all runs.
+
+    Args:
+        dtype: cast the floating weights and inputs to this dtype, without autocast (the float64 reference).
+    """
+    model = model_in_layout(task.model, layout, precision, task.device)
+    if dtype is not None:
+        model.to(dtype)
+    model.train()
+    batch = place_batch(task.batch, task.device, dtype or precision.input_dtype, layout.memory_format)
+    record, called = Record(), list[str]()
+    cuda = [task.device] if task.device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=cuda),
+        kernel_selection(tf32=precision.tf32 and dtype is None, autotune=False),
+        EqualRandomness(task.seed),
+    ):
+        with _watched(model, record, called), autocast(precision if dtype is None else Precision("fp32"), task.device):
+            output = call_model(model, batch)
+            results = output_tensors(output, task.output)
+            loss = task.loss(output) if task.loss is not None else _weighted_sum(results)
+        if loss.requires_grad:
+            loss.backward()
+    record.results = [(f"result {name}", sample(tensor)) for name, tensor in results.items()]
+    record.results.append(("loss", sample(loss)))
+    record.gradients = [
+        (f"gradient of {name}", sample(parameter.grad))
+        for name, parameter in _in_backward_order(model, called)
+        if parameter.grad is not None
+    ]
+    record.statistics = _statistics(model)
+    return record
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Up to `MOST_ELEMENTS` evenly spaced elements in logical order, float64 on the CPU. Waits for the device."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    step = math.ceil(tensor.numel() / MOST_ELEMENTS) | 1 if tensor.numel() > MOST_ELEMENTS else 1  # odd: no alias
+    return tensor.reshape(-1)[::step].to("cpu", torch.float64, copy=True)
+
+
+def _weighted_sum(results: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A loss for outputs of any shape: fixed random weights, so that every element has a gradient of its own."""
+    terms = [torch.zeros(())]
+    for tensor in results.values():
+        if tensor.is_floating_point() or tensor.is_complex():
+            values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+            weights = torch.randn(values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            terms.append(
+                (values * torch.empty_like(values).copy_(weights)).sum().cpu() / math.sqrt(values.numel() or 1)
+            )
+    return torch.stack([term.double() for term in terms]).sum()
+
+
+@contextmanager
+def _watched(model: nn.Module, record: Record, called: list[str]) -> Iterator[None]:
+    """Record inputs and outputs as modules run, before a later in-place operator overwrites them."""
+    seen: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    def note(what: str, values: Any) -> None:
+        for value in tree_leaves(values):
+            if not isinstance(value, torch.Tensor):
+                continue
+            known = seen.get(id(value))
+            if known is None or known[0]() is not value or known[1] != value._version:
+                known = seen[id(value)] = (weakref.ref(value), value._version, sample(value))
+            record.forward.append((what, known[2]))
+
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        called.append(name)
+        note(f"input of {name}", (args, kwargs))
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        note(f"output of {name}", output)
+
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and name:
+            continue  # its modules are called from TorchScript, where there are no hooks
+        handles.append(module.register_forward_pre_hook(partial(before, name or "the model"), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(after, name or "the model")))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_backward_order(model: nn.Module, called: list[str]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters; those of the module that ran last come first."""
+    position = {name: index for index, name in enumerate(called)}
+    return sorted(model.named_parameters(), key=lambda item: -position.get(item[0].rpartition(".")[0], -1))
+
+
+def _statistics(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Running means and standard deviations, one vector per BatchNorm: the unit of a mean's error is the spread."""
+    return [
+        (f"statistics of {name}", torch.cat([sample(module.running_mean), sample(module.running_var).sqrt()]))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.running_mean is not None
+        and module.running_var is not None
+    ]
