@@ -22,11 +22,12 @@ from cl_train.comparison.timed_model import (
     CHANNELS_LAST,
     CONTIGUOUS,
     Layout,
+    LossFunction,
     TimedModel,
     Workload,
 )
 from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.memory_format.model_io import LossFunction, explain
+from cl_train.memory_format.model_call import explain_failure
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 
@@ -206,7 +207,7 @@ def benchmark_layouts(
             raise
         except Exception as error:  # whatever a user's model raises
             if not is_out_of_memory(error):
-                raise ConfigError(f"the model cannot be measured: {explain(error)}") from error
+                raise ConfigError(f"the model cannot be measured: {explain_failure(error)}") from error
         timed = []
         release_memory(workload.device)  # here, where the exception no longer refers to tensors
         if batch_size == 1 or workload.batch is not None:

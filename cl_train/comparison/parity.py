@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from cl_train.comparison.parity_run import Record, Task, run_step
-from cl_train.comparison.timed_model import CONTIGUOUS, Layout
+from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.model_io import LossFunction, explain
+from cl_train.memory_format.model_call import explain_failure
 from cl_train.models.copies import copy_model
 from cl_train.step.precision import Precision, resolve_precision
 from cl_train.system.memory import available_bytes
@@ -44,7 +44,7 @@ SMALL_IMAGE, BATCH_SIZES = 96, (4, 2)  # layouts agree or differ whatever the si
 class Check:
     """One compared tensor. Errors are relative L2 distances to the reference, the contiguous float64 run."""
 
-    what: str  # "input of", "output of", "gradient of", "statistics of" a module or parameter; "result out"; "loss"
+    what: str  # "input of", "output of", "gradient of", "statistics of" a module or parameter; "result 0"; "loss"
     computed_in: str  # "fp64" or the precision under test
     contiguous_error: float
     channels_last_error: float
@@ -147,7 +147,7 @@ def check_parity(
         raise
     except Exception as error:  # whatever a user's model raises
         raise ConfigError(
-            f"the model does not run on a batch {described}: {explain(error)}; give another batch or image_size"
+            f"the model does not run on a batch {described}: {explain_failure(error)}; give another batch or image_size"
         ) from error
     return _compare_layouts(task, plain, layout, resolved, described)
 
@@ -158,13 +158,13 @@ def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Preci
         reference = run_step(task, CONTIGUOUS, Precision("fp32"), torch.float64)
     except Exception as error:  # a model that creates or expects fp32 tensors
         exact_dtype, exact = torch.float32, EXACT_FP32
-        note = f"compared in fp32, as the model does not run in float64 ({explain(error)})"
+        note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
         reference = plain if precision.name == "fp32" else run_step(task, CONTIGUOUS, Precision("fp32"), torch.float32)
     try:
         converted = run_step(task, layout, Precision("fp32"), exact_dtype)
         rounded = run_step(task, layout, precision)
     except Exception as error:
-        where = f"its own code, which does not run in channels_last: {explain(error)}"
+        where = f"its own code, which does not run in channels_last: {explain_failure(error)}"
         return ParityReport(False, precision.name, batch, where, note=note)
     name = "fp64" if exact_dtype == torch.float64 else "fp32"
     checks = _compare(reference, reference, converted, lambda kind, error: exact, name)
@@ -265,7 +265,7 @@ def _described(name: str, model: nn.Module) -> str:
 def fitting_shape(
     model: nn.Module, image_size: int | tuple[int, ...], batch_size: int | None, device: torch.device
 ) -> tuple[int, ...]:
-    """The smallest images that the model takes, in a batch that fits into memory: [N, C, H, W], or as `image_size` says.
+    """The smallest images that the model takes, in a batch that fits into memory: [N, C, H, W] or as `image_size` says.
 
     Tried on shapes alone: transformers take one size only, and Inception's auxiliary head has a smallest one.
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cl_train.comparison.equal_randomness import EqualRandomness
-from cl_train.comparison.timed_model import Layout, model_in_layout
-from cl_train.memory_format.model_io import LossFunction, call_model, output_tensors, place_batch
+from cl_train.comparison.timed_model import Layout, LossFunction, model_in_layout, place_batch
+from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.step.precision import Precision, autocast, kernel_selection
 
 MOST_ELEMENTS = 2**16  # recorded per tensor: bounds the memory; wrong layouts are wrong in nearly every element
@@ -39,7 +39,7 @@ class Record:
     """Samples of every tensor of a step, float64 on the CPU, in the order in which they were computed."""
 
     forward: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "input of X", "output of X"
-    results: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "result out", "loss"
+    results: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "result 0", "loss"
     gradients: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "gradient of P", last layer first
     statistics: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "statistics of X"
 
@@ -68,7 +68,7 @@ def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtyp
             loss = task.loss(output) if task.loss is not None else _weighted_sum(results)
         if loss.requires_grad:
             loss.backward()
-    record.results = [(f"result {name}", sample(tensor)) for name, tensor in results.items()]
+    record.results = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
     record.results.append(("loss", sample(loss)))
     record.gradients = [
         (f"gradient of {name}", sample(parameter.grad))
@@ -92,16 +92,14 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[::step].to("cpu", torch.float64, copy=True)
 
 
-def _weighted_sum(results: dict[str, torch.Tensor]) -> torch.Tensor:
+def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
     """A loss for outputs of any shape: fixed random weights, so that every element has a gradient of its own."""
     terms = [torch.zeros(())]
-    for tensor in results.values():
-        if tensor.is_floating_point() or tensor.is_complex():
-            values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
-            weights = torch.randn(values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            terms.append(
-                (values * torch.empty_like(values).copy_(weights)).sum().cpu() / math.sqrt(values.numel() or 1)
-            )
+    for tensor in results:
+        values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+        weights = torch.randn(values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        in_layout = torch.empty_like(values).copy_(weights)
+        terms.append((values * in_layout).sum().cpu() / math.sqrt(values.numel() or 1))
     return torch.stack([term.double() for term in terms]).sum()
 
 

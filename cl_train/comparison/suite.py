@@ -22,7 +22,7 @@ from cl_train.comparison.statistics import SMALLEST_DIFFERENCE
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, TimedModel, Workload
 from cl_train.config.schema import PRECISIONS, ConfigError, OptimConfig, setting
 from cl_train.config.validation import suggest, to_mapping
-from cl_train.memory_format.model_io import explain
+from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import registry as models
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device
@@ -109,7 +109,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
         try:
             results.append(measure(combination, settings, device))
         except Exception as error:  # whatever a model raises: the results of the others stay
-            why = str(error) if isinstance(error, ConfigError) else explain(error)
+            why = str(error) if isinstance(error, ConfigError) else explain_failure(error)
             results.append({**asdict(combination), "error": why, "pairs": []})
         print(describe(results[-1]), flush=True)
     return {

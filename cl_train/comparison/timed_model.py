@@ -8,18 +8,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cl_train.comparison.model_cost import peak_memory_of_step_gib
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.data.batch import Batch
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.model_io import LossFunction, call_model, mean_square, output_tensors, place_batch
+from cl_train.memory_format.layout import to_memory_format
+from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.models.copies import copy_model
 from cl_train.step.cuda_graph import CudaRecorder, GraphedCall, HostRecorder, put_lr_on_device
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step, update_weights
 from cl_train.system.timing import step_times_s
+
+LossFunction = Callable[[Any], torch.Tensor]
 
 LEARNING_RATE = 1e-4  # costs what any other does, and random labels leave the weights where they are
 _OUTSIDE_GRAPH = 3  # steps that run before a CUDA graph is recorded
@@ -119,8 +123,7 @@ class TimedModel:
         else:
             with autocast(workload.precision, workload.device):
                 output = call_model(self.model, self.inputs)
-                loss = workload.loss or (lambda value: mean_square(output_tensors(value, workload.output)))
-                scalar = loss(output)
+                scalar = workload.loss(output) if workload.loss else mean_square(output, workload.output)
             self._parts.scaler.scale(scalar).backward()
             update_weights(self._parts)
 
@@ -145,7 +148,7 @@ class TimedModel:
     def held_bytes(self) -> int:
         """Weights, buffers, optimizer state and batch, each storage once."""
         tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
-        tensors += torch.utils._pytree.tree_leaves(self.inputs)
+        tensors += tree_leaves(self.inputs)
         if self._parts is not None:
             optimizer = self._parts.optimizer
             tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -165,6 +168,24 @@ def model_in_layout(model: nn.Module, layout: Layout, precision: Precision, devi
     if layout.memory_format != torch.contiguous_format:
         convert(copied, layout.conversion, memory_format=layout.memory_format)
     return copied
+
+
+def place_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format) -> Any:
+    """A copy of `batch` on `device`: floating tensors in `dtype`, those with 4 or 5 dimensions in `memory_format`."""
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        placed = value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
+        return to_memory_format(placed, memory_format) if placed.dim() in (4, 5) else placed
+
+    return tree_map(place, batch)
+
+
+def mean_square(output: Any, key: str | None) -> torch.Tensor:
+    """A loss for any output, whose gradient has the output's layout (that of a mean is contiguous)."""
+    tensors = output_tensors(output, key)
+    return torch.stack([tensor.abs().float().square().sum() / max(1, tensor.numel()) for tensor in tensors]).sum()
 
 
 def _step_parts(model: nn.Module, workload: Workload) -> StepParts:
