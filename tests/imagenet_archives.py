@@ -2,14 +2,14 @@
 
 import gzip
 import io
-import struct
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from cl_train.imagenet.devkit import synsets
 
 WNIDS = ("n01440764", "n01443537", "n02102040")
 
@@ -39,50 +39,19 @@ def val_wnid(number: int, wnids: tuple[str, ...] = WNIDS) -> str:
     return wnids[(number * 7) % len(wnids)]
 
 
-def mat_file(wnids: tuple[str, ...]) -> bytes:
-    """`synsets` with the official field names; ids do not follow the order of the WordNet ids, as in the original."""
-
-    def element(kind: int, content: bytes) -> bytes:
-        return struct.pack("<II", kind, len(content)) + content + bytes(-len(content) % 8)
-
-    def matrix(array_class: int, shape: tuple[int, int], name: bytes, *parts: bytes) -> bytes:
-        head = (
-            element(6, struct.pack("<II", array_class, 0)) + element(5, struct.pack("<ii", *shape)) + element(1, name)
-        )
-        return element(14, head + b"".join(parts))
-
-    def number(value: float) -> bytes:
-        return matrix(6, (1, 1), b"", element(9, struct.pack("<d", value)))
-
-    def text(value: str) -> bytes:
-        return matrix(4, (1, len(value)), b"", element(4, value.encode("utf-16-le")))
-
-    fields = b"".join(name.ljust(32, b"\0") for name in (b"ILSVRC2012_ID", b"WNID", b"num_children"))
-    rows = b"".join(number(id_of(wnid, wnids)) + text(wnid) + number(0) for wnid in wnids)
-    head = struct.pack("<HHI", 5, 4, 32)  # the length of a field name, in a small element
-    synsets = matrix(2, (len(wnids), 1), b"synsets", head, element(1, fields), rows)
-    packed = zlib.compress(synsets)
-    return (
-        b"MATLAB 5.0 MAT-file".ljust(124)
-        + struct.pack("<H", 0x0100)
-        + b"IM"
-        + struct.pack("<II", 15, len(packed))
-        + packed
-    )
-
-
-def id_of(wnid: str, wnids: tuple[str, ...]) -> int:
-    return len(wnids) - wnids.index(wnid)
+def label_line(wnid: str) -> str:
+    """ILSVRC2012_ID as in the official ground truth; classes that ImageNet lacks are written as they are."""
+    known = synsets()
+    return str(known.index(wnid) + 1) if wnid in known else wnid
 
 
 def devkit(val_images: int, wnids: tuple[str, ...] = WNIDS) -> bytes:
-    truth = "".join(f"{id_of(val_wnid(number, wnids), wnids)}\n" for number in range(1, val_images + 1))
+    truth = "".join(f"{label_line(val_wnid(number, wnids))}\n" for number in range(1, val_images + 1))
     folder = "ILSVRC2012_devkit_t12"
     content = tar_of(
         [
             (f"{folder}/readme.txt", b"hello"),
             (f"{folder}/data/ILSVRC2012_validation_ground_truth.txt", truth.encode()),
-            (f"{folder}/data/meta.mat", mat_file(wnids)),
         ]
     )
     return gzip.compress(content)
@@ -90,8 +59,8 @@ def devkit(val_images: int, wnids: tuple[str, ...] = WNIDS) -> bytes:
 
 def make_archives(
     folder: Path, per_class: int = 4, val_images: int = 9, wnids: tuple[str, ...] = WNIDS
-) -> dict[str, str]:
-    """The three official archives, shrunk. Returns the settings of prepare_imagenet.py for them."""
+) -> dict[str, Path]:
+    """The three official archives, shrunk; `unpack(out, **make_archives(folder))`."""
     folder.mkdir(parents=True, exist_ok=True)
     classes = [(f"{wnid}.tar", class_tar(wnid, per_class, 1000 * place)) for place, wnid in enumerate(wnids)]
     images = [(f"ILSVRC2012_val_{number:08d}.JPEG", jpeg(-number % 9999)) for number in range(1, val_images + 1)]
@@ -102,7 +71,7 @@ def make_archives(
     }
     for name, content in contents.values():
         (folder / name).write_bytes(content)
-    return {key: str(folder / name) for key, (name, _) in contents.items()}
+    return {key: folder / name for key, (name, _) in contents.items()}
 
 
 # --- hostile train archives -------------------------------------------------------------------------------------------

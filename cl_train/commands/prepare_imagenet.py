@@ -1,96 +1,126 @@
-"""Make and check an ImageNet folder.
+"""Make an ImageNet folder from the official archives, check it, and make smaller or sharded copies.
 
-    cl-train prepare_imagenet tars /datasets/imagenet --train ILSVRC2012_img_train.tar \\
-        --val ILSVRC2012_img_val.tar --devkit ILSVRC2012_devkit_t12.tar.gz      unpack the official archives
-    cl-train prepare_imagenet verify /datasets/imagenet               counts, classes, files that are no images
-    cl-train prepare_imagenet verify /datasets/imagenet --deep         decode every image
-    cl-train prepare_imagenet resize /datasets/imagenet --out /datasets/small --max-side 400 --quality 90
+    cl-train prepare_imagenet tars out=/datasets/imagenet train=ILSVRC2012_img_train.tar \\
+        val=ILSVRC2012_img_val.tar devkit=ILSVRC2012_devkit_t12.tar.gz
+    cl-train prepare_imagenet verify data.root=/datasets/imagenet deep=true
+    cl-train prepare_imagenet resize data.root=/datasets/imagenet out=/datasets/small max_side=400
 
-Settings are also taken as key=value; `COMMAND --help` lists them. Interrupted? Run the same command again.
-Exit codes: 0 done, 1 `verify` found problems, 2 wrong usage or unusable input.
+After an interruption the same command continues.
+Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusable input, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import sys
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import setting_fields, settings_from_arguments, suggest
 
-COMMANDS = ("tars", "verify", "resize")
-T = TypeVar("T")
+
+@dataclass
+class SourceSettings:
+    """Where the images are."""
+
+    root: str = setting("", "folder that holds train/<class>/* and val/<class>/*")
+    workers: int | None = setting(None, "processes; null = as many as cores", minimum=1)
 
 
-def parse(command: str, schema: type[T], arguments: list[str]) -> T:
-    """Options, key=value words, and the root as a bare word."""
-    parser = argparse.ArgumentParser(prog=f"cl-train prepare_imagenet {command}")
-    parser.add_argument("words", nargs="*", metavar="ROOT | key=value", help="the folder, and settings as key=value")
-    fields = setting_fields(schema)
-    for key, item in fields.items():
-        flag, meaning = f"--{key.replace('_', '-')}", item.metadata["help"].replace("%", "%%")
-        if item.type == "bool":
-            parser.add_argument(flag, dest=key, action="store_const", const="true", help=meaning)
-        else:
-            parser.add_argument(flag, dest=key, metavar=key.upper(), help=meaning)
-    given = vars(parser.parse_intermixed_args(arguments))
-    words = [word if "=" in word else f"root={word}" for word in given.pop("words")]
-    return settings_from_arguments(schema, words + [f"{key}={value}" for key, value in given.items() if value])
+@dataclass
+class TarsSettings:
+    """Unpack the official archives into train/<wnid>/*.JPEG and val/<wnid>/*.JPEG."""
+
+    out: str = setting("", "folder to make train/ and val/ in")
+    train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
+    val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved")
+    devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz or its folder, or a text file with the val labels")
 
 
-def unpack(arguments: list[str]) -> int:
-    from cl_train.imagenet.archives import PrepareSettings, prepare
+@dataclass
+class VerifySettings:
+    """Count classes and images, and find files that are not images."""
 
-    settings = parse("tars", PrepareSettings, arguments)
-    counts = prepare(settings)
-    for split, images in counts.items():
-        print(f"{settings.root}/{split}: {images:,} images")
-    print(f"check them: cl-train prepare_imagenet verify {settings.root}")
+    data: SourceSettings = field(default_factory=SourceSettings)
+    deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
+    expect: str = setting("imagenet", "expected numbers of classes and images", choices=("imagenet", "any"))
+
+
+@dataclass
+class ResizeSettings:
+    """Copy a folder with smaller images, which load faster."""
+
+    data: SourceSettings = field(default_factory=SourceSettings)
+    out: str = setting("", "folder for the copies")
+    max_side: int | None = setting(None, "longest side of a copy, pixels; 400 without short_side", minimum=8)
+    short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
+    quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
+
+
+def tars(settings: TarsSettings) -> int:
+    from cl_train.imagenet.archives import unpack
+
+    sources = (Path(path).expanduser() if path else None for path in (settings.train, settings.val, settings.devkit))
+    for split, images in unpack(_folder(settings.out, "out"), *sources).items():
+        print(f"{settings.out}/{split}: {images:,} images")
     return 0
 
 
-def verify(arguments: list[str]) -> int:
-    from cl_train.imagenet.verify import VerifySettings
+def verify(settings: VerifySettings) -> int:
     from cl_train.imagenet.verify import verify as check
 
-    report = check(parse("verify", VerifySettings, arguments))
-    for split, images in report.images.items():
-        print(f"{split}: {images:,} images in {report.classes[split]:,} classes")
-    for line in report.notes:
-        print(f"note: {line}")
-    for line in report.problems:
-        print(line)
-    print(f"{len(report.problems)} problems" if report.problems else "all is well")
+    root = _folder(settings.data.root, "data.root")
+    official = settings.expect == "imagenet"
+    report = check(root, deep=settings.deep, official_counts=official, workers=settings.data.workers)
+    print(report)
     return 1 if report.problems else 0
 
 
-def resize(arguments: list[str]) -> int:
-    from cl_train.imagenet.resize import ResizeSettings, resize_folder
+def resize(settings: ResizeSettings) -> int:
+    from cl_train.imagenet.resize import resize_folder
 
-    print(resize_folder(**dataclasses.asdict(parse("resize", ResizeSettings, arguments))))
+    sizes = settings.max_side, settings.short_side, settings.quality
+    root, out = _folder(settings.data.root, "data.root"), _folder(settings.out, "out")
+    print(resize_folder(root, out, *sizes, workers=settings.data.workers))
     return 0
 
 
+TASKS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "tars": (TarsSettings, tars),
+    "verify": (VerifySettings, verify),
+    "resize": (ResizeSettings, resize),
+}
+
+
+def _folder(path: str, key: str) -> Path:
+    if not path:
+        raise ConfigError(f"{key}=FOLDER is missing")
+    return Path(path).expanduser()
+
+
 def main(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    name, *arguments = words
+    if name not in TASKS:
+        raise ConfigError(f"no task '{name}'{suggest(name, TASKS)} (there are {', '.join(TASKS)})")
+    schema, run = TASKS[name]
     try:
-        return run(words)
-    except OSError as error:  # a full or failing disk, mostly
-        print(f"failed: {error}; the same command continues", file=sys.stderr)
+        return run(settings_from_arguments(schema, arguments))
+    except (OSError, RuntimeError) as error:  # a full or failing disk, a dead worker
+        print(f"failed: {error}. The same command continues", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
+        print("\ninterrupted. The same command continues", file=sys.stderr)
         return 130
 
 
-def run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print("usage: cl-train prepare_imagenet COMMAND [options]\n")
-        print(__doc__)
-        return 0 if words else 2
-    name, arguments = words[0], words[1:]
-    name = "tars" if name == "prepare" else name
-    if name not in COMMANDS:
-        raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
-    return {"tars": unpack, "verify": verify, "resize": resize}[name](arguments)
+def usage() -> str:
+    lines = ["usage: cl-train prepare_imagenet TASK [key=value ...]", "", __doc__ or ""]
+    for name, (schema, _) in TASKS.items():
+        lines += [f"{name}: {schema.__doc__}"]
+        lines += [f"  {key:<14}{item.metadata['help']}" for key, item in setting_fields(schema).items()] + [""]
+    return "\n".join(lines)

@@ -42,8 +42,8 @@ class ImageSource:
     Attributes:
         classes: names in the order of the labels.
         fingerprint: identifies the list of images, their labels and the classes, not the files' contents.
-        train_shards: int64 [shards + 1]: shard `s` holds the training images `train_shards[s]` to `train_shards[s + 1]`;
-            None if the images do not lie in shards.
+        train_shards: for each shard the indices of its training images, int64, in the order of the file; None if the
+            images do not lie in shards.
         notes: what a user should know about the source, one sentence each; logged once per run.
     """
 
@@ -51,5 +51,5 @@ class ImageSource:
     train: Split
     val: Split
     fingerprint: str
-    train_shards: Indices | None = None
+    train_shards: tuple[Indices, ...] | None = None
     notes: tuple[str, ...] = ()

@@ -1,54 +1,38 @@
-"""A smaller copy of an image folder: same layout and names, longer or shorter side limited, JPEG again.
+"""A smaller copy of an image folder: same layout and names, one side limited, JPEG.
 
-Decoding is most of the loader's time and grows with the pixels and bytes, so a smaller copy loads faster. Price: a
-second lossy compression, and small crops are enlarged from fewer pixels than before: augmentation is softer.
+Decoding is most of the loader's time and grows with the number of pixels, so a smaller copy loads faster. The price: a
+second lossy compression, and small crops are enlarged from fewer pixels, so that training images are less sharp.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import simplejpeg
 import torch
-from tqdm import tqdm
 
-from cl_train.config.schema import ConfigError, setting
+from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.data.folder import SUFFIXES
 from cl_train.data.images import resized
+from cl_train.system.files import write_json
+from cl_train.system.locks import lock_file
+from cl_train.system.process_pool import map_in_processes
 
-_RECORD = ".resize.json"
-_TEMPORARY = ".part"
+_RECORD = ".resize.json"  # the settings that a copy was made with
 _DEFAULT_MAX_SIDE = 400
 _CHUNK = 32  # files per task
 _SHOWN = 5
 
 
-@dataclass
-class ResizeSettings:
-    """What `python scripts/prepare_imagenet.py resize` takes."""
-
-    root: str | None = setting(None, "folder with the images")
-    out: str | None = setting(None, "folder for the copies; made if it is missing")
-    max_side: int | None = setting(None, "longest side of a copy, pixels; 400 if short_side is not given", minimum=8)
-    short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
-    quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
-    workers: int | None = setting(None, "processes; null = all cores", minimum=1)
-
-
 @dataclass(frozen=True)
-class ResizeForm:
-    """What the copies look like: exactly one of the two sides is given, pixels. Images are never enlarged."""
+class ImageSize:
+    """Longest or shortest side in pixels (one of them is given), and JPEG quality. Images are never enlarged."""
 
     max_side: int | None
     short_side: int | None
@@ -57,7 +41,7 @@ class ResizeForm:
 
 @dataclass
 class ResizeReport:
-    """What was done. `bad`: (path, reason) of images that could not be decoded; they are left out of the copy."""
+    """`bad`: (path, reason) of the images that cannot be decoded; they are not copied."""
 
     written: int = 0
     present: int = 0
@@ -74,127 +58,113 @@ class ResizeReport:
 
     def __str__(self) -> str:
         sizes = f", {self.bytes_in / 2**20:,.1f} MiB became {self.bytes_out / 2**20:,.1f} MiB" if self.written else ""
-        lines = [f"{self.written:,} images written, {self.present:,} were there already{sizes}"]
+        lines = [f"{self.written:,} images written, {self.present:,} existed already{sizes}"]
         if self.bad:
-            lines.append(f"left out, because they cannot be decoded: {len(self.bad):,}")
+            lines.append(f"{len(self.bad):,} images cannot be decoded and were not copied:")
             lines += [f"  {path}: {reason}" for path, reason in self.bad[:_SHOWN]]
         return "\n".join(lines)
 
 
 def resize_folder(
-    root: str | Path | None,
-    out: str | Path | None,
+    root: Path,
+    out: Path,
     max_side: int | None = None,
     short_side: int | None = None,
     quality: int = 90,
     workers: int | None = None,
 ) -> ResizeReport:
-    """Copy every image below `root` to the same name below `out`, smaller and in parallel; see ResizeSettings.
+    """Copy every image below `root` to the same name below `out`, smaller, in parallel.
 
-    Resumable: a copy that is there is complete, since each is written to a temporary name, decoded once to verify it,
-    and then renamed.
+    After an interruption the same call continues: each copy is written to a temporary name, decoded to verify it, and
+    then renamed, so that a copy that exists is complete.
+
+    Args:
+        max_side: longest side of a copy, pixels; 400 if `short_side` is not given either.
+        short_side: shortest side of a copy, pixels.
+        workers: processes; None = as many as cores.
 
     Raises:
-        ConfigError: no such root, `out` inside it, or `out` made with other settings.
+        ConfigError: no such folder, `out` inside it, or `out` made with other settings.
+        RuntimeError: a worker process died.
     """
-    if root is None or out is None:
-        raise ConfigError("give root=FOLDER (the images) and out=FOLDER (for the copies)")
-    if max_side is None and short_side is None:
-        max_side = _DEFAULT_MAX_SIDE
-    source, target, form = Path(root).expanduser(), Path(out).expanduser(), ResizeForm(max_side, short_side, quality)
-    _check(source, target, form)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / _RECORD).write_text(json.dumps(asdict(form)) + "\n")
-    names = list(_image_names(source))
-    chunks = (names[first : first + _CHUNK] for first in range(0, len(names), _CHUNK))
-    return _run(
-        lambda chunk: (source, target, chunk, form), chunks, len(names), workers or len(os.sched_getaffinity(0))
-    )
-
-
-def _run(arguments: Callable[[list[str]], Any], chunks: Iterator[list[str]], images: int, count: int) -> ResizeReport:
+    size = ImageSize(max_side or (None if short_side else _DEFAULT_MAX_SIDE), short_side, quality)
+    _check(root, out, size)
+    out.mkdir(parents=True, exist_ok=True)
     total = ResizeReport()
-    running: set[Future[ResizeReport]] = set()
-    with (
-        warnings.catch_warnings(),
-        ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool,
-        tqdm(total=images, unit="img", disable=None) as bar,
-    ):
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork of a threaded process; the children only transcode
-        while True:
-            for chunk in islice(chunks, max(0, 4 * count - len(running))):
-                running.add(pool.submit(_resize_files, *arguments(chunk)))
-            if not running:
-                return total
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                report = future.result()
-                bar.update(report.written + report.present + len(report.bad))
-                total.add(report)
+    with lock_file(out / ".resize.lock", waiting_for=str(out)):
+        write_json(out / _RECORD, asdict(size))
+        names = _image_names(root)
+        chunks = [names[first : first + _CHUNK] for first in range(0, len(names), _CHUNK)]
+        resize = partial(_resize_files, root, out, size)
+        for report in map_in_processes(resize, chunks, workers, description="resize", unit="img", size=len):
+            total.add(report)
+    return total
 
 
-def _check(source: Path, target: Path, form: ResizeForm) -> None:
+def _check(root: Path, out: Path, size: ImageSize) -> None:
     problems = []
-    if form.max_side is not None and form.short_side is not None:
+    if size.max_side is not None and size.short_side is not None:
         problems.append("give either max_side or short_side, not both")
-    if not source.is_dir():
-        problems.append(f"'{source}' is not a folder")
-    elif target.resolve().is_relative_to(source.resolve()):
-        problems.append(f"the target '{target}' lies inside the source '{source}'")
-    record = target / _RECORD
-    if record.is_file() and json.loads(record.read_text()) != asdict(form):
-        problems.append(f"'{target}' was made with other settings: {record.read_text().strip()}; choose another target")
+    if not root.is_dir():
+        problems.append(f"'{root}' is not a folder")
+    elif out.resolve().is_relative_to(root.resolve()):
+        problems.append(f"out='{out}' lies inside '{root}'")
+    record = out / _RECORD
+    if record.is_file() and json.loads(record.read_text()) != asdict(size):
+        problems.append(
+            f"'{out}' was made with other settings ({' '.join(record.read_text().split())}); choose another"
+        )
     if problems:
         raise ConfigError(problems)
 
 
-def _image_names(source: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(source):
+def _image_names(root: Path) -> list[str]:
+    """Relative to `root`, sorted."""
+    found = []
+    for folder, folders, files in os.walk(root):
         folders.sort()
-        for name in sorted(files):
-            if name.lower().endswith(SUFFIXES):
-                yield os.path.relpath(os.path.join(folder, name), source)
+        images = (name for name in sorted(files) if name.lower().endswith(SUFFIXES))
+        found += [os.path.relpath(os.path.join(folder, name), root) for name in images]
+    return found
 
 
-def _resize_files(source: Path, target: Path, names: list[str], form: ResizeForm) -> ResizeReport:
+def _resize_files(root: Path, out: Path, size: ImageSize, names: list[str]) -> ResizeReport:
     torch.set_num_threads(1)
     report = ResizeReport()
     for name in names:
-        out = target / name
-        if out.is_file():
+        target = out / name
+        if target.is_file():
             report.present += 1
             continue
         try:
-            data = read_file(source / name)
-            copy = _smaller(data, form)
+            data = read_file(root / name)
+            copy = _smaller(data, size)
         except BadImage as bad:
-            report.bad.append((str(source / name), str(bad)))
+            report.bad.append((str(root / name), str(bad)))
             continue
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_name(out.name + _TEMPORARY)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(target.name + ".part")
         temporary.write_bytes(copy)
-        temporary.replace(out)
+        temporary.replace(target)
         report.written += 1
         report.bytes_in += len(data)
         report.bytes_out += len(copy)
     return report
 
 
-def _smaller(data: bytes, form: ResizeForm) -> bytes:
+def _smaller(data: bytes, size: ImageSize) -> bytes:
     """The image as a JPEG of the wanted size, decoded again to verify it; a small JPEG keeps its bytes."""
     encoded = Encoded(data)
     height, width = encoded.height, encoded.width
-    limit, side = (form.max_side, max(height, width)) if form.max_side else (form.short_side, min(height, width))
+    limit, side = (size.max_side, max(height, width)) if size.max_side else (size.short_side, min(height, width))
     assert limit is not None
     pixels = encoded.decode()
-    if side <= limit:
-        if data.startswith(b"\xff\xd8") and encoded.simple:
-            return data
-    else:
-        size = (max(1, round(height * limit / side)), max(1, round(width * limit / side)))
-        pixels = resized(pixels, None, size)[0].permute(1, 2, 0).numpy()
-    copy: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=form.quality, colorsubsampling="420")
-    again = simplejpeg.decode_jpeg(copy, strict=True)
-    if again.shape != pixels.shape:
+    if side > limit:
+        smaller = (max(1, round(height * limit / side)), max(1, round(width * limit / side)))
+        pixels = resized(pixels, None, smaller)[0].permute(1, 2, 0).numpy()
+    elif data.startswith(b"\xff\xd8") and encoded.simple:
+        return data
+    copy: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=size.quality, colorsubsampling="420")
+    if simplejpeg.decode_jpeg(copy, strict=True).shape != pixels.shape:
         raise BadImage("the smaller copy does not decode to the size that was written")
     return copy

@@ -1,52 +1,39 @@
-"""Is a folder of images what it should be? Counts, classes, and files that are no images; `deep` decodes them all."""
+"""Check a folder of images: counts, classes, files that are no images; with `deep` every image is decoded."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import stat
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from cl_train.config.schema import ConfigError, setting
+from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import SUFFIXES
-from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES
+from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES, done_count
+from cl_train.system.process_pool import map_in_processes
 
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _SHOWN = 10
 
 
 @dataclass
-class VerifySettings:
-    """python scripts/prepare_imagenet.py verify root=/datasets/imagenet [--deep]"""
-
-    root: str = setting("", "folder that holds train/ and val/")
-    deep: bool = setting(False, "decode every image (--deep): about 10 minutes per core and 600,000 images")
-    expect: str = setting("imagenet", "the official counts, or any", choices=("imagenet", "any"))
-    workers: int | None = setting(None, "processes; null = all cores", minimum=1)
-
-
-@dataclass
 class ClassReport:
-    """One class folder."""
+    """What was found in one class folder."""
 
     name: str
     images: int = 0
     png_named_jpeg: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)  # path, why
-    missing: int = 0  # of the number that the marker of prepare_imagenet tells
+    bad: list[tuple[str, str]] = field(default_factory=list)  # (path, reason)
+    missing: int = 0  # files that have gone since the folder was made
 
 
 @dataclass
 class Report:
-    """What was found; `problems` is empty where all is well."""
+    """Counts by split, and what was found wrong: `problems` is empty if there is nothing."""
 
     images: dict[str, int]
     classes: dict[str, int]
@@ -54,84 +41,72 @@ class Report:
     problems: list[str]
     notes: list[str]
 
+    def __str__(self) -> str:
+        counts = [f"{name}: {n:,} images in {self.classes[name]:,} classes" for name, n in self.images.items()]
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([*counts, *notes, *self.problems, f"{len(self.problems)} problems found"])
 
-def verify(settings: VerifySettings) -> Report:
+
+def verify(root: Path, *, deep: bool = False, official_counts: bool = True, workers: int | None = None) -> Report:
     """Check `root/train` and `root/val`.
 
+    Args:
+        deep: decode every image.
+        official_counts: 1,000 classes, 1,281,167 and 50,000 images are expected.
+        workers: processes; None = as many as cores.
+
     Raises:
-        ConfigError: there is no such folder, or a worker died (by a signal: out of memory, or a decoder's bug).
+        ConfigError: there is no such folder.
+        RuntimeError: a worker process died.
     """
-    root = Path(settings.root)
-    absent = [name for name in ("train", "val") if not settings.root or not (root / name).is_dir()]
+    absent = [name for name in ("train", "val") if not (root / name).is_dir()]
     if absent:
-        raise ConfigError([f"root={settings.root}: has no folder '{name}'" for name in absent])
-    reports = {split: _check_split(root / split, settings) for split in ("train", "val")}
+        raise ConfigError([f"'{root}' has no folder '{name}'" for name in absent])
+    reports: dict[str, list[ClassReport]] = {}
+    for split in ("train", "val"):
+        entries = os.scandir(root / split)
+        paths = sorted(entry.path for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        check = partial(check_class, deep=deep)
+        reports[split] = list(map_in_processes(check, paths, workers, description=split, unit="class"))
     images = {split: sum(report.images for report in found) for split, found in reports.items()}
     classes = {split: len(found) for split, found in reports.items()}
-    bad = [item for found in reports.values() for report in found for item in report.bad]
-    problems = _class_problems(reports)
-    if settings.expect == "imagenet":
-        problems += _count_problems(images, classes)
+    every = [report for found in reports.values() for report in found]
+    bad = [item for report in every for item in report.bad]
+    problems = _class_problems(reports) + (_count_problems(images, classes) if official_counts else [])
     if bad:
-        listed = [f"{path}: {why}" for path, why in bad[:_SHOWN]]
-        more = [f"... and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
-        problems += [f"{len(bad)} files are no usable images:", *(f"  {line}" for line in listed + more)]
-    pngs = sum(report.png_named_jpeg for found in reports.values() for report in found)
-    notes = [f"{pngs} PNG named .JPEG (ImageNet has one, n02105855_2933): decoded all the same"] if pngs else []
+        listed = [f"  {path}: {why}" for path, why in bad[:_SHOWN]]
+        more = [f"  ... and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
+        problems.append("\n".join([f"{len(bad)} files are not usable images:", *listed, *more]))
+    pngs = sum(report.png_named_jpeg for report in every)
+    notes = (
+        [f"{pngs} PNG files are named .JPEG (ImageNet has one, n02105855_2933); they can be decoded"] if pngs else []
+    )
     return Report(images, classes, bad, problems, notes)
 
 
-def _check_split(folder: Path, settings: VerifySettings) -> list[ClassReport]:
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    check = partial(check_class, deep=settings.deep)
-    paths = [str(folder / name) for name in names]
-    context = multiprocessing.get_context("fork")
-    reports = []
-    with ProcessPoolExecutor(
-        settings.workers or os.cpu_count(), context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        try:
-            for report in tqdm(pool.map(check, paths), desc=folder.name, total=len(paths), unit="class", disable=None):
-                reports.append(report)
-        except BrokenProcessPool:
-            raise ConfigError(
-                f"a worker died while it checked {folder} after class {reports[-1].name if reports else 'none'}: "
-                "out of memory? Try workers=1"
-            ) from None
-    return reports
-
-
 def check_class(path: str, deep: bool = False) -> ClassReport:
-    """Look at every file below a class folder."""
+    """Check every file below a class folder."""
+    torch.set_num_threads(1)
     report = ClassReport(os.path.basename(path))
-    for file in _files_below(path):
-        reason = _fault_of(file, deep, report)
-        if reason is not None:
-            report.bad.append((file, reason))
-        else:
-            report.images += 1
-    try:
-        with open(os.path.join(path, DONE), encoding="ascii") as marker:
-            report.missing = max(0, int(marker.read()) - report.images - len(report.bad))
-    except (OSError, ValueError):
-        pass  # made by another program
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            if name == DONE:
+                continue
+            file = os.path.join(folder, name)
+            reason = _fault_of(file, deep, report)
+            if reason is None:
+                report.images += 1
+            else:
+                report.bad.append((file, reason))
+    report.missing = max(0, (done_count(Path(path)) or 0) - report.images - len(report.bad))
     return report
 
 
-def _files_below(folder: str) -> list[str]:
-    found = []
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False):
-            found += _files_below(entry.path)
-        elif entry.name != DONE:
-            found.append(entry.path)
-    return found
-
-
 def _fault_of(path: str, deep: bool, report: ClassReport) -> str | None:
-    """Why a file is no usable image; None where it is one."""
+    """Why a file is not a usable image; None if it is one."""
     if not path.lower().endswith(SUFFIXES):
-        return f"not named like an image ({', '.join(SUFFIXES)})"
+        return f"its name does not end in {', '.join(SUFFIXES)}"
     try:
         if deep:
             data = read_file(path)
@@ -166,24 +141,19 @@ def _class_problems(reports: dict[str, list[ClassReport]]) -> list[str]:
         empty = [report.name for report in reports[split] if not report.images]
         if empty:
             problems.append(f"{split}: {len(empty)} classes have no image: {', '.join(empty[:_SHOWN])}")
-        gone = [report for report in reports[split] if report.missing]
-        if gone:
-            count = sum(report.missing for report in gone)
-            problems.append(f"{split}: {count} files are gone since they were unpacked, such as from {gone[0].name}")
+        incomplete = [report for report in reports[split] if report.missing]
+        if incomplete:
+            count = sum(report.missing for report in incomplete)
+            problems.append(f"{split}: {count} files were deleted after unpacking, for example in {incomplete[0].name}")
     return problems
 
 
 def _count_problems(images: dict[str, int], classes: dict[str, int]) -> list[str]:
-    expected = {"train": TRAIN_IMAGES, "val": VAL_IMAGES}
-    advice = "another data set? expect=any"
-    problems = [
-        f"{split}: {found:,} classes, ILSVRC2012 has {CLASSES:,} ({advice})"
-        for split, found in classes.items()
-        if found != CLASSES
-    ]
-    problems += [
-        f"{split}: {images[split]:,} images, ILSVRC2012 has {count:,} ({advice})"
-        for split, count in expected.items()
-        if images[split] != count
-    ]
+    advice = "for another data set, use expect=any"
+    problems = []
+    for split, expected in (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)):
+        if classes[split] != CLASSES:
+            problems.append(f"{split}: {classes[split]:,} classes; ILSVRC2012 has {CLASSES:,} ({advice})")
+        if images[split] != expected:
+            problems.append(f"{split}: {images[split]:,} images; ILSVRC2012 has {expected:,} ({advice})")
     return problems
