@@ -1,24 +1,28 @@
 """`cl-train <command> key=value ...`: finds the command and turns expected errors into a message and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. A console that cannot be written to (a
+closed pipe, a full disk) does not end a command: it goes on without one.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import IO, Any
 
+from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import stop_with, suggest
 
 COMMANDS = {
-    "train": "train a model, or compare settings with -m",
+    "train": "train a model, or with -m compare settings",
     "compare": "compare finished runs, or check that both layouts of a model compute the same",
-    "benchmark": "both memory formats of a model in one process: speed, memory, where the time goes",
+    "benchmark": "both layouts of a model in one process: speed, memory, where the time goes",
     "audit": "which operators lose channels_last, where, and what it costs",
     "convert": "convert a saved model and check its outputs",
-    "zoo": "many models in both memory formats, in one table",
+    "zoo": "many models in both layouts, in one table",
     "loader_benchmark": "images per second of the data loader, against other loaders",
     "prepare_imagenet": "unpack, check and resize ImageNet",
 }
@@ -26,21 +30,79 @@ COMMANDS = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command that `words` name (the process's arguments by default); returns the exit code."""
+    _protect_console()
     name, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
     try:
+        if name in ("-h", "--help"):
+            print(usage())
+            return 0
+        if name == "completion":
+            from cl_train import completion
+
+            return completion.main(rest)
         if name not in COMMANDS:
             raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
-        code: int = importlib.import_module(f"cl_train.commands.{name}").main(rest)
+        command = importlib.import_module(f"cl_train.commands.{name}")
+        if {"-h", "--help"} & set(rest) and hasattr(command, "SETTINGS"):
+            print(help_page(name, command))
+            return 0
+        code: int = command.main(rest)
         return code
     except ConfigError as error:
         stop_with(error)
+    except OSError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def usage() -> str:
     lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
-    return "\n".join(
-        ["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "cl-train COMMAND --help: its settings"]
-    )
+    more = ["settings: cl-train COMMAND --help", 'tab completion in bash: eval "$(cl-train completion)"']
+    return "\n".join(["usage: cl-train COMMAND [key=value ...]", "", *lines, "", *more])
+
+
+def help_page(name: str, command: Any) -> str:
+    """From the command's docstring (a summary, then examples), USAGE and SETTINGS."""
+    return command_help(f"cl-train {name} {command.USAGE}", command.__doc__, command.SETTINGS)
+
+
+# --- console ----------------------------------------------------------------------------------------------------------
+
+
+class _Console:
+    """A text stream that drops what can no longer be written."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # also for what is buffered, and for children
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _protect_console() -> None:
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: the next file that is opened would get its number, and the console's text
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            stream = os.fdopen(descriptor, "w")
+        if not isinstance(stream, _Console):
+            setattr(sys, name, _Console(stream))

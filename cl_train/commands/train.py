@@ -17,11 +17,23 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from cl_train.config.command_line import CONF_DIR, Words, check_command_line, hydra_folder, quoted, run_folder
+from cl_train.config.command_line import (
+    CONF_DIR,
+    GROUPS,
+    Words,
+    check_command_line,
+    group_choices,
+    hydra_folder,
+    quoted,
+    run_folder,
+)
+from cl_train.config.help import train_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load, stop_with
 from cl_train.system.launcher import read_launch
 from cl_train.system.run_folder import check_writable, safe_name
+
+USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
@@ -40,6 +52,9 @@ def train(raw: DictConfig) -> None:
 
 def main(words: list[str]) -> int:
     """Check the command line as a whole, then start the run or the sweep."""
+    if {"-h", "--help"} & set(words):
+        print(train_help(USAGE, __doc__ or "", {group: group_choices(group) for group in GROUPS}))
+        return 0
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     try:
         runs = check_command_line(words)

@@ -24,8 +24,8 @@ from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.names import name_of
 from cl_train.models.copies import copy_model
-from cl_train.system.environment import cache_folder, describe_environment, device_name
-from cl_train.system.files import write_json
+from cl_train.system.environment import describe_environment, device_name
+from cl_train.system.files import cache_folder, write_json
 
 log = logging.getLogger(__name__)
 

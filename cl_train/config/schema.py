@@ -15,6 +15,8 @@ MEMORY_FORMATS = ("channels_last", "contiguous")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CONVERSIONS = ("full", "conv", "select")
 DEVICES = ("auto", "cpu", "cuda")
+MODEL_HELP = "a torchvision model, timm/<name>, or your own package.module:function"
+PRECISION_HELP = "precision of the step; auto = fp16 on CUDA from capability 7.0, bf16 on a CPU that has it, else fp32"
 AUTO_BATCH_SIZE = 0  # batch_size=auto, until `batch_size.settle_batch_size` has found the number
 
 
@@ -36,6 +38,7 @@ def setting(
     choices: Sequence[str] | None = None,
     words: Mapping[str, int] | None = None,
     affects: Literal["speed", "loss", "nothing"] = "speed",
+    key: str | None = None,
 ) -> Any:
     """A dataclass field with its meaning and its range.
 
@@ -45,6 +48,7 @@ def setting(
         words: words that stand for a number outside the range, such as batch_size=auto.
         affects: what a comparison of runs must hold equal. "speed": runs with different values are not comparable.
             "loss": their speeds are comparable, their losses are not. "nothing": both are.
+        key: the name that users write, if it is not the field's own: `data.root` for a field `root`.
     """
     metadata = {
         "help": help,
@@ -54,6 +58,7 @@ def setting(
         "choices": choices,
         "words": words,
         "affects": affects,
+        "key": key,
     }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -62,28 +67,34 @@ def setting(
 
 @dataclass
 class DataConfig:
-    """Where images come from, and how they reach the device."""
+    """Where images come from and how they are loaded."""
 
-    name: str = setting("sample", "which data set", choices=("sample", "imagenet", "folder", "imagenette", "synthetic"))
+    name: str = setting("sample", "the data set", choices=("sample", "imagenet", "folder", "imagenette", "synthetic"))
     root: str | None = setting(None, "folder that holds train/<class>/* and val/<class>/*")
     image_size: int = setting(224, "side of the training crop, pixels", minimum=8, maximum=4096)
-    val_resize: int | None = setting(None, "short side before the centre crop; null = 256/224 image_size", minimum=8)
+    val_resize: int | None = setting(
+        None, "validation: short side before the centre crop, pixels; null = 256/224 of image_size", minimum=8
+    )
     workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
     worker_type: str = setting("auto", "what a worker is", choices=("auto", "process", "thread"))
     decoder: str = setting("auto", "JPEG decoder", choices=("auto", "simplejpeg", "pillow"))
     decode: str = setting("cpu", "where images are decoded; gpu needs torchcodec", choices=("cpu", "gpu"))
-    exact_decode: bool = setting(True, "false: decode large images at 1/2, 1/4, 1/8 where the crop allows it")
+    exact_decode: bool = setting(
+        True, "false: decode large images at 1/2, 1/4 or 1/8 of their size if the crop allows it"
+    )
     memory_format: str = setting("channels_last", "layout of the uint8 batches of the loader", choices=MEMORY_FORMATS)
     prefetch: int = setting(3, "batches prepared ahead by the workers together", minimum=1, maximum=64)
-    worker_timeout_s: float = setting(60.0, "no worker finishes an image for so long: the run stops", above=0)
+    worker_timeout_s: float = setting(
+        60.0, "stop the run if no worker finishes an image for this many seconds", above=0
+    )
     device_prefetch: int = setting(1, "batches copied to the device ahead of the step", minimum=0, maximum=16)
     pin_memory: bool | None = setting(None, "page-locked batches, on CUDA; null = true")
     persistent_workers: bool = setting(True, "keep workers alive between epochs")
     on_bad_image: str = setting(
-        "error", "an image that cannot be decoded", choices=("error", "skip"), affects="nothing"
+        "error", "what to do with an image that cannot be decoded", choices=("error", "skip"), affects="nothing"
     )
     max_bad_images: int = setting(
-        100, "with on_bad_image=skip: stop when more than this many were skipped", minimum=0, affects="nothing"
+        100, "on_bad_image=skip: stop after more than this many", minimum=0, affects="nothing"
     )
     mean: list[float] = setting([0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale")
     std: list[float] = setting([0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale")
@@ -94,16 +105,16 @@ class DataConfig:
 
 @dataclass
 class AugmentConfig:
-    """What happens to a training image. Defaults: torchvision's RandomResizedCrop and horizontal flip."""
+    """Augmentation of the training images. Defaults: torchvision's RandomResizedCrop and horizontal flip."""
 
-    crop_scale_min: float = setting(0.08, "smallest share of the image's area in the crop", above=0, maximum=1)
-    crop_scale_max: float = setting(1.0, "largest share of the image's area in the crop", above=0, maximum=1)
+    crop_scale_min: float = setting(0.08, "smallest area of the crop / area of the image", above=0, maximum=1)
+    crop_scale_max: float = setting(1.0, "largest area of the crop / area of the image", above=0, maximum=1)
     crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", above=0)
     crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", above=0)
     flip: float = setting(0.5, "probability of a horizontal flip", minimum=0, maximum=1)
     policy: str = setting("none", "torchvision's automatic policy", choices=("none", "randaugment", "trivialaugment"))
-    randaugment_ops: int = setting(2, "operations per image", minimum=1, maximum=14)
-    randaugment_magnitude: int = setting(9, "strength, 0 to 30", minimum=0, maximum=30)
+    randaugment_ops: int = setting(2, "RandAugment: operations per image", minimum=1, maximum=14)
+    randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", minimum=0, maximum=30)
     erase: float = setting(0.0, "probability of random erasing", minimum=0, maximum=1)
     mixup: float = setting(0.0, "alpha of MixUp; 0 = off", minimum=0)
     cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", minimum=0)
@@ -113,35 +124,46 @@ class AugmentConfig:
 class OptimConfig:
     """The optimizer."""
 
-    name: str = setting("sgd", "which optimizer", choices=("sgd", "adamw", "rmsprop"))
+    name: str = setting("sgd", "the optimizer", choices=("sgd", "adamw", "rmsprop"))
     lr: float = setting(0.1, "learning rate for a global batch of `reference_batch_size`", above=0, affects="loss")
     reference_batch_size: int = setting(
-        256, "lr is scaled by global batch / this; 0 = not scaled", minimum=0, affects="loss"
+        256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0, affects="loss"
     )
-    momentum: float = setting(0.9, "of SGD and RMSprop", minimum=0, maximum=1, affects="loss")
-    nesterov: bool = setting(False, "SGD with Nesterov momentum")
-    weight_decay: float = setting(1e-4, "of weights", minimum=0, affects="loss")
+    momentum: float = setting(0.9, "SGD and RMSprop: momentum", minimum=0, maximum=1, affects="loss")
+    nesterov: bool = setting(False, "SGD: use Nesterov momentum")
+    weight_decay: float = setting(1e-4, "weight decay", minimum=0, affects="loss")
     decay_norm_and_bias: bool = setting(True, "false: no weight decay on normalisation layers and biases")
-    beta1: float = setting(0.9, "of AdamW", minimum=0, maximum=0.999999, affects="loss")
-    beta2: float = setting(0.999, "of AdamW", minimum=0, maximum=0.999999, affects="loss")
-    alpha: float = setting(0.9, "smoothing of RMSprop", minimum=0, maximum=1, affects="loss")
-    eps: float = setting(1e-8, "of AdamW and RMSprop", above=0, affects="loss")
-    clip_norm: float | None = setting(None, "gradients are clipped to this norm, after unscaling; null = off", above=0)
+    beta1: float = setting(
+        0.9, "AdamW: decay rate of the first-moment estimate", minimum=0, maximum=0.999999, affects="loss"
+    )
+    beta2: float = setting(
+        0.999, "AdamW: decay rate of the second-moment estimate", minimum=0, maximum=0.999999, affects="loss"
+    )
+    alpha: float = setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1, affects="loss")
+    eps: float = setting(1e-8, "AdamW and RMSprop: added to the denominator for stability", above=0, affects="loss")
+    clip_norm: float | None = setting(None, "clip gradients to this norm, after unscaling; null = off", above=0)
 
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate over the run: a linear warm-up, then one of four curves."""
+    """The learning rate over the run: a linear warm-up, then one of four schedules."""
 
     name: str = setting(
-        "cosine", "the curve after warm-up", choices=("cosine", "step", "linear", "constant"), affects="loss"
+        "cosine",
+        "the learning rate after the warm-up",
+        choices=("cosine", "step", "linear", "constant"),
+        affects="loss",
     )
-    warmup_epochs: float = setting(0.0, "linear warm-up, epochs (fractions allowed)", minimum=0, affects="loss")
-    warmup_start: float = setting(0.01, "first learning rate of the warm-up / lr", minimum=0, maximum=1, affects="loss")
-    step_epochs: int = setting(30, "schedule=step: multiply by gamma each so many epochs", minimum=1, affects="loss")
+    warmup_epochs: float = setting(
+        0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0, affects="loss"
+    )
+    warmup_start: float = setting(
+        0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1, affects="loss"
+    )
+    step_epochs: int = setting(30, "schedule=step: multiply by gamma every this many epochs", minimum=1, affects="loss")
     gamma: float = setting(0.1, "schedule=step: the factor", above=0, maximum=1, affects="loss")
     final_lr_ratio: float = setting(
-        0.0, "cosine and linear: last learning rate / lr", minimum=0, maximum=1, affects="loss"
+        0.0, "cosine and linear: final learning rate / lr", minimum=0, maximum=1, affects="loss"
     )
 
 
@@ -149,44 +171,46 @@ class ScheduleConfig:
 class AmpConfig:
     """Dynamic loss scaling (fp16 and fp16_o2 only)."""
 
-    init_scale: float = setting(65536.0, "first loss scale", above=0, affects="loss")
+    init_scale: float = setting(65536.0, "initial loss scale", above=0, affects="loss")
     growth_interval: int = setting(2000, "steps without overflow before the scale doubles", minimum=1, affects="loss")
-    min_scale: float = setting(1.0, "the run stops when the scale falls below it", above=0, affects="loss")
+    min_scale: float = setting(1.0, "stop the run when the loss scale falls below this", above=0, affects="loss")
 
 
 @dataclass
 class CheckpointConfig:
-    """What is saved, and when. Saving always also happens at the end and on SIGTERM, SIGINT and SIGUSR1."""
+    """What is saved, and when. A checkpoint is always saved at the end and on SIGTERM, SIGINT and SIGUSR1."""
 
-    every_epochs: int = setting(1, "save after each so many epochs; 0 = only at the end", minimum=0, affects="nothing")
-    every_steps: int = setting(0, "save after each so many steps; 0 = off", minimum=0, affects="nothing")
-    every_minutes: float = setting(0.0, "save after each so many minutes; 0 = off", minimum=0, affects="nothing")
-    keep: int = setting(2, "how many of the newest checkpoints to keep, beside the best", minimum=1, affects="nothing")
+    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", minimum=0, affects="nothing")
+    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", minimum=0, affects="nothing")
+    every_minutes: float = setting(0.0, "save every this many minutes; 0 = off", minimum=0, affects="nothing")
+    keep: int = setting(2, "number of newest checkpoints to keep, besides the best", minimum=1, affects="nothing")
     save_best: bool = setting(True, "keep the checkpoint with the best top-1", affects="nothing")
-    background: bool = setting(True, "write to disk off the training thread", affects="nothing")
+    background: bool = setting(True, "write to disk in another thread", affects="nothing")
 
 
 @dataclass
 class Config:
-    """One run. The first block are the settings that most people change."""
+    """One run. The settings that most people change come first."""
 
     channels_last: str = setting("false", "memory format of the model and its input", choices=("true", "false", "auto"))
-    precision: str = setting("auto", "fp16 on CUDA with capability >= 7.0, bf16 on a CPU with it", choices=PRECISIONS)
-    model: str = setting("resnet18", "a torchvision model, timm/<name>, or your own package.module:function")
+    precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
+    model: str = setting("resnet18", MODEL_HELP)
     weights: str | None = setting(
         None, "pretrained weights by name (DEFAULT, IMAGENET1K_V2, ...) or a file", affects="loss"
     )
     batch_size: int = setting(
         32,
-        "images per device and micro-step; auto = the fastest that fits, measured",
+        "images per device and micro-step; auto = measure which fits and is fastest",
         minimum=1,
         words={"auto": AUTO_BATCH_SIZE},
     )
     epochs: int = setting(5, "passes over the training images", minimum=1, affects="loss")
-    max_steps: int | None = setting(None, "stop after so many optimizer steps", minimum=1, affects="loss")
-    seed: int = setting(0, "of weights, order, augmentation and dropout", minimum=0, maximum=2**32 - 1, affects="loss")
-    device: str = setting("auto", "cuda where there is one, else cpu", choices=DEVICES)
-    compile: bool = setting(False, "torch.compile the model")
+    max_steps: int | None = setting(None, "stop after this many optimizer steps", minimum=1, affects="loss")
+    seed: int = setting(
+        0, "seed of weights, order of images, augmentation and dropout", minimum=0, maximum=2**32 - 1, affects="loss"
+    )
+    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
+    compile: bool = setting(False, "compile the model with torch.compile")
 
     compile_mode: str = setting(
         "default",
@@ -195,20 +219,27 @@ class Config:
     )
     cuda_graph: str = setting(
         "false",
-        "replay the whole step as one CUDA graph; auto = where launching it is what limits the step",
+        "replay the whole step as one CUDA graph; auto = if kernel launches limit the step",
         choices=("true", "false", "auto"),
     )
-    conversion: str = setting("full", "what is converted: all, convolution weights, `select`", choices=CONVERSIONS)
-    select: list[str] = setting([], "conversion=select: module names to convert (shell patterns)")
-    accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
-    label_smoothing: float = setting(0.0, "of the cross-entropy", minimum=0, maximum=0.999)
-    ema_decay: float = setting(
-        0.0, "decay of the weights' moving average, evaluated beside the model; 0 = off", minimum=0, maximum=1
+    conversion: str = setting(
+        "full",
+        "what channels_last converts: everything, convolution weights, or the modules in `select`",
+        choices=CONVERSIONS,
     )
-    ema_every: int = setting(1, "steps between updates of the moving average", minimum=1)
-    sync_batchnorm: bool = setting(False, "BatchNorm statistics over all ranks")
-    ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
-    deterministic: bool = setting(False, "deterministic algorithms only; slower on a GPU")
+    select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
+    accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
+    label_smoothing: float = setting(0.0, "label smoothing of the cross-entropy", minimum=0, maximum=0.999)
+    ema_decay: float = setting(
+        0.0,
+        "decay of an exponential moving average (EMA) of the weights, evaluated beside the model; 0 = off",
+        minimum=0,
+        maximum=1,
+    )
+    ema_every: int = setting(1, "optimizer steps between updates of the EMA", minimum=1)
+    sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
+    ddp_static_graph: bool = setting(False, "promise DDP that every step uses the same parameters in the same order")
+    deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = setting(
         1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1, affects="nothing"
     )
@@ -217,26 +248,39 @@ class Config:
     log_every: int = setting(
         10, "optimizer steps per window: one console line and one record", minimum=1, affects="nothing"
     )
-    warmup_steps: int = setting(10, "steps left out of the throughput averages", minimum=0, affects="nothing")
+    warmup_steps: int = setting(
+        10, "first steps, which the throughput averages leave out", minimum=0, affects="nothing"
+    )
     resume: str | None = setting(
-        None, "a checkpoint file or run folder; auto = the newest of this run's folder", affects="nothing"
+        None,
+        "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder",
+        affects="nothing",
     )
     profile: bool = setting(False, "write a torch.profiler trace of a few steps into the run folder", affects="nothing")
     tensorboard: bool = setting(True, "write TensorBoard events into the run folder", affects="nothing")
     on_nonfinite: str = setting(
-        "stop", "a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback"), affects="nothing"
+        "stop",
+        "what to do about a NaN or Inf loss or gradient",
+        choices=("stop", "skip", "rollback"),
+        affects="nothing",
     )
     max_nonfinite: int = setting(
         10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0, affects="nothing"
     )
-    rank_timeout_s: float = setting(600.0, "a rank silent for so long ends the run", above=0, affects="nothing")
+    rank_timeout_s: float = setting(
+        600.0, "end the run if a rank gives no sign for this many seconds", above=0, affects="nothing"
+    )
 
-    nproc: int = setting(1, "multirun: processes per job, under torchrun when above 1", minimum=1, affects="nothing")
+    nproc: int = setting(
+        1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1, affects="nothing"
+    )
     repeats: int = setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1, affects="nothing")
     resume_sweep: str | None = setting(
-        None, "multirun: a sweep's folder; run only what is missing in it", affects="nothing"
+        None, "multirun: folder of an earlier sweep; run only what is missing in it", affects="nothing"
     )
-    compare_by: str = setting("channels_last", "multirun: the key whose values the report compares", affects="nothing")
+    compare_by: str = setting(
+        "channels_last", "multirun: the setting whose values the report compares", affects="nothing"
+    )
 
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import sys
 import types
 import typing
@@ -54,13 +55,17 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     hints = typing.get_type_hints(schema)
     leaves: dict[str, Setting] = {}
     for item in dataclasses.fields(schema):
-        key, hint = prefix + item.name, hints[item.name]
+        key, hint = _key(item, prefix), hints[item.name]
         if dataclasses.is_dataclass(hint):
             leaves |= setting_fields(typing.cast(type, hint), f"{key}.")
         else:
             default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
             leaves[key] = Setting(key, hint, default, item.metadata)
     return leaves
+
+
+def _key(item: dataclasses.Field[Any], prefix: str) -> str:
+    return prefix + (item.metadata.get("key") or item.name)
 
 
 def suggest(name: str, known: Iterable[str], count: int = 3) -> str:
@@ -121,7 +126,7 @@ def _build(schema: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     hints = typing.get_type_hints(schema)
     given = {}
     for item in dataclasses.fields(schema):  # type: ignore[arg-type]
-        key = prefix + item.name
+        key = _key(item, prefix)
         if dataclasses.is_dataclass(hints[item.name]):
             given[item.name] = _build(hints[item.name], values, f"{key}.")
         elif key in values:
@@ -279,20 +284,40 @@ def load(values: Mapping[str, Any] | DictConfig) -> Config:
     return cfg
 
 
+RENAMED = {
+    "batch": "batch_size=",
+    "by": "compare_by=",
+    "diff": "baseline=",
+    "folder": "out=",
+    "memory_format": "channels_last=",
+    "models": "model=",
+    "no_speed": "speed=false",
+    "output": "out=",
+    "seconds": "time_limit_s=",
+    "timeout": "model_time_limit_s=",
+}
+
+
 def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
-    """The key=value words of a script's command line as a dataclass; lists are written a,b,c.
+    """The key=value words of a command line as a dataclass; lists are written a,b,c.
 
     Raises:
         ConfigError: as `from_mapping`, and for words that are not key=value.
     """
     known = setting_fields(schema)
-    problems = [f"'{word}' is not of the form key=value" for word in arguments if "=" not in word]
+    problems: list[str] = []
     values: dict[str, Any] = {}
     for word in arguments:
-        key, _, text = word.partition("=")
-        if key in known and known[key].is_list and not text.startswith("["):
+        key, equals, text = word.partition("=")
+        if not equals or word.startswith("-"):
+            problems.append(f"{word}: settings are written key=value{_written(key, known)}")
+        elif key not in known and key in RENAMED:
+            problems.append(f"{word}: written {RENAMED[key]}{text if RENAMED[key].endswith('=') else ''} now")
+        elif key == "json" and key in known and text not in ("true", "false"):
+            problems.append(f"{word}: needs true or false; the file is given as out={text}")
+        elif key in known and known[key].is_list and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
-        elif "=" in word:
+        else:
             values[key] = _value_of(text)
     try:
         settings = from_mapping(schema, values)
@@ -301,6 +326,19 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     if problems:
         raise ConfigError(problems)
     return settings
+
+
+def _written(option: str, known: Mapping[str, Setting]) -> str:
+    """`; here out=...` for an option such as --output."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in known:
+        return f"; here {name}={'true' if known[name].base_type is bool else '...'}"
+    return f"; here {RENAMED[name]}" if name in RENAMED else suggest_key(name, known)
+
+
+def is_setting(word: str) -> bool:
+    """Is a word of a command line key=value (or an option), rather than a file or folder?"""
+    return word.startswith("-") or re.fullmatch(r"[\w.]+=.*", word, flags=re.S) is not None
 
 
 def _value_of(text: str) -> Any:

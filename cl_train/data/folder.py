@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.environment import cache_folder
+from cl_train.system.files import cache_folder
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _CACHED_FROM = 50_000  # images: below this, listing takes less than a second

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 import torchvision
-
-
-def cache_folder() -> Path:
-    """${XDG_CACHE_HOME:-~/.cache}/cl_train; in the temporary folder if there is no home directory."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(given) if given else Path.home() / ".cache") / "cl_train"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / "cl_train"
 
 
 def describe_environment(device: torch.device) -> dict[str, str | None]:

@@ -1,9 +1,10 @@
-"""Small files that are replaced atomically: a killed process leaves the old content or the new one."""
+"""Small files, replaced atomically: a killed process leaves the old content or the new one. And where caches lie."""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,12 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
         OSError: see `write_text`.
     """
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
+
+def cache_folder() -> Path:
+    """${XDG_CACHE_HOME:-~/.cache}/cl_train; in the temporary folder if there is no home directory."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "cl_train"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "cl_train"

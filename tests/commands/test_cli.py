@@ -1,0 +1,121 @@
+"""`cl-train`: the same grammar, help, completion and console behaviour for every command."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cl_train.cli import COMMANDS, main
+from cl_train.completion import candidates
+from cl_train.config.help import describe
+from cl_train.config.schema import Config, ConfigError, setting
+from cl_train.config.validation import is_setting, setting_fields, settings_from_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Example:
+    """Settings of a command."""
+
+    root: str | None = setting(None, "folder of images", key="data.root")
+    sizes: list[int] = setting([224], "sizes", minimum=8)
+    time_limit_s: float = setting(1.5, "seconds", above=0)
+    deep: bool = setting(False, "decode")
+    json: bool = setting(False, "print JSON")
+    out: str | None = setting(None, "file")
+
+
+def test_a_key_can_differ_from_the_name_of_its_field() -> None:
+    settings = settings_from_arguments(Example, ["data.root=/images", "sizes=64,96"])
+    assert (settings.root, settings.sizes, settings.time_limit_s) == ("/images", [64, 96], 1.5)
+
+
+OLD = [
+    ("--output=x", "out="),
+    ("output=x", "out="),
+    ("seconds=3", "time_limit_s=3"),
+    ("--deep", "deep=true"),
+    ("root=/x", "data.root"),
+    ("json=file.json", "out=file.json"),
+    ("word", "key=value"),
+    ("sizes=4", "at least 8"),
+    ("sizes=a", "a list of whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("word", "named"), OLD)
+def test_old_spellings_are_refused_and_the_new_one_is_named(word: str, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_from_arguments(Example, [word])
+    assert word.partition("=")[0] in str(caught.value) and named in str(caught.value)
+
+
+def test_folders_are_told_from_settings() -> None:
+    words = ["outputs/a=1", "./channels_last=true", "out=x", "data.root=/a=b", "--by", "multirun/x"]
+    assert [is_setting(word) for word in words] == [False, False, True, True, True, False]
+
+
+def test_help_states_name_default_meaning_type_and_range() -> None:
+    text = describe(Example)
+    for part in ("data.root=null", "folder of images", "sizes=[224]", "int >= 8", "time_limit_s=1.5", "number > 0"):
+        assert part in text
+
+
+def test_the_same_key_has_the_same_type_in_every_command() -> None:
+    lists = {"model", "precision", "batch_size", "compile", "cuda_graph", "data.workers"}  # of these some take several
+    known = setting_fields(Config)
+    for name in COMMANDS:
+        for schema in getattr(importlib.import_module(f"cl_train.commands.{name}"), "SETTINGS", {}).values():
+            for key, item in setting_fields(schema).items():
+                if key in known and key not in lists and known[key].metadata["choices"] != ("true", "false", "auto"):
+                    assert item.base_type == known[key].base_type, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("cl-train tr", ["train "]),
+        ("cl-train train channels_last=", ["true", "false", "auto"]),
+        ("cl-train train -m model=x data.dec", ["data.decoder="]),
+        ("cl-train train optim=a", ["adamw"]),
+        ("cl-train train -m precision=fp32,b", ["fp32,bf16"]),
+        ("cl-train convert channels_last=f", ["false"]),
+        ("cl-train nothing a", []),
+    ],
+)
+def test_completion(line: str, expected: list[str]) -> None:
+    found = candidates(line)
+    assert set(expected) <= set(found) and (expected or not found)
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["adit"])
+    assert caught.value.code == 2 and "audit" in capsys.readouterr().err
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    script = line.replace("PROGRAM", f"{sys.executable} -m cl_train").replace("TRAIN", f"{sys.executable} train.py")
+    return subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "PROGRAM convert --help | head -1",
+        "PROGRAM convert --help >/dev/full",
+        "PROGRAM convert --help >&-",
+        "TRAIN --help | head -1; exit ${PIPESTATUS[0]}",
+        "TRAIN --help >/dev/full 2>&1",
+        "TRAIN --cfg job | head -1; exit ${PIPESTATUS[0]}",
+    ],
+)
+def test_a_console_that_cannot_be_written_to_is_no_error(line: str) -> None:
+    done = shell(line)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
