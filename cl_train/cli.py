@@ -12,20 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Any
 
+from cl_train.commands import COMMANDS
 from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import stop_with, suggest
-
-COMMANDS = {
-    "train": "train a model, or with -m compare settings",
-    "compare": "compare finished runs, or check that both layouts of a model compute the same",
-    "benchmark": "both layouts of a model in one process: speed, memory, where the time goes",
-    "audit": "which operators lose channels_last, where, and what it costs",
-    "convert": "convert a saved model and check its outputs",
-    "zoo": "many models in both layouts, in one table",
-    "loader_benchmark": "images per second of the data loader, against other loaders",
-    "prepare_imagenet": "unpack, check and resize ImageNet",
-}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import importlib
 import os
 from importlib.metadata import PackageNotFoundError, version
 
+from cl_train.commands import COMMANDS
 from cl_train.config.command_line import GROUPS, group_choices
 from cl_train.config.schema import Config
 from cl_train.config.validation import Setting, setting_fields
@@ -31,8 +32,6 @@ def candidates(line: str) -> list[str]:
 
     bash ends a word at `=` and `:`, so it expects only what follows them.
     """
-    from cl_train.cli import COMMANDS
-
     *before, word = line.split(" ")
     before = [part for part in before if part]
     if len(before) < 2:

@@ -1,4 +1,17 @@
 """The commands of `cl-train`: one short file each, which reads settings, calls the rooms below and prints the result.
 
-May import every other room. `python scripts/<command>.py` runs the same code from a checkout.
+Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then examples), USAGE and
+SETTINGS. Rooms below are imported inside functions, so that --help and wrong words need no torch. May import every
+other room. Read `convert.py` first.
 """
+
+COMMANDS = {
+    "train": "train a model, or with -m compare settings",
+    "compare": "compare finished runs, or check that both layouts of a model compute the same",
+    "benchmark": "both layouts of a model in one process: speed, memory, where the time goes",
+    "audit": "which operators lose channels_last, where, and what it costs",
+    "convert": "convert a saved model and check its outputs",
+    "zoo": "many models in both layouts, in one table",
+    "loader_benchmark": "images per second of the data loader, against other loaders",
+    "prepare_imagenet": "unpack, check and resize ImageNet",
+}

@@ -62,7 +62,7 @@ class CompareSettings:
 class ConvertSettings:
     """Convert a saved model; its values and outputs are compared before and after."""
 
-    out: str | None = setting(None, "file to write")
+    out: str = setting("", "file to write", required=True)
     channels_last: bool = setting(True, "the layout of the model when it is loaded; false = contiguous")
     model: str | None = setting(None, "the model that a file of weights belongs to; its outputs are then compared too")
     input: list[int] = setting([2, 3, 224, 224], "shape of the random images for the comparison", minimum=1)
@@ -95,7 +95,7 @@ class ZooSettings:
 class TarsSettings:
     """Unpack the official archives into train/ and val/."""
 
-    out: str | None = setting(None, "folder to make train/ and val/ in")
+    out: str = setting("", "folder to make train/ and val/ in", required=True)
     train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
     val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder of its files, which are moved")
     devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz or its folder, or a text file of val WordNet ids")
@@ -105,7 +105,7 @@ class TarsSettings:
 class VerifySettings:
     """Count images and classes, and find files that are not images."""
 
-    root: str | None = setting(None, ROOT, key="data.root")
+    root: str = setting("", ROOT, key="data.root", required=True)
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
     expect: str = setting("imagenet", "the official counts, or any", choices=("imagenet", "any"))
     workers: int | None = setting(None, "processes; null = all cores", minimum=1, key="data.workers")
@@ -115,8 +115,8 @@ class VerifySettings:
 class ResizeSettings:
     """Copy a folder with smaller images."""
 
-    root: str | None = setting(None, "folder with the images", key="data.root")
-    out: str | None = setting(None, "folder for the copies; made if it is missing")
+    root: str = setting("", "folder with the images", key="data.root", required=True)
+    out: str = setting("", "folder for the copies; made if it is missing", required=True)
     max_side: int | None = setting(None, "longest side of a copy, pixels; 400 if short_side is not given", minimum=8)
     short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)

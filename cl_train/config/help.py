@@ -46,7 +46,8 @@ def describe(schema: type) -> str:
 
 
 def _row(setting: Setting) -> str:
-    name = f"  {setting.key}={'' if setting.default == [] else show(setting.default)}"
+    default = "..." if setting.metadata["required"] else "" if setting.default == [] else show(setting.default)
+    name = f"  {setting.key}={default}"
     text = f"{setting.metadata['help']} [{kind_of(setting)}]"
     first = name.ljust(_KEY_WIDTH) if len(name) < _KEY_WIDTH else f"{name}\n{' ' * _KEY_WIDTH}"
     lines = textwrap.wrap(text, _width() - _KEY_WIDTH, break_on_hyphens=False)
@@ -66,7 +67,7 @@ def kind_of(setting: Setting) -> str:
         bounds = ((">=", low), (">", above), ("<=", high))
         kind += "".join(f" {sign} {bound:.10g}" for sign, bound in bounds if bound is not None)
     kind = f"[a,b,...] of {kind}" if setting.is_list else kind
-    return " or ".join([kind, *(limits["words"] or {})])
+    return " or ".join([kind, *(limits["words"] or {})]) + (", required" if limits["required"] else "")
 
 
 def _wrapped(text: str) -> str:

@@ -39,6 +39,7 @@ def setting(
     words: Mapping[str, int] | None = None,
     affects: Literal["speed", "loss", "nothing"] = "speed",
     key: str | None = None,
+    required: bool = False,
 ) -> Any:
     """A dataclass field with its meaning and its range.
 
@@ -48,6 +49,7 @@ def setting(
         words: words that stand for a number outside the range, such as batch_size=auto.
         affects: what a comparison of runs must hold equal. "speed": runs with different values are not comparable.
             "loss": their speeds are comparable, their losses are not. "nothing": both are.
+        required: the user must give a value; the default is not used.
         key: the name that users write, if it is not the field's own: `data.root` for a field `root`.
     """
     metadata = {
@@ -59,6 +61,7 @@ def setting(
         "words": words,
         "affects": affects,
         "key": key,
+        "required": required,
     }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)

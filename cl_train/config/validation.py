@@ -101,7 +101,8 @@ def from_mapping(schema: type[T], values: Mapping[str, Any]) -> T:
     problems, checked = [], {}
     for key, value in _flatten(values, known):
         if key not in known:
-            problems.append(f"unknown setting '{key}'{suggest_key(key, known)}")
+            few = f" (there are {', '.join(known)})" if len(known) <= 12 else ""
+            problems.append(f"unknown setting '{key}'{suggest_key(key, known) or few}")
             continue
         try:
             checked[key] = checked_value(value, known[key])
@@ -319,6 +320,11 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
             values[key] = _value_of(text)
+    problems += [
+        f"{key}=... is missing: {item.metadata['help']}"
+        for key, item in known.items()
+        if item.metadata["required"] and key not in values
+    ]
     try:
         settings = from_mapping(schema, values)
     except ConfigError as error:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.cli import COMMANDS, main
+from cl_train.cli import main
+from cl_train.commands import COMMANDS
 from cl_train.completion import candidates
 from cl_train.config.help import describe
 from cl_train.config.schema import Config, ConfigError, setting

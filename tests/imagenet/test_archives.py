@@ -313,8 +313,9 @@ def test_the_program_unpacks_and_verifies(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["verfy"], "did you mean verify?"),
-        (["tars"], "out=FOLDER"),
-        (["verify", "data.rot=/x"], "did you mean data.root"),
+        (["tars"], "out=... is missing"),
+        (["tars", "ot=/x"], "unknown setting 'ot'; did you mean out?"),
+        (["verify", "root=/x"], "did you mean data.root?"),
         (["verify", "data.root=/nowhere"], "has no folder 'train'"),
     ],
 )

@@ -154,12 +154,12 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_command(files: dict[str, Path], tmp_path: Path) -> None:
-    done = command(str(files["checkpoint"]), str(tmp_path / "c.pt"), "input=2,3,32,32")
+    done = command(str(files["checkpoint"]), f"out={tmp_path / 'c.pt'}", "input=2,3,32,32")
     assert done.returncode == 0, done.stderr
     assert read_weights(tmp_path / "c.pt").recorded == "channels_last"
-    wrong = command(str(files["checkpoint"]), "memory_formt=contiguous")
-    assert wrong.returncode == 2 and "two files" in wrong.stderr
-    unproved = command(str(files["state dict"]), str(tmp_path / "w.pth"))
+    wrong = command(str(files["checkpoint"]), "memory_format=contiguous")
+    assert wrong.returncode == 2 and "channels_last=" in wrong.stderr and "out=" in wrong.stderr
+    unproved = command(str(files["state dict"]), f"out={tmp_path / 'w.pth'}")
     assert unproved.returncode == 1 and "model=<name>" in unproved.stdout
 
 
