@@ -27,8 +27,8 @@ import torch
 from benchmarks.gpu_plan import Group, Variant, all_groups, has_time_for, tiny_groups
 from benchmarks.roofline import Machine, roofline
 from benchmarks.timm_loop import timm_step
-from cl_train.comparison.model_cost import matmul_tflops
 from cl_train.comparison.alternation import is_out_of_memory, release_memory
+from cl_train.comparison.model_cost import matmul_tflops
 from cl_train.comparison.statistics import interval_of_rounds
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.validation import load
