@@ -14,11 +14,26 @@ unreadable file.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from cl_train.config.commands import ConvertSettings
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import is_setting, settings_from_arguments
+
+
+@dataclass
+class ConvertSettings:
+    """Convert a saved model; its values and outputs are compared before and after."""
+
+    out: str = setting("", "file to write", required=True)
+    channels_last: bool = setting(True, "the layout of the model when it is loaded; false = contiguous")
+    model: str | None = setting(None, "the model that a file of weights belongs to; its outputs are then compared too")
+    input: list[int] = setting([2, 3, 224, 224], "shape of the random images for the comparison", minimum=1)
+    entry: str | None = setting(None, "which entry of a checkpoint holds the weights, such as model_ema")
+    prefix: str | None = setting(None, "take only the names with this prefix, such as backbone., and remove it")
+    output: str | None = setting(None, "which entry of the model's output is compared: a dict's key or an index")
+    trust: bool = setting(False, "load a TorchScript or exported program, which runs the code in the file")
+
 
 USAGE = "FILE out=FILE [key=value ...]"
 SETTINGS = {"settings": ConvertSettings}

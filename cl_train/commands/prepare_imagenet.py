@@ -20,7 +20,6 @@ from typing import Any
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, suggest
 
-
 ROOT = "folder that holds train/<class>/* and val/<class>/*"
 WORKERS = "processes; null = as many as cores"
 
@@ -103,7 +102,7 @@ def main(words: list[str]) -> int:
     if name not in TASKS:
         raise ConfigError(f"the first word must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
     schema, task = TASKS[name]
-    settings = settings_from_arguments(schema, words[1:])
+    settings: Any = settings_from_arguments(schema, words[1:])
     try:
         return task(settings)
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died

@@ -31,7 +31,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage
 from cl_train.data.source import ImageSource, Indices
 from cl_train.data.tar import open_tar, read_member, regular_files
-from cl_train.system.environment import cache_folder
+from cl_train.system.files import cache_folder
 from cl_train.system.process_pool import map_in_processes
 
 MANIFEST = "shards.json"
