@@ -1,8 +1,52 @@
-"""Train image classifiers and measure what the channels_last memory format is worth."""
+"""Train image classifiers and measure what the channels_last memory format is worth.
 
+Each name below works on its own, in any training loop; docs/python.md has complete programs. A name is imported when it is
+first used, so that `import cl_train` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cl_train.comparison.auto import choose_memory_format as choose_memory_format
+    from cl_train.comparison.paired import compare_layouts as compare_layouts
+    from cl_train.comparison.parity import check_parity as check_parity
+    from cl_train.data.collate import channels_last_collate as channels_last_collate
+    from cl_train.data.device import DevicePrefetcher as DevicePrefetcher
+    from cl_train.data.image_loader import image_loader as image_loader
+    from cl_train.memory_format.audit import audit as audit
+    from cl_train.memory_format.convert import convert as convert
+    from cl_train.memory_format.layout import classify as classify
 
 __version__ = "0.1.0"
 
+_MODULES = {
+    "DevicePrefetcher": "cl_train.data.device",
+    "audit": "cl_train.memory_format.audit",
+    "channels_last_collate": "cl_train.data.collate",
+    "check_parity": "cl_train.comparison.parity",
+    "choose_memory_format": "cl_train.comparison.auto",
+    "classify": "cl_train.memory_format.layout",
+    "compare_layouts": "cl_train.comparison.paired",
+    "convert": "cl_train.memory_format.convert",
+    "image_loader": "cl_train.data.image_loader",
+}
+__all__ = [*_MODULES, "__version__"]
+
 # torch's profiler writes start, stop and "no GPU" lines to stderr otherwise; read when torch is imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'cl_train' has no attribute {name!r}; it exports {', '.join(_MODULES)}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
