@@ -38,7 +38,7 @@ from cl_train.models.registry import build_model
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.system.environment import describe_environment, device_name
-from cl_train.training.setup import assemble
+from cl_train.training.setup import build_train_state
 
 ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE = 1e-4
@@ -275,9 +275,9 @@ def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
         "device": device.type,
         "data": {"name": "synthetic", "image_size": group.image_size},
     }
-    assembly = assemble(load(settings), precision, 1000, Dist(0, 0, 1, device), LEARNING_RATE)
+    state = build_train_state(load(settings), precision, 1000, Dist(0, 0, 1, device), LEARNING_RATE)
     batch = Batch(images.to(precision.input_dtype), targets)
-    return lambda: assembly.step([batch])
+    return lambda: state.train_step([batch])
 
 
 # --- where the time and the bytes go ----------------------------------------------------------------------------------

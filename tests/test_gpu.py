@@ -31,8 +31,8 @@ from cl_train.step.optim import set_lr
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.training.batch_size import settle_batch_size
-from cl_train.training.run_state import collect, restore
-from cl_train.training.setup import Assembly, assemble
+from cl_train.training.run_state import TrainState, collect, restore
+from cl_train.training.setup import build_train_state
 from tests.conftest import Run
 
 pytestmark = [
@@ -66,33 +66,33 @@ def settings(**words: object) -> Config:
     return load({"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data, **words})
 
 
-def put_together(cfg: Config, classes: int = 10) -> Assembly:
+def put_together(cfg: Config, classes: int = 10) -> TrainState:
     torch.manual_seed(0)
     precision = resolve_precision(cfg.precision, alone().device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
-    return assemble(cfg, precision, classes, alone(), lr=0.0625)
+    return build_train_state(cfg, precision, classes, alone(), lr=0.0625)
 
 
-def batch_of(assembly: Assembly, seed: int, images: int = 16, classes: int = 10) -> Batch:
+def batch_of(state: TrainState, seed: int, images: int = 16, classes: int = 10) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(images, 3, 64, 64, generator=generator)
-    device = assembly.parts.device
+    device = state.parts.device
     return Batch(
-        pixels.to(device, assembly.parts.precision.input_dtype, memory_format=assembly.memory_format),
+        pixels.to(device, state.parts.precision.input_dtype, memory_format=state.memory_format),
         torch.randint(classes, (images,), generator=generator).to(device),
     )
 
 
-def train(assembly: Assembly, steps: int, first: int = 0, **sizes: int) -> list[float]:
+def train(state: TrainState, steps: int, first: int = 0, **sizes: int) -> list[float]:
     losses = []
     for number in range(first, first + steps):
-        set_lr(assembly.parts.optimizer, 2.0 ** -(4 + number % 3))
-        losses.append(assembly.step([batch_of(assembly, number, **sizes)]).loss)
+        set_lr(state.parts.optimizer, 2.0 ** -(4 + number % 3))
+        losses.append(state.train_step([batch_of(state, number, **sizes)]).loss)
     return torch.stack(losses).tolist()
 
 
-def state_of(assembly: Assembly) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in assembly.model.state_dict().items()}
+def state_of(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in state.model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -102,13 +102,13 @@ def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
     expected = None
     for words in ({}, {"cuda_graph": True}):
         cfg = settings(precision=name, channels_last=layout, **words)
-        assembly = put_together(cfg)
-        batch = batch_of(assembly, 1)
+        state = put_together(cfg)
+        batch = batch_of(state, 1)
         if expected is None:
-            reference = copy.deepcopy(assembly.model).cpu().double().train()
+            reference = copy.deepcopy(state.model).cpu().double().train()
             expected = nn.functional.cross_entropy(reference(batch.images.cpu().double()), batch.targets.cpu()).item()
         tolerance = {"fp32": 1e-4, "tf32": 5e-3}.get(name, 2e-2)
-        assert assembly.step([batch]).loss.item() == pytest.approx(expected, rel=tolerance), words
+        assert state.train_step([batch]).loss.item() == pytest.approx(expected, rel=tolerance), words
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -120,44 +120,44 @@ def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) ->
         group["lr"] = torch.tensor(0.0, device="cuda")
     for step in range(12):
         assert train(eager, 1, first=step) == train(graphed, 1, first=step), f"step {step}"
-    assert graphed.step.is_recorded  # type: ignore[attr-defined]
+    assert graphed.train_step.is_recorded  # type: ignore[attr-defined]
     for key, value in state_of(eager).items():
         assert torch.equal(state_of(graphed)[key], value), key
 
 
 def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
-    assembly = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
-    train(assembly, 6)
-    before = assembly.model.conv1.weight.detach().clone()  # type: ignore[union-attr]
-    states = list(assembly.parts.optimizer.state.values())
+    state = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
+    train(state, 6)
+    before = state.model.conv1.weight.detach().clone()  # type: ignore[union-attr]
+    states = list(state.parts.optimizer.state.values())
     momentum = [state["momentum_buffer"].clone() for state in states]
-    batch = batch_of(assembly, 6)
+    batch = batch_of(state, 6)
     batch.images[0, 0, 0, 0] = float("inf")
-    assert assembly.step([batch]).skipped.item() == 1
-    assert torch.equal(assembly.model.conv1.weight, before)  # type: ignore[arg-type]
+    assert state.train_step([batch]).skipped.item() == 1
+    assert torch.equal(state.model.conv1.weight, before)  # type: ignore[arg-type]
     assert all(torch.equal(state["momentum_buffer"], old) for state, old in zip(states, momentum, strict=True))
-    assert assembly.parts.scaler.get_scale() == 512
-    assert assembly.step([batch_of(assembly, 7)]).skipped.item() == 0
-    assert not torch.equal(assembly.model.conv1.weight, before)  # type: ignore[arg-type]
+    assert state.parts.scaler.get_scale() == 512
+    assert state.train_step([batch_of(state, 7)]).skipped.item() == 0
+    assert not torch.equal(state.model.conv1.weight, before)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}])
 def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> None:
     """With every extra that a step can have; copies in, learning rate and average included."""
     cfg = settings(**words, ema_decay=0.9, optim={"clip_norm": 1.0}, accumulate_steps=2)
-    assembly = put_together(cfg)
-    batches = [batch_of(assembly, seed) for seed in range(4)]
+    state = put_together(cfg)
+    batches = [batch_of(state, seed) for seed in range(4)]
     for _ in range(15):  # warm-up and recording may wait
-        assembly.step(batches[:2])
-        assembly.update_average()
+        state.train_step(batches[:2])
+        state.ema.update(state.model, state.parts.masters)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         sums = []
         for step in range(100):
-            set_lr(assembly.parts.optimizer, 0.001 * step)
-            sums.append(assembly.step(batches[step % 2 : step % 2 + 2]))
-            assembly.update_average()
+            set_lr(state.parts.optimizer, 0.001 * step)
+            sums.append(state.train_step(batches[step % 2 : step % 2 + 2]))
+            state.ema.update(state.model, state.parts.masters)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(torch.stack([item.loss for item in sums])).all()
@@ -184,7 +184,7 @@ def test_resume_is_exact(graph: bool) -> None:
     first = put_together(settings(**words))
     losses = train(first, 6)
     state = collect(
-        model=first.model, optimizer=first.parts.optimizer, scaler=first.parts.scaler, progress={}, facts={}
+        model=first.model, optimizer=first.parts.optimizer, scaler=first.parts.scaler, progress={}, metadata={}
     )
     second = put_together(settings(**words))
     restore(state, model=second.model, optimizer=second.parts.optimizer, scaler=second.parts.scaler)
@@ -245,7 +245,7 @@ def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu(pin_memory: 
 @pytest.mark.parametrize("graph", [False, True])
 def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     """The loader's memory is overwritten as soon as it is released, and the device is kept busy meanwhile."""
-    assembly = put_together(settings(cuda_graph=graph, precision="bf16"))
+    state = put_together(settings(cuda_graph=graph, precision="bf16"))
     generator = torch.Generator().manual_seed(0)
     pixels = [torch.randint(0, 256, (16, 64, 64, 3), dtype=torch.uint8, generator=generator) for _ in range(24)]
     free = deque(torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory() for _ in range(6))
@@ -260,12 +260,12 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
             slot.copy_(numbers)
             yield HostBatch(slot.permute(0, 3, 1, 2), targets, number, partial(poison, slot))
 
-    form = DeviceFormat(assembly.parts.device, torch.bfloat16, torch.channels_last)
+    form = DeviceFormat(state.parts.device, torch.bfloat16, torch.channels_last)
     normalise = Normalise([0.5] * 3, [0.25] * 3, form)
     seen = []
     for batch in to_device(host_batches(), normalise, ahead=2):
         torch.cuda._sleep(2_000_000)
-        assembly.step([batch])
+        state.train_step([batch])
         seen.append(batch.images.float().mean())
     expected = [((numbers.float() / 255 - 0.5) / 0.25).to(torch.bfloat16).float().mean().item() for numbers in pixels]
     assert torch.stack(seen).tolist() == pytest.approx(expected, abs=1e-2)
@@ -273,7 +273,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
 
 def test_batch_size_auto_fits() -> None:
     cfg = settings(batch_size="auto", data={"synthetic_images": 512})
-    found = settle_batch_size(cfg, resolve_precision("fp16", alone().device), alone())
+    found = settle_batch_size(cfg, alone())
     assert 8 <= found.batch_size <= 512
     put_together(found)
 

@@ -126,7 +126,7 @@ def _check_training_path(
     from cl_train.memory_format.audit import mean_square
     from cl_train.memory_format.model_call import output_tensors
     from cl_train.memory_format.training_path import check_training_path
-    from cl_train.step.ema import WeightAverage
+    from cl_train.step.ema import EMA
     from cl_train.step.optim import build_optimizer
     from cl_train.step.precision import MasterWeights, autocast, trainable_parameters
 
@@ -134,7 +134,7 @@ def _check_training_path(
     optimizer = build_optimizer(OptimConfig(), model, trainable_parameters(model, masters), lr=1e-3)
     mixes = {} if settings.frames else {"mixup": v2.MixUp(num_classes=2), "cutmix": v2.CutMix(num_classes=2)}
     try:
-        ema = WeightAverage(model, 0.99).module
+        ema = EMA(model, 0.99).module
     except RuntimeError:  # torch.nn.utils.weight_norm's weights cannot be copied
         ema = None
     with autocast(precision, images.device):

@@ -17,7 +17,7 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import to_memory_format
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.models.copies import copy_model
-from cl_train.step.cuda_graph import CudaRecorder, GraphedCall, HostRecorder, put_lr_on_device
+from cl_train.step.cuda_graph import CudaRecorder, GraphedCall, HostRecorder, make_capturable
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step, update_weights
@@ -127,9 +127,9 @@ class TimedModel:
             self._parts.scaler.scale(scalar).backward()
             update_weights(self._parts)
 
-    def _recorded_step(self) -> list[torch.Tensor]:
+    def _recorded_step(self) -> torch.Tensor:
         self.eager_step()
-        return []
+        return torch.empty(0, device=self.workload.device)
 
     def block_times_s(self, steps: int) -> list[float]:
         """Seconds of each of `steps` steps. Waits for the device at the end."""
@@ -196,9 +196,6 @@ def _step_parts(model: nn.Module, workload: Workload) -> StepParts:
         raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
     optimizer = build_optimizer(workload.optim, model, parameters, LEARNING_RATE)
     if workload.cuda_graph:
-        put_lr_on_device(optimizer, device)
-        for group in optimizer.param_groups:
-            if "capturable" in group and device.type == "cuda":
-                group["capturable"] = True
+        make_capturable(optimizer, device)
     scaler = build_scaler(precision, device)
     return StepParts(model, optimizer, scaler, precision, device, masters=masters)

@@ -1,14 +1,14 @@
-"""A training step replayed as one CUDA graph: the host launches one thing where an eager step launches a thousand.
+"""A training step replayed as one CUDA graph: one launch by the host instead of about a thousand.
 
-What is recorded is `step.train_step` itself. It never waits for the device: the loss scale, the overflow flag and the
-decision to skip live in tensors that the fused optimizer and GradScaler read and write in place. What changes from step
-to step lies in tensors too: images and labels in static buffers, the learning rate in the optimizer's groups.
+The recorded work is `train_step` itself, which never waits for the device: the loss scale, the overflow flag and the
+decision to skip an update are tensors that the fused optimizer and GradScaler read and write in place. The values that
+change between steps are tensors too: images and labels in static buffers, the learning rate in the optimizer's groups.
 
-A replay repeats what the host did while recording. A model whose forward decides on the host (a Python random number,
-a counter, the value of a tensor) is not for this.
+A replay repeats the host's decisions of the recording. A model whose forward decides on the host (a Python random
+number, a counter, the value of a tensor) must not be recorded.
 
-Source: PyTorch's notes on CUDA graphs; the order of warm-up, one side stream for it and the recording, and eleven
-warm-up steps with DDP are theirs.
+Warm-up, one side stream for warm-up and recording, and eleven warm-up steps with DDP follow PyTorch's notes on CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -16,168 +16,166 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
 from cl_train.data.batch import Batch
-from cl_train.step.ema import WeightAverage
 from cl_train.step.train_step import StepParts, StepSums, train_step
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], list[torch.Tensor]]
+Work = Callable[[], torch.Tensor]
 Replay = Callable[[], object]
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with events that cannot be recorded
-LAUNCH_BOUND = 0.7  # share of a step that the host spends on launching, above which a graph is worth its memory
+LAUNCH_BOUND = 0.7  # a graph pays off if the host needs more than this share of a step to launch it
 
 
 class Recorder(Protocol):
-    """How work is run before it is recorded, and how it is recorded; another one stands in for CUDA in tests."""
+    """Runs and records work; tests use one without CUDA."""
 
-    def run(self, work: Work) -> list[torch.Tensor]:
-        """Run `work` as it is, where it will be recorded."""
+    def on_stream(self) -> AbstractContextManager[object]:
+        """The stream of the recording. DDP and the first backward pass bind to the stream that they first run on."""
         ...
 
-    def host_share(self, work: Work) -> tuple[list[torch.Tensor], float]:
-        """Run `work` once; also the share of its time that the host needs to launch it. Waits for the device."""
+    def run(self, work: Work) -> torch.Tensor:
+        """Run `work` eagerly on the stream of the recording."""
         ...
 
-    def record(self, work: Work) -> tuple[list[torch.Tensor], Replay]:
-        """Record `work` without running it; returns its results, which each replay fills anew."""
+    def run_timed(self, work: Work) -> tuple[torch.Tensor, float]:
+        """Run `work`; also the share of its time that the host needs to launch it. The host waits for the device."""
+        ...
+
+    def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
+        """Record `work` without running it. Each replay overwrites the returned result."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs on one side stream: cuBLAS and autograd bind to the stream that they first run on."""
+    """CUDA graphs on one side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def run(self, work: Work) -> list[torch.Tensor]:
+    def on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def run(self, work: Work) -> torch.Tensor:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            results = work()
+        with self.on_stream():
+            result = work()
         current.wait_stream(self.stream)
-        return results
+        return result
 
-    def host_share(self, work: Work) -> tuple[list[torch.Tensor], float]:
+    def run_timed(self, work: Work) -> tuple[torch.Tensor, float]:
         torch.cuda.synchronize(self.device)
         started_at = time.perf_counter()
-        results = self.run(work)
+        result = self.run(work)
         launched_at = time.perf_counter()
         torch.cuda.synchronize(self.device)
-        return results, (launched_at - started_at) / (time.perf_counter() - started_at)
+        return result, (launched_at - started_at) / (time.perf_counter() - started_at)
 
-    def record(self, work: Work) -> tuple[list[torch.Tensor], Replay]:
+    def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the loader's and NCCL's threads go on calling CUDA meanwhile.
+        # thread_local: the threads of the loader and of NCCL call CUDA during the recording.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            results = work()
-        return results, graph.replay
+            result = work()
+        return result, graph.replay
 
 
 class HostRecorder:
-    """Where there is no CUDA: the same course of warm-up, recording and replay, but a replay runs the work again."""
+    """The same sequence of warm-up, recording and replay without CUDA; a replay runs the work again."""
 
-    def run(self, work: Work) -> list[torch.Tensor]:
+    def on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def run(self, work: Work) -> torch.Tensor:
         return work()
 
-    def host_share(self, work: Work) -> tuple[list[torch.Tensor], float]:
+    def run_timed(self, work: Work) -> tuple[torch.Tensor, float]:
         return work(), 1.0
 
-    def record(self, work: Work) -> tuple[list[torch.Tensor], Replay]:
-        results: list[torch.Tensor] = []
+    def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
+        result = torch.empty(0)
 
         def replay() -> None:
-            results[:] = work()
+            values = work()
+            result.resize_(values.shape).copy_(values)
 
-        return results, replay
+        return result, replay
 
 
 class GraphedCall:
-    """Device work that runs as it is for `warm_up` calls, is recorded, and is replayed from then on.
+    """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from then on.
+
+    A recording contains addresses: if a tensor that it uses has moved (a checkpoint was loaded), a replay would write
+    to freed memory, so the work is warmed up and recorded again.
 
     Args:
-        work: launches work and never waits for it. What it returns is overwritten by the next replay, so calls give out
-            copies.
-        lives_on: every tensor that `work` uses and that outlives a call. A recording holds bare addresses: when one of
-            these tensors has moved (a checkpoint was loaded), a replay would write into freed memory, so the work is
-            warmed up and recorded anew.
-        only_if_launch_bound: measure the last warm-up call, which waits for the device once, and stay eager where the
-            device and not the host is what limits the step.
+        work: launches work on the device and never waits for it.
+        tensors: every tensor that `work` uses and that outlives a call.
+        only_if_launch_bound: measure the last warm-up call, for which the host waits once, and stay eager if launching
+            the work is not what limits it.
     """
 
     def __init__(
         self,
         work: Work,
-        lives_on: Callable[[], Iterable[torch.Tensor]],
+        tensors: Callable[[], Iterable[torch.Tensor]],
         recorder: Recorder,
         *,
         warm_up: int = WARM_UP_STEPS,
         only_if_launch_bound: bool = False,
     ) -> None:
-        assert warm_up >= 1, "cuDNN, the optimizer and the allocator must have run once before a recording"
+        assert warm_up >= 1, "cuDNN, the optimizer and the allocator must run once before a recording"
         self._work = work
-        self._lives_on = lives_on
+        self._tensors = tensors
         self._recorder = recorder
-        self._warm_up = warm_up
-        self._only_if_launch_bound = only_if_launch_bound
-        self._calls = 0
-        self._recorded: tuple[list[torch.Tensor], Replay] | None = None
+        self._warm_up = self._eager_calls_left = warm_up
+        self._measure_launch = only_if_launch_bound
+        self._stay_eager = False
+        self._recorded: tuple[torch.Tensor, Replay] | None = None
         self._addresses: list[int] = []
 
     @property
     def is_recorded(self) -> bool:
         return self._recorded is not None
 
-    def __call__(self) -> list[torch.Tensor]:
-        if self._recorded is not None and self._addresses != self._where():
-            self._recorded, self._calls = None, 0
-        if self._calls < self._warm_up:
-            return self._run_as_it_is()
+    def __call__(self) -> torch.Tensor:
+        if self._recorded is not None and self._addresses != self._current_addresses():
+            self._recorded, self._eager_calls_left = None, self._warm_up
+        if self._stay_eager or self._eager_calls_left > 0:
+            self._eager_calls_left -= 1
+            is_last = self._eager_calls_left == 0
+            return self._run_measured() if self._measure_launch and is_last else self._recorder.run(self._work)
         if self._recorded is None:
             self._recorded = self._recorder.record(self._work)
-            self._addresses = self._where()
-        results, replay = self._recorded
+            self._addresses = self._current_addresses()
+        result, replay = self._recorded
         replay()
-        return [result.clone() for result in results]
+        return result.clone()  # the next replay overwrites `result`
 
-    def _run_as_it_is(self) -> list[torch.Tensor]:
-        is_last = self._calls == self._warm_up - 1
-        if not (is_last and self._only_if_launch_bound):
-            self._calls += 1
-            return self._recorder.run(self._work)
-        results, share = self._recorder.host_share(self._work)
-        if share >= LAUNCH_BOUND:
-            self._calls += 1
-            self._only_if_launch_bound = False
-        else:  # `_calls` stays below `_warm_up`, so that this path is taken for good, without measuring again
-            self._only_if_launch_bound = False
-            self._warm_up = _NEVER
-        log.info("the host needs %.0f %% of a step to launch it: %s", 100 * share, _decision(share))
-        return results
+    def _run_measured(self) -> torch.Tensor:
+        result, share = self._recorder.run_timed(self._work)
+        self._measure_launch = False
+        self._stay_eager = share < LAUNCH_BOUND
+        decision = "no CUDA graph" if self._stay_eager else "replayed as a CUDA graph from now on"
+        log.info("cuda_graph=auto: the host needs %.0f %% of a step to launch it: %s", 100 * share, decision)
+        return result
 
-    def _where(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._lives_on()]
-
-
-_NEVER = 2**62
-
-
-def _decision(share: float) -> str:
-    return "replayed as a CUDA graph from here on" if share >= LAUNCH_BOUND else "a CUDA graph would not pay"
+    def _current_addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors()]
 
 
 class GraphedStep:
-    """`step.train_step` for batches of one shape, replayed as a CUDA graph. Batches of other shapes run as they are.
+    """`train_step` for batches of one shape as a `GraphedCall`. Batches of another shape or layout run eagerly.
 
-    The batches are copied into static buffers, which costs 2 x the input's bytes of traffic, 0.2 % of a ResNet-50 step:
-    a prefetcher that wrote there directly would need a second recording to write one set while the other is read.
+    Copying the batch into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
     """
 
     def __init__(
@@ -189,14 +187,11 @@ class GraphedStep:
         only_if_launch_bound: bool = False,
     ) -> None:
         self._parts = parts
-        self._slots: list[Batch] = []
-        self._of_model = [*parts.model.parameters(), *parts.model.buffers()]  # found once: a walk costs 0.5 ms
-        put_lr_on_device(parts.optimizer, parts.device)
-        for group in parts.optimizer.param_groups:
-            if "capturable" in group and parts.device.type == "cuda":
-                group["capturable"] = True  # AdamW asks for it, though its fused kernel needs nothing more
+        self._static: list[Batch] = []
+        self._model_tensors = [*parts.model.parameters(), *parts.model.buffers()]  # once: finding them costs 0.5 ms
+        make_capturable(parts.optimizer, parts.device)
         self._call = GraphedCall(
-            self._train, self._lives_on, recorder, warm_up=warm_up, only_if_launch_bound=only_if_launch_bound
+            self._train, self._tensors, recorder, warm_up=warm_up, only_if_launch_bound=only_if_launch_bound
         )
 
     @property
@@ -204,61 +199,42 @@ class GraphedStep:
         return self._call.is_recorded
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepSums:
-        """As `train_step`; the counts are float32 here, exact below 2**24 images."""
-        if not self._slots:
-            self._slots = [Batch(torch.empty_like(b.images), torch.empty_like(b.targets)) for b in micro_batches]
-        if [_form(batch) for batch in micro_batches] != [_form(slot) for slot in self._slots]:
+        """As `train_step`; the counts are float32, exact below 2**24 images."""
+        if not self._static:
+            self._static = [Batch(torch.empty_like(b.images), torch.empty_like(b.targets)) for b in micro_batches]
+        if [_layout(batch) for batch in micro_batches] != [_layout(batch) for batch in self._static]:
             return train_step(self._parts, micro_batches)
-        for slot, batch in zip(self._slots, micro_batches, strict=True):
-            slot.images.copy_(batch.images, non_blocking=True)
-            slot.targets.copy_(batch.targets, non_blocking=True)
-        (row,) = self._call()
-        return StepSums(*row.unbind())
+        for static, batch in zip(self._static, micro_batches, strict=True):
+            static.images.copy_(batch.images, non_blocking=True)
+            static.targets.copy_(batch.targets, non_blocking=True)
+        return StepSums(*self._call().unbind())
 
-    def _train(self) -> list[torch.Tensor]:
-        sums = train_step(self._parts, self._slots)
-        return [torch.stack([sums.loss.float(), sums.correct1.float(), sums.correct5.float(), sums.skipped])]
+    def _train(self) -> torch.Tensor:
+        sums = train_step(self._parts, self._static)
+        return torch.stack([sums.loss.float(), sums.correct1.float(), sums.correct5.float(), sums.skipped])
 
-    def _lives_on(self) -> Iterable[torch.Tensor]:
+    def _tensors(self) -> Iterable[torch.Tensor]:
         parts = self._parts
-        yield from (tensor for slot in self._slots for tensor in (slot.images, slot.targets))
-        yield from self._of_model
+        yield from (tensor for batch in self._static for tensor in (batch.images, batch.targets))
+        yield from self._model_tensors
         for group in parts.optimizer.param_groups:
             yield group["lr"]
             for parameter in group["params"]:
                 yield parameter
                 state = parts.optimizer.state.get(parameter, {})
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-        if parts.scaler.is_enabled():  # private, but GradScaler writes them in place, and checkpoints hold its state
+        if parts.scaler.is_enabled():  # private, but GradScaler updates them in place
             yield from (t for t in (parts.scaler._scale, parts.scaler._growth_tracker) if t is not None)
 
 
-def graphed_average(
-    average: WeightAverage, parts: StepParts, recorder: Recorder, *, warm_up: int = WARM_UP_STEPS
-) -> GraphedCall:
-    """`average.update` of the bare model's weights as a graph of its own, as it may be due less often than a step."""
-    model = bare(parts.model)
-    tensors = [*model.parameters(), *model.buffers(), *average.module.parameters(), *average.module.buffers()]
-    tensors += parts.masters.masters.values() if parts.masters is not None else []
-
-    def update() -> list[torch.Tensor]:
-        average.update(model, parts.masters)
-        return []
-
-    return GraphedCall(update, lambda: tensors, recorder, warm_up=warm_up)
-
-
-def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DDP's wrapper."""
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-
-
-def put_lr_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Learning rates as float32 0-d tensors, a tensor per group, which `optim.set_lr` fills in place."""
+def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Learning rates become 0-d float32 tensors, which `optim.set_lr` fills in place."""
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+        if "capturable" in group and device.type == "cuda":
+            group["capturable"] = True  # AdamW requires it, although its fused kernel needs nothing else
 
 
-def _form(batch: Batch) -> list[object]:
+def _layout(batch: Batch) -> list[object]:
     return [(t.shape, t.stride(), t.dtype) for t in (batch.images, batch.targets)]

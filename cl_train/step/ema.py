@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights (Polyak averaging), evaluated beside the model."""
+"""Exponential moving average (EMA) of a model's weights, also known as Polyak averaging."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ import copy
 import torch
 from torch import nn
 
-from cl_train.step.precision import MasterWeights
+from cl_train.step.precision import MasterWeights, full_precision_state
 
 
-class WeightAverage:
-    """A float32 copy of `model` whose weights and BatchNorm statistics follow the model's with `decay`.
+class EMA:
+    """A float32 copy of `model`, `module`, whose weights and BatchNorm statistics follow the model's.
 
-    torch's own AveragedModel cannot follow fp16 weights by their fp32 masters, which `fp16_o2` needs: in fp16 a change
-    of (1 - decay) of a weight is below the last bit.
+    torch's AveragedModel cannot follow fp32 master weights, which fp16_o2 needs: a change of a weight by a share of
+    (1 - decay) is below the resolution of fp16.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.module = copy.deepcopy(model).float().requires_grad_(False)
-        self.module.eval()
+        self.module = copy.deepcopy(model).float().requires_grad_(False).eval()
 
     @torch.no_grad()
     def update(self, model: nn.Module, masters: MasterWeights | None = None) -> None:
-        """Move the average towards the model: average += (1 - decay) * (weights - average). Integers are copied."""
-        source = dict(model.state_dict())
-        if masters is not None:
-            source.update({name: master.detach() for name, master in masters.masters.items()})
-        averages, values = [], []
+        """ema += (1 - decay) * (weights - ema). Integer buffers are copied. The host does not wait for the device."""
+        source = full_precision_state(model, masters)
+        averages, weights = [], []
         for name, average in self.module.state_dict().items():
+            if not isinstance(average, torch.Tensor):  # a module's extra state
+                continue
             if average.is_floating_point():
                 averages.append(average)
-                values.append(source[name].to(average.dtype))
+                weights.append(source[name].detach().to(average.dtype))
             else:
                 average.copy_(source[name])
-        torch._foreach_lerp_(averages, values, 1 - self.decay)
+        torch._foreach_lerp_(averages, weights, 1 - self.decay)

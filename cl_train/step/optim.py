@@ -1,48 +1,42 @@
-"""The optimizer, its parameter groups, and the learning rate as a pure function of the step."""
+"""The optimizer and its parameter groups."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import nn
 
-from cl_train.config.schema import OptimConfig, ScheduleConfig
+from cl_train.config.schema import OptimConfig
 
 
-def scaled_lr(cfg: OptimConfig, global_batch_size: int) -> float:
-    """`optim.lr` is for a reference batch; the linear scaling rule makes it the run's (Goyal et al. 2017)."""
-    if cfg.reference_batch_size == 0:
-        return cfg.lr
-    return cfg.lr * global_batch_size / cfg.reference_batch_size
+def build_optimizer(
+    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: float | torch.Tensor
+) -> torch.optim.Optimizer:
+    """SGD, AdamW or RMSprop over `parameters` (see `precision.trainable_parameters`).
 
-
-def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (0-based).
-
-    A linear warm-up from `warmup_start * lr`, then the curve over what remains of `total_steps`.
+    A fused kernel reads the loss scale and the overflow flag on the device. With any other optimizer GradScaler makes
+    the host wait for the device in each step (pytorch/pytorch#80167). RMSprop has no fused kernel and uses foreach.
     """
-    warmup_steps = min(round(cfg.warmup_epochs * steps_per_epoch), total_steps)
-    if step < warmup_steps:
-        return lr * (cfg.warmup_start + (1 - cfg.warmup_start) * step / warmup_steps)
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if cfg.name == "constant":
-        return lr
-    if cfg.name == "step":
-        return lr * cfg.gamma ** (step // (cfg.step_epochs * steps_per_epoch))
-    if cfg.name == "linear":
-        return lr * (1 - (1 - cfg.final_lr_ratio) * progress)
-    assert cfg.name == "cosine", cfg.name
-    return lr * (cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+    groups = parameter_groups(cfg, model, parameters)
+    if cfg.name == "sgd":
+        sgd = torch.optim.SGD(groups, lr=lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=True)
+        return _start_momentum_at_zero(sgd) if cfg.momentum > 0 else sgd
+    if cfg.name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+    assert cfg.name == "rmsprop", cfg.name
+    return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, eps=cfg.eps, momentum=cfg.momentum, foreach=True)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the learning rate `lr`; in place where it is a tensor, as a CUDA graph needs."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+def parameter_groups(
+    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter]
+) -> list[dict[str, object]]:
+    """One group with weight decay, and a second one without it if `decay_norm_and_bias` is false."""
+    exempt = set() if cfg.decay_norm_and_bias else norm_and_bias_names(model)
+    decayed = [parameter for name, parameter in parameters.items() if name not in exempt]
+    not_decayed = [parameter for name, parameter in parameters.items() if name in exempt]
+    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": cfg.weight_decay}]
+    if not_decayed:
+        groups.append({"params": not_decayed, "weight_decay": 0.0})
+    return groups
 
 
 def norm_and_bias_names(model: nn.Module) -> set[str]:
@@ -56,44 +50,22 @@ def norm_and_bias_names(model: nn.Module) -> set[str]:
     return names
 
 
-def parameter_groups(
-    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter]
-) -> list[dict[str, object]]:
-    """One group with weight decay, and one without when `decay_norm_and_bias` is false."""
-    exempt = set() if cfg.decay_norm_and_bias else norm_and_bias_names(model)
-    decayed = [parameter for name, parameter in parameters.items() if name not in exempt]
-    free = [parameter for name, parameter in parameters.items() if name in exempt]
-    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": cfg.weight_decay}]
-    if free:
-        groups.append({"params": free, "weight_decay": 0.0})
-    return groups
+def _start_momentum_at_zero(sgd: torch.optim.SGD) -> torch.optim.SGD:
+    """Zero momentum gives the same first update as none.
 
-
-def build_optimizer(
-    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: float | torch.Tensor
-) -> torch.optim.Optimizer:
-    """SGD, AdamW or RMSprop over `parameters` (see `precision.trainable_parameters`).
-
-    Fused where torch has a fused kernel: it reads the loss scale and the overflow flag on the device, where every other
-    optimizer makes GradScaler wait for the device each step (pytorch/pytorch#80167). RMSprop has none: foreach.
-    """
-    groups = parameter_groups(cfg, model, parameters)
-    if cfg.name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=True)
-        return start_momentum(sgd) if cfg.momentum > 0 else sgd
-    if cfg.name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
-    assert cfg.name == "rmsprop", cfg.name
-    return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, eps=cfg.eps, momentum=cfg.momentum, foreach=True)
-
-
-def start_momentum(sgd: torch.optim.SGD) -> torch.optim.SGD:
-    """Start every momentum at zero, which gives the same first update as no momentum.
-
-    Fused SGD takes unwritten memory for it when the first step is left out, and an overflow in the first step is how
-    the loss scale is found: the next step would add that memory to the weights.
+    Fused SGD leaves the momentum buffer uninitialised if the first step is skipped, as it is when the initial loss
+    scale overflows; the second step would add that memory to the weights.
     """
     for group in sgd.param_groups:
         for parameter in group["params"]:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group; in place if it is a tensor, as a CUDA graph requires."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

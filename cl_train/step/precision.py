@@ -1,14 +1,16 @@
-"""Number formats: which dtype each part of a step runs in, and the loss scaling that fp16 needs.
+"""Mixed precision: the dtype of each part of a step, loss scaling and fp32 master weights.
 
-Nothing outside this file decides about precision. The names are those of `precision=`:
+All decisions about precision are made here. The names are those of `precision=`:
 
-| name    | weights | convolutions, matmuls | BatchNorm | loss scale | gradients' master copy |
-|---------|---------|-----------------------|-----------|------------|------------------------|
-| fp32    | fp32    | fp32, TF32 off        | fp32      | no         | no                     |
-| tf32    | fp32    | TF32 on CUDA          | fp32      | no         | no                     |
-| bf16    | fp32    | bf16 (autocast)       | bf16 in   | no         | no                     |
-| fp16    | fp32    | fp16 (autocast)       | fp16 in   | dynamic    | no                     |
-| fp16_o2 | fp16    | fp16                  | fp32      | dynamic    | fp32                   |
+| name    | weights | convolutions, matmuls | BatchNorm's input | loss scale | master weights |
+|---------|---------|-----------------------|-------------------|------------|----------------|
+| fp32    | fp32    | fp32, TF32 off        | fp32              | no         | no             |
+| tf32    | fp32    | TF32 on CUDA          | fp32              | no         | no             |
+| bf16    | fp32    | bf16 (autocast)       | bf16              | no         | no             |
+| fp16    | fp32    | fp16 (autocast)       | fp16              | dynamic    | no             |
+| fp16_o2 | fp16    | fp16                  | fp16              | dynamic    | fp32           |
+
+BatchNorm's parameters and statistics are fp32 in every row.
 """
 
 from __future__ import annotations
@@ -25,25 +27,30 @@ VOLTA = (7, 0)
 
 @dataclass(frozen=True)
 class Precision:
-    """What `precision=` came to on this device."""
+    """One row of the table above, resolved for a device."""
 
     name: str  # never "auto"
     autocast_dtype: torch.dtype | None = None
     scales_loss: bool = False
     master_weights: bool = False
     tf32: bool = False
-    reason: str = ""
+    reason: str = ""  # why `auto` chose it
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype that images reach the model in: what its first convolution computes in."""
+        """The dtype of the model's input images: the one that its first convolution computes in."""
         if self.master_weights:
             return torch.float16
         return self.autocast_dtype or torch.float32
 
+    @property
+    def for_fp32_weights(self) -> Precision:
+        """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become autocast."""
+        return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
+
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
-    """Turn a `precision=` name into facts for `device`; "auto" picks the fastest format that trains alike.
+    """Resolve a `precision=` name for `device`.
 
     auto: fp16 on CUDA with compute capability >= 7.0 (tensor cores), bf16 on a CPU with native bf16, else fp32.
     """
@@ -72,7 +79,7 @@ def _fastest(device: torch.device) -> tuple[str, str]:
 
 
 def _cpu_has_native_bf16() -> bool:
-    """AVX512-BF16, AMX or Arm's bf16: oneDNN also *emulates* bf16 on AVX512 alone, slower than fp32."""
+    """AVX512-BF16, AMX or Arm's bf16. oneDNN also emulates bf16 on plain AVX512, slower than fp32."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             words = {word for line in file if line.startswith(("flags", "Features")) for word in line.split()}
@@ -82,18 +89,18 @@ def _cpu_has_native_bf16() -> bool:
 
 
 def warnings_for(precision: Precision, device: torch.device) -> list[str]:
-    """Reasons to doubt that `precision` is a good choice on `device`; empty when there are none."""
+    """Why `precision` is a bad choice on `device`, one sentence each; empty if it is not."""
     if device.type != "cuda":
         if precision.name in ("fp16", "fp16_o2"):
-            return [f"precision={precision.name} runs on a CPU but slowly: bf16 or fp32 are faster there"]
+            return [f"precision={precision.name} is slow on a CPU; bf16 or fp32 is faster"]
         if precision.name == "bf16" and not _cpu_has_native_bf16():
-            return ["precision=bf16: this CPU has no native bf16, so it is emulated; fp32 is likely faster"]
+            return ["precision=bf16: this CPU has no native bf16 and emulates it; fp32 is likely to be faster"]
         return []
     capability = torch.cuda.get_device_capability(device)
     if precision.name in ("fp16", "fp16_o2") and capability < VOLTA:
         return [
             f"precision={precision.name}: compute capability {capability[0]}.{capability[1]} has no tensor cores "
-            "(they came with Volta, 7.0), so fp16 saves memory but hardly time, and channels_last gains nothing"
+            "(Volta, 7.0, was the first), so fp16 saves memory but little time, and channels_last gains nothing"
         ]
     if precision.name == "bf16" and capability < (8, 0):
         return [f"precision=bf16: compute capability {capability[0]}.{capability[1]} emulates bf16; use fp16"]
@@ -121,7 +128,7 @@ def kernel_selection(*, tf32: bool, autotune: bool) -> Iterator[None]:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which forward and loss run, for training and evaluation alike."""
+    """The context of forward and loss, in training and in evaluation."""
     if precision.autocast_dtype is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=precision.autocast_dtype)
@@ -130,16 +137,16 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def build_scaler(
     precision: Precision, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> torch.amp.GradScaler:
-    """A dynamic loss scaler; disabled (every call a no-op) for precisions without loss scaling."""
+    """A dynamic loss scaler; for precisions without loss scaling it is disabled and every call is a no-op."""
     return torch.amp.GradScaler(
         device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=precision.scales_loss
     )
 
 
 def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """fp16_o2: cast `model` in place to fp16, all but its BatchNorm layers, as apex's O2 did. Else a no-op.
+    """fp16_o2: cast `model` to fp16 in place, except its BatchNorm layers, as apex's O2 did. Otherwise a no-op.
 
-    BatchNorm keeps fp32 parameters and statistics: a running variance would underflow in fp16.
+    BatchNorm keeps fp32 parameters and statistics because a running variance can underflow in fp16.
     """
     if not precision.master_weights:
         return model
@@ -153,7 +160,7 @@ def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
 class MasterWeights:
     """fp32 copies of a model's fp16 parameters, which the optimizer updates (Micikevicius et al. 2018, section 3.1).
 
-    fp32 parameters (BatchNorm's) are their own masters. Memory formats follow the model's parameters.
+    fp32 parameters (BatchNorm's) are their own master weights. Each copy has the strides of its parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -170,7 +177,7 @@ class MasterWeights:
                 self.masters[name] = parameter
 
     def take_gradients(self) -> None:
-        """Move the (still scaled) fp16 gradients to the fp32 masters."""
+        """Move the fp16 gradients, still scaled, to the fp32 master weights."""
         targets: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for full, half in zip(self._full, self._half, strict=True):
@@ -183,19 +190,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the fp32 masters into the model's fp16 parameters."""
+        """Round the fp32 master weights into the model's fp16 parameters."""
         torch._foreach_copy_(self._half, self._full)
 
     @torch.no_grad()
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Set masters and model from `state`: fp32 values by parameter name (a model's state dict will do)."""
+        """Set master weights and model from `state`: fp32 values by parameter name, such as a model's state dict."""
         for name, master in self.masters.items():
             master.copy_(state[name])
         self.publish()
 
 
 def full_precision_state(model: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor]:
-    """The model's state dict with fp32 masters in the place of fp16 weights, so that any precision can resume it."""
+    """The model's state dict with master weights in place of fp16 weights, so that any precision can load it."""
     state = dict(model.state_dict())
     if masters is not None:
         state.update({name: master.detach() for name, master in masters.masters.items()})
@@ -203,6 +210,6 @@ def full_precision_state(model: nn.Module, masters: MasterWeights | None) -> dic
 
 
 def trainable_parameters(model: nn.Module, masters: MasterWeights | None) -> dict[str, nn.Parameter]:
-    """What the optimizer updates, by name: the model's own parameters, or their fp32 masters."""
+    """The parameters that the optimizer updates, by name: the model's own, or their fp32 master weights."""
     named: Iterable[tuple[str, nn.Parameter]] = masters.masters.items() if masters else model.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad}

@@ -1,7 +1,7 @@
-"""One optimizer step and one evaluation pass: no logging, no clock, no files.
+"""One optimizer step and one evaluation pass. No logging, no clock, no files.
 
-The order is that of the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update
--> zero_grad. Everything returned stays on the device; the host does not wait here.
+A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update ->
+zero_grad. All results stay on the device: the host does not wait for it here.
 """
 
 from __future__ import annotations
@@ -22,29 +22,26 @@ GOOGLENET_AUX_WEIGHT = 0.3  # Szegedy et al. 2014, section 5
 
 @dataclass(frozen=True)
 class StepParts:
-    """What every step of a run works with.
+    """The objects and settings that every step of a run uses."""
 
-    `model` may be wrapped (DDP, compiled); `masters` is set for fp16_o2 only.
-    """
-
-    model: nn.Module
+    model: nn.Module  # may be wrapped: DDP, compiled
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     precision: Precision
     device: torch.device
     label_smoothing: float = 0.0
     clip_norm: float | None = None
-    masters: MasterWeights | None = None
+    masters: MasterWeights | None = None  # fp16_o2 only
 
 
 @dataclass(frozen=True)
 class StepSums:
-    """0-d tensors on the device, of one optimizer step of this rank."""
+    """The result of one optimizer step on this rank: 0-d tensors on the device."""
 
     loss: torch.Tensor  # float32, mean over the images
-    correct1: torch.Tensor  # int64, images whose top-1 guess was right
+    correct1: torch.Tensor  # int64, images whose top-1 prediction is correct
     correct5: torch.Tensor  # int64
-    skipped: torch.Tensor  # float32, 1 where a non-finite loss or gradient made the optimizer skip
+    skipped: torch.Tensor  # float32, 1 if the update was skipped because a gradient was not finite
 
 
 def loss_of(output: object, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
@@ -75,9 +72,9 @@ def logits_of(output: object) -> torch.Tensor:
 
 
 def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of N images are right at top-1 and at top-5: two int64 0-d tensors on the device.
+    """How many of N images are correct at top-1 and at top-5: two int64 0-d tensors on the device.
 
-    With fewer than five classes, top-5 is top-k for k = classes. Mixed targets count as their larger part.
+    With fewer than five classes, top-5 is top-k for k = classes. The label of a mixed target is its larger part.
     """
     labels = targets.argmax(1) if targets.is_floating_point() else targets
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
@@ -88,8 +85,8 @@ def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepSums:
     """One optimizer step over one or more micro-batches (gradient accumulation).
 
-    A non-finite gradient skips the update on the device, for every precision, so weights never take it in. With loss
-    scaling that also lowers the scale.
+    In every precision, a non-finite gradient skips the update on the device and leaves the weights as they were. With
+    loss scaling it also lowers the scale.
     """
     losses, correct1, correct5 = [], [], []
     for index, batch in enumerate(micro_batches):
@@ -108,7 +105,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepSums:
 
 
 def _gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
-    """Only the last micro-batch's backward all-reduces gradients."""
+    """DDP all-reduces gradients in the backward pass of the last micro-batch only."""
     if is_last or not isinstance(model, nn.parallel.DistributedDataParallel):
         return nullcontext()
     return model.no_sync()
@@ -130,7 +127,7 @@ def _scaled_update(parts: StepParts) -> torch.Tensor:
         parts.scaler.unscale_(parts.optimizer)
         nn.utils.clip_grad_norm_(_parameters(parts.optimizer), parts.clip_norm)
     parts.scaler.step(parts.optimizer)
-    # Private, but the only place that has the flag on the device: scale comparisons would make the host wait.
+    # Private, but the only flag on the device: comparing scales before and after would make the host wait.
     flags = parts.scaler._found_inf_per_device(parts.optimizer).values()
     skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax().clone()
     parts.scaler.update()
@@ -144,10 +141,10 @@ def _plain_update(parts: StepParts) -> torch.Tensor:
         nn.utils.clip_grads_with_norm_(_parameters(parts.optimizer), parts.clip_norm, norm)
     skipped = (~norm.isfinite()).float()
     if getattr(parts.optimizer, "_step_supports_amp_scaling", False):
-        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # the fused kernel skips on the device
+        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # the fused kernel skips the update by it
         parts.optimizer.step()
         del parts.optimizer.found_inf  # type: ignore[attr-defined]
-    elif not skipped.item():  # sync point: an optimizer without a fused kernel cannot skip on the device
+    elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device
         parts.optimizer.step()
     return skipped
 
@@ -158,19 +155,19 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device) -> torch.Tensor:
-    """Sums over this rank's validation images, under the run's precision.
+    """Sums over this rank's validation images, in the precision of the run.
 
-    `model` must not be wrapped in DDP: ranks may have different numbers of batches.
+    Args:
+        model: not wrapped in DDP, because ranks may have different numbers of batches.
 
     Returns:
-        float64 [4] on the device: sum of losses, right at top-1, right at top-5, images. Counts are exact: they are
-        integers below 2**53.
+        float64 [4] on the device: sum of losses, images correct at top-1, at top-5, all images. The counts are exact.
     """
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
-        if len(batch.images) == 0:  # all of them bad: a mean over nothing is NaN
+        if len(batch.images) == 0:  # all images of the batch were skipped: their mean loss is NaN
             continue
         with autocast(precision, device):
             logits = logits_of(model(batch.images))

@@ -62,6 +62,21 @@ class CheckpointStore:
         self._thread = threading.Thread(target=self._write, args=(copied, step, best), name="checkpoint")
         self._thread.start()
 
+    def mark_best(self, step: int) -> bool:
+        """Make `best.pt` the checkpoint of `step`; false if that checkpoint is not on disk."""
+        self.wait()
+        path = self._path(step)
+        try:
+            _link(path, self.folder / "best.pt")
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            log.warning("%s was not written: %s", self.folder / "best.pt", error)
+        return True
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.pt"
+
     def wait(self, *, final: bool = False) -> None:
         """Wait until the current write has ended.
 
@@ -85,7 +100,7 @@ class CheckpointStore:
             )
 
     def _write(self, state: Mapping[str, Any], step: int, best: bool) -> None:
-        path = self.folder / f"step-{step:08d}.pt"
+        path = self._path(step)
         try:
             self._prepare_folder()
             write(path, state)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -16,6 +16,8 @@ import torch.distributed
 from cl_train.config.schema import ConfigError
 from cl_train.system.child_process import end_with_parent
 from cl_train.system.launcher import read_launch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,23 @@ def broadcast_object(value: Any, dist: Dist) -> Any:
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
+
+
+def on_main(work: Callable[[], T], dist: Dist) -> T:
+    """Do `work` on rank 0, and return its result or raise its exception on every rank. Both are pickled."""
+    if dist.world_size == 1:
+        return work()
+    outcome: Any = None
+    failure: Exception | None = None
+    if dist.is_main:
+        try:
+            outcome = work()
+        except Exception as error:  # of any kind: the other ranks wait for it
+            failure = error
+    outcome, failure = broadcast_object((outcome, failure), dist)
+    if failure is not None:
+        raise failure
+    return cast(T, outcome)
 
 
 def gather_objects(value: Any, dist: Dist) -> list[Any]:

@@ -1,10 +1,11 @@
-"""What a person sees while the run goes on: the lines of main_amp, and a progress bar on a terminal."""
+"""What a user sees while the run trains: main_amp's lines, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -12,79 +13,91 @@ from tqdm import tqdm
 log = logging.getLogger(__name__)
 
 
-@dataclass
 class EpochAverages:
-    """Running averages over an epoch's windows, as main_amp shows them in brackets; times without warm-up."""
+    """Averages over the windows of an epoch, weighted by images. Times and speeds are without warm-up if possible."""
 
-    _windows: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._windows: list[dict[str, Any]] = []
 
     def add(self, window: dict[str, Any]) -> None:
         self._windows.append(window)
 
-    def mean(self, name: str) -> float:
-        """Weighted by images; of the loss and accuracies, all windows count."""
-        return _weighted(self._windows, name)
-
-    def measured_mean(self, name: str) -> float:
-        """As `mean`, over windows after warm-up where there are any."""
-        return _weighted([window for window in self._windows if not window["warmup"]] or self._windows, name)
-
-    def seconds(self) -> float:
-        """Of all windows, warm-up included."""
-        return sum(float(window["seconds"]) for window in self._windows)
+    def mean(self, name: str, *, with_warmup: bool = False) -> float:
+        windows = self._windows if with_warmup else self._measured()
+        images = sum(window["images"] for window in windows)
+        return sum(float(window[name]) * window["images"] for window in windows) / images
 
     def images_per_s(self) -> float:
-        measured = [window for window in self._windows if not window["warmup"]] or self._windows
+        measured = self._measured()
         return sum(window["images"] for window in measured) / sum(window["seconds"] for window in measured)
 
+    def seconds(self) -> float:
+        """Of all windows, including warm-up."""
+        return sum(float(window["seconds"]) for window in self._windows)
 
-def _weighted(windows: list[dict[str, Any]], name: str) -> float:
-    images = sum(window["images"] for window in windows)
-    return sum(float(window[name]) * window["images"] for window in windows) / images
+    def _measured(self) -> list[dict[str, Any]]:
+        return [window for window in self._windows if not window["warmup"]] or self._windows
 
 
 def console_line(window: dict[str, Any], averages: EpochAverages, step_in_epoch: int, steps_per_epoch: int) -> str:
-    """One window in main_amp's form: each value, and in brackets its average over the epoch.
+    """One window in main_amp's format: each value, and in brackets its average over the epoch.
 
-    Time is seconds per step, Speed images per second over all processes with data loading included, Data the share of
-    the time in which a step waited for its batch.
+    Time is seconds per step, Speed is images per second of all ranks including data loading, Data is the share of the
+    time in which a step waited for its batch.
     """
     scale = f" Scale {window['loss_scale']:g} Skipped {window['skipped_steps']}" if window["loss_scale"] else ""
+    bad_images = f" Bad images {window['skipped_images']}" if window["skipped_images"] else ""
+    loss, top1, top5 = (averages.mean(name, with_warmup=True) for name in ("loss", "top1", "top5"))
     return (
         f"Epoch: [{window['epoch']}][{step_in_epoch}/{steps_per_epoch}]"
-        f" Time {window['step_ms'] / 1000:.3f} ({averages.measured_mean('step_ms') / 1000:.3f})"
+        f" Time {window['step_ms'] / 1000:.3f} ({averages.mean('step_ms') / 1000:.3f})"
         f" Speed {window['images_per_s']:.1f} ({averages.images_per_s():.1f})"
-        f" Loss {window['loss']:.4f} ({averages.mean('loss'):.4f})"
-        f" Prec@1 {window['top1']:.2f} ({averages.mean('top1'):.2f})"
-        f" Prec@5 {window['top5']:.2f} ({averages.mean('top5'):.2f})"
-        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}"
+        f" Loss {window['loss']:.4f} ({loss:.4f})"
+        f" Prec@1 {window['top1']:.2f} ({top1:.2f})"
+        f" Prec@5 {window['top5']:.2f} ({top5:.2f})"
+        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}"
         + (" (warm-up)" if window["warmup"] else "")
     )
 
 
-class ProgressBar:
-    """A bar over the steps of one epoch on a terminal; elsewhere nothing but its lines."""
+class TimeLeft:
+    """How long the rest of the run takes at the pace so far, evaluations and checkpoints included."""
 
-    def __init__(self, steps: int, done: int, epoch: int, *, shown: bool) -> None:
-        self._shown = shown
-        on_terminal = shown and sys.stdout.isatty()
+    def __init__(self, step: int, last_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first_step, self._last_step = step, last_step
+        self._clock = clock
+        self._started_at = clock()
+
+    def text(self, step: int) -> str:
+        """`1:02:03 left of the run`; empty before the first step."""
+        done = step - self._first_step
+        if done <= 0:
+            return ""
+        seconds = (self._clock() - self._started_at) / done * (self._last_step - step)
+        return f"{tqdm.format_interval(seconds)} left of the run"
+
+
+class ProgressBar:
+    """A bar on a terminal; nothing elsewhere, and nothing on ranks other than 0."""
+
+    def __init__(self, description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> None:
         self._bar = tqdm(
-            total=steps,
+            desc=description,
+            total=total,
             initial=done,
-            desc=f"epoch {epoch}",
-            unit="step",
+            unit=unit,
             leave=False,
-            disable=not on_terminal,
+            disable=not (shown and sys.stdout is not None and sys.stdout.isatty()),
             file=sys.stdout,
         )
 
-    def update(self) -> None:
+    def update(self, note: str = "") -> None:
         self._bar.update()
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
 
-    def write_line(self, line: str) -> None:
-        """Log `line`, above the bar where there is one. Only rank 0 does."""
-        if not self._shown:
-            return
+    def log_line(self, line: str) -> None:
+        """Log `line` above the bar."""
         self._bar.clear()
         log.info("%s", line)
         self._bar.refresh()

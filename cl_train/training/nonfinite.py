@@ -1,62 +1,62 @@
-"""When to stop a run that is going wrong, and what to say. Decisions only: the loop measures and acts.
+"""Non-finite losses and gradients: when a run stops, skips steps or returns to a checkpoint.
 
-Every decision is a function of numbers that are equal on all ranks (gathered or summed before), so that all ranks take
-the same one at the same step.
+Every decision depends on numbers that are equal on all ranks (gathered or summed before), so all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 class TrainingFault(RuntimeError):
-    """The run cannot go on in a sensible way; the message has the reason and what to try."""
+    """The run cannot continue; the message has the reason and what to try."""
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """A step whose loss or gradient was not finite. Its update was not taken: see `step.train_step`."""
+class NonFiniteStep:
+    """A step whose loss or gradient was not finite, and whose update was skipped."""
 
     step: int
     rank: int
     what: str  # "the loss is nan", "a gradient is not finite"
 
 
-def find_trouble(
+def find_nonfinite_steps(
     losses: Sequence[float], skipped: Sequence[float], *, first_step: int, rank: int, scales_loss: bool
-) -> list[Trouble]:
-    """What went wrong in a window of steps on this rank.
+) -> list[NonFiniteStep]:
+    """The non-finite steps of a window on this rank.
 
-    With loss scaling an overflowing gradient is how the scale is found, so only a bad loss counts there.
+    With loss scaling, gradients that overflow are how the scale is found: only a non-finite loss counts.
 
     Args:
-        losses: one per step, of this rank's own images.
-        skipped: 1 where the update was left out, one per step.
+        losses: one per step, of this rank's images.
+        skipped: one per step, 1 if the update was skipped.
     """
-    troubles = []
-    for offset, (loss, left_out) in enumerate(zip(losses, skipped, strict=True)):
+    found = []
+    for offset, (loss, was_skipped) in enumerate(zip(losses, skipped, strict=True)):
         if not math.isfinite(loss):
-            troubles.append(Trouble(first_step + offset, rank, f"the loss is {loss}"))
-        elif left_out and not scales_loss:
-            troubles.append(Trouble(first_step + offset, rank, "a gradient is not finite"))
-    return troubles
+            found.append(NonFiniteStep(first_step + offset, rank, f"the loss is {loss}"))
+        elif was_skipped and not scales_loss:
+            found.append(NonFiniteStep(first_step + offset, rank, "a gradient is not finite"))
+    return found
 
 
 ADVICE = (
     "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=bf16; "
-    "on_nonfinite=skip goes on without such steps"
+    "on_nonfinite=skip continues without such steps"
 )
 
 
 class NonFinitePolicy:
-    """`on_nonfinite`: stop at the first bad step, skip up to `limit` of them, or roll back to the last checkpoint.
+    """`on_nonfinite`: stop at the first such step, skip up to `limit` of them, or roll back to the last checkpoint.
 
-    A run is reproducible, so a step that fails again after a rollback is the data's or the model's doing and no glitch:
-    it is skipped then, and counted.
+    Runs are reproducible: a step that fails again after a rollback is caused by the data or the model. It is then
+    skipped and counted.
     """
 
     def __init__(self, policy: str, limit: int) -> None:
@@ -66,30 +66,30 @@ class NonFinitePolicy:
         self._count = 0
         self._rolled_back: set[int] = set()
 
-    def decide(self, troubles: Sequence[Trouble]) -> str:
-        """`go on` or `roll back`, from the troubles of all ranks since the last call.
+    def must_roll_back(self, found: Sequence[NonFiniteStep]) -> bool:
+        """Decide on the non-finite steps of all ranks since the last call.
 
         Raises:
-            TrainingFault: the policy is to stop, or the limit is passed.
+            TrainingFault: the policy is to stop, or the limit is exceeded.
         """
-        if not troubles:
-            return "go on"
-        steps = sorted({trouble.step for trouble in troubles})
+        if not found:
+            return False
+        steps = sorted({item.step for item in found})
         self._count += len(steps)
-        first = min(troubles, key=lambda trouble: (trouble.step, trouble.what.startswith("a gradient"), trouble.rank))
-        said = f"{first.what} at step {first.step} on rank {first.rank}; the weights did not take it in"
+        first = min(found, key=lambda item: (item.step, item.what.startswith("a gradient"), item.rank))
+        what = f"{first.what} at step {first.step} on rank {first.rank}; the update was skipped"
         if self._policy == "stop":
-            raise TrainingFault(f"{said}. {ADVICE}")
+            raise TrainingFault(f"{what}. {ADVICE}")
         if self._count > self._limit:
-            raise TrainingFault(f"{said}; that is {self._count} such steps, max_nonfinite={self._limit}. {ADVICE}")
+            raise TrainingFault(f"{what}; {self._count} such steps exceed max_nonfinite={self._limit}. {ADVICE}")
         if self._policy == "rollback" and not self._rolled_back.issuperset(steps):
             self._rolled_back.update(steps)
-            return "roll back"
-        return "go on"
+            return True
+        return False
 
 
 def check_loss_scale(scale: float | None, min_scale: float, step: int) -> None:
-    """GradScaler has no floor (pytorch/pytorch#99640): below it a run goes on without learning.
+    """GradScaler has no minimum (pytorch/pytorch#99640): below a certain scale a run continues without learning.
 
     Raises:
         TrainingFault: the scale is below `min_scale`.
@@ -102,69 +102,31 @@ def check_loss_scale(scale: float | None, min_scale: float, step: int) -> None:
 
 
 def check_skipped_share(skipped: int, steps: int) -> None:
-    """A run that left out most of its updates did not train, whatever its last loss says.
+    """A run that skipped most of its updates did not train, whatever its last loss.
 
     Raises:
-        TrainingFault: more than half of at least 20 steps were skipped.
+        TrainingFault: more than half of at least 20 updates were skipped.
     """
     if steps >= 20 and skipped > steps / 2:
-        raise TrainingFault(f"{skipped} of {steps} updates were left out for gradients that overflowed. {ADVICE}")
+        raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
 
 
-def dry_run(try_step: Callable[[int], object], batch_size: int, device: torch.device) -> None:
-    """Run one step before the first epoch, so that a batch that does not fit fails in seconds, with a batch that does.
+class BufferBackup:
+    """Copies of the models' buffers (BatchNorm statistics) on their device.
 
-    The smaller batch is found by trying, not by a formula: what a failed step had allocated says little about what it
-    still needed.
-
-    Args:
-        try_step: runs one training step on a batch of the given size and leaves the run's state as it was.
-
-    Raises:
-        TrainingFault: the batch does not fit.
+    A skipped update leaves the weights alone, but NaN activations have already changed the running statistics.
     """
-    try:
-        try_step(batch_size)
-    except torch.OutOfMemoryError as error:
-        facts = oom_message(error, batch_size, device)
-    else:
-        return
-    fits = largest_that_fits(try_step, batch_size, device)
-    advice = f"batch_size={fits} was tried and fits" if fits else "not even batch_size=1 fits"
-    raise TrainingFault(
-        f"{facts} {advice}; accumulate_steps keeps the global batch, data.image_size and precision change the need"
-    )
 
+    def __init__(self, *models: nn.Module) -> None:
+        self._buffers = [buffer for model in models for buffer in model.buffers()]
+        self._copies = [buffer.clone() for buffer in self._buffers]
 
-def largest_that_fits(try_step: Callable[[int], object], batch_size: int, device: torch.device) -> int:
-    """The largest of batch * 3/4, 1/2, 3/8, 1/4, ... (multiples of 8 where above 8) that can be run; 0 if none."""
-    candidates = sorted({_round(batch_size * share * 0.5**halvings) for halvings in range(24) for share in (0.75, 0.5)})
-    for candidate in reversed(candidates):
-        if not 1 <= candidate < batch_size:
-            continue
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        try:
-            try_step(candidate)
-        except torch.OutOfMemoryError:
-            continue
-        return candidate
-    return 0
+    @torch.no_grad()
+    def update(self) -> None:
+        for copied, buffer in zip(self._copies, self._buffers, strict=True):
+            copied.copy_(buffer)
 
-
-def _round(size: float) -> int:
-    return int(size) // 8 * 8 if size >= 8 else int(size)
-
-
-def oom_message(error: BaseException, batch_size: int, device: torch.device) -> str:
-    """Batch, peak and free memory, in one or two sentences. Also for an out-of-memory error in the middle of a run."""
-    said = str(error).splitlines()[0].split(". GPU")[0].rstrip(".")
-    if device.type != "cuda":
-        return f"batch_size={batch_size} does not fit in memory: {said}."
-    free, total = torch.cuda.mem_get_info(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    gib = 2.0**30
-    return (
-        f"batch_size={batch_size} does not fit in the memory of {torch.cuda.get_device_name(device)}: {said}. "
-        f"This process's peak was {peak / gib:.2f} GiB; {free / gib:.2f} of {total / gib:.2f} GiB are free."
-    )
+    @torch.no_grad()
+    def restore(self) -> None:
+        for copied, buffer in zip(self._copies, self._buffers, strict=True):
+            buffer.copy_(copied)

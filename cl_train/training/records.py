@@ -1,27 +1,30 @@
-"""What a run writes down: console and `train.log`, `metrics.jsonl` (the truth), TensorBoard, `summary.json`.
+"""The records of a run: `metrics.jsonl`, TensorBoard events, `config.yaml` and `summary.json`.
 
-Rank 0 writes; the other ranks have a tracker whose every method does nothing.
+Rank 0 writes; the other ranks have a tracker whose methods do nothing. A full disk does not end a run: records wait in
+memory and are written when the disk accepts them (see `AppendFile`).
 """
 
 from __future__ import annotations
 
+import io
 import json
-import logging
 import math
 import os
-import sys
+import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import hparams, image, scalar, text
 from torchvision.utils import make_grid
 
-log = logging.getLogger("cl_train")
+from cl_train.system.append_file import AppendFile
+from cl_train.system.files import write_json, write_text
 
 TENSORBOARD_TAGS = {
     "loss": "loss",
@@ -37,104 +40,107 @@ TENSORBOARD_TAGS = {
 }
 
 
-@contextmanager
-def logging_to(folder: Path | None) -> Iterator[None]:
-    """Log to the console and to `train.log` in `folder`; ranks other than 0 (folder None) only speak of trouble."""
-    console = logging.StreamHandler(sys.stdout)
-    console.setFormatter(logging.Formatter("%(message)s"))
-    handlers: list[logging.Handler] = [console]
-    if folder is None:
-        console.setLevel(logging.WARNING)
-    else:
-        to_file = logging.FileHandler(folder / "train.log", encoding="utf-8")
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        handlers.append(to_file)
-    propagate, log.propagate = log.propagate, False
-    log.setLevel(logging.INFO)
-    for handler in handlers:
-        log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.propagate = propagate
-        for handler in handlers:
-            log.removeHandler(handler)
-            handler.close()
-
-
 class Tracker:
-    """The records of one run.
+    """Writes the records of one run.
 
     Args:
-        folder: the run folder; None makes every method do nothing.
-        tensorboard: write events into `folder`, so that the run's name in TensorBoard is the folder's.
-        resumed_step: where the run starts; records after it are an earlier process's lost work and are dropped, so
-            that no chart shows a step twice. 0 for a run that starts afresh.
+        folder: the run folder; None = do nothing.
+        tensorboard: write events directly into `folder`, so that TensorBoard names the run after the folder.
+        resumed_step: the step at which the run starts, 0 for a new run. Later records are the lost work of an earlier
+            process and are dropped, so that no chart has a step twice.
+        is_closed: the evaluation after `resumed_step` is part of the resumed state.
     """
 
-    def __init__(self, folder: Path | None, *, tensorboard: bool, resumed_step: int) -> None:
+    def __init__(self, folder: Path | None, *, tensorboard: bool, resumed_step: int, is_closed: bool = True) -> None:
         self._folder = folder
-        self._writer: SummaryWriter | None = None
-        self._metrics_path = folder / "metrics.jsonl" if folder else None
-        if folder is None or self._metrics_path is None:
+        self._events: _EventFile | None = None
+        if folder is None:
             return
-        drop_records_after(self._metrics_path, resumed_step)
+        self._metrics = AppendFile(folder / "metrics.jsonl")
+        self.rewind(resumed_step, is_closed=is_closed)
         if tensorboard:
-            self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1, flush_secs=15)
+            self._events = _EventFile(folder, purge_step=resumed_step + 1)
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one record, and its numbers to TensorBoard under `train/...` or `val/...`."""
-        if self._metrics_path is None:
+        """Append one record, and its numbers to TensorBoard as `train/...` or `val/...`."""
+        if self._folder is None:
             return
         record = {"kind": kind, "step": step, **values, "time": time.time()}
-        with open(self._metrics_path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(finite_or_null(record)) + "\n")
-        if self._writer is None:
+        self._metrics.append((json.dumps(finite_or_null(record)) + "\n").encode())
+        if self._events is not None:
+            tags = {name: tag if "/" in tag else f"{kind}/{tag}" for name, tag in TENSORBOARD_TAGS.items()}
+            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            self._events.add([scalar(tags[name], value) for name, value in numbers.items() if name in tags], step)
+
+    def rewind(self, step: int, *, is_closed: bool = True) -> None:
+        """Drop the records after `step`; without `is_closed` also the evaluation at `step`, which will be repeated."""
+        if self._folder is None:
             return
-        for name, value in values.items():
-            if name in TENSORBOARD_TAGS and isinstance(value, int | float):
-                tag = TENSORBOARD_TAGS[name]
-                self._writer.add_scalar(tag if "/" in tag else f"{kind}/{tag}", value, step)
 
-    def rewind(self, step: int) -> None:
-        """The run returned to `step`: what was recorded after it is dropped."""
-        if self._metrics_path is not None:
-            drop_records_after(self._metrics_path, step)
+        def is_kept(line: bytes) -> bool:
+            record = read_record(line)
+            return record is not None and (
+                0 < record["step"] < step or (record["step"] == step > 0 and (is_closed or record["kind"] == "train"))
+            )
 
-    def write_config(self, text: str) -> None:
+        path = self._metrics.path
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        write_text(path, b"".join(line for line in lines if is_kept(line)).decode())
+        self._metrics.keep_waiting(is_kept)
+
+    def write_config(self, yaml: str) -> None:
         """`config.yaml`, and the same as text in TensorBoard."""
         if self._folder is None:
             return
-        (self._folder / "config.yaml").write_text(text, encoding="utf-8")
-        if self._writer is not None:
-            self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+        write_text(self._folder / "config.yaml", yaml)
+        if self._events is not None:
+            self._events.add([text("config", "\n".join(f"    {line}" for line in yaml.splitlines()))])
 
     def write_images(self, images: torch.Tensor, mean: list[float], std: list[float]) -> None:
-        """A grid of up to 32 images of the first augmented batch, float [N,C>=3,H,W] normalised by `mean` and `std`.
+        """Show up to 32 images of a training batch in TensorBoard.
 
-        Sync point: copies the images to the host, once per run.
+        The host waits for the device: the images are copied, once per run.
+
+        Args:
+            images: float [N, 3, H, W], normalised by `mean` and `std`.
         """
-        if self._writer is None:
+        if self._events is None:
             return
-        colours = images[:32, :3].float().cpu()
-        scale, shift = torch.tensor(std).view(1, 3, 1, 1), torch.tensor(mean).view(1, 3, 1, 1)
-        grid = make_grid((colours * scale + shift).clamp(0, 1), nrow=8)
-        self._writer.add_image("first_batch", grid, 0)
+        pixels = images[:32].float().cpu() * torch.tensor(std).view(1, 3, 1, 1) + torch.tensor(mean).view(1, 3, 1, 1)
+        self._events.add([image("first_batch", make_grid(pixels.clamp(0, 1), nrow=8), dataformats="CHW")])
 
-    def write_summary(self, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """`summary.json`, atomically, and the run's row in TensorBoard's HPARAMS and runs table."""
+    def write_summary(self, summary: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
+        """`summary.json`; with `settings` also the run's row in TensorBoard's HPARAMS table.
+
+        Raises:
+            OSError: the disk is full or failing.
+        """
         if self._folder is None:
             return
-        path = self._folder / "summary.json"
-        temporary = path.with_name(".summary.json.tmp")
-        temporary.write_text(json.dumps(finite_or_null(summary), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-        if self._writer is not None and settings:
-            self._write_hparams(summary, settings)
+        self._metrics.flush()
+        if self._events is not None and settings is not None:
+            self._events.add_hparams(summary, settings)
+        write_json(self._folder / "summary.json", finite_or_null(summary), indent=2)
 
-    def _write_hparams(self, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Into this run's own events: SummaryWriter.add_hparams would make a second run (pytorch/pytorch#32651)."""
-        assert self._writer is not None and self._writer.file_writer is not None
+
+class _EventFile:
+    """TensorBoard events, appended in the calling thread: torch's SummaryWriter writes in a thread of its own, whose
+    failure on a full disk loses events.
+    """
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendFile(folder / name)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        # TensorBoard drops the events of earlier files from this step on.
+        self._write(Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, summaries: Iterable[Summary], step: int = 0) -> None:
+        values = [value for summary in summaries for value in summary.value]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def add_hparams(self, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Into the run's own events: SummaryWriter.add_hparams would create a second run (pytorch/pytorch#32651)."""
         end_to_end = (summary.get("images_per_s") or {}).get("end_to_end") or {}
         metrics = {
             "summary/images_per_s": end_to_end.get("median"),
@@ -142,30 +148,29 @@ class Tracker:
             "summary/train_loss": (summary.get("train") or {}).get("loss"),
             "summary/peak_memory_gib": summary.get("peak_memory_gib"),
         }
-        metrics = {name: value for name, value in metrics.items() if value is not None}
-        for part in hparams(dict(settings), metrics):
-            self._writer.file_writer.add_summary(part)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, summary.get("steps", 0))
+        known = {name: value for name, value in metrics.items() if value is not None}
+        for part in hparams(dict(settings), known):
+            self.add([part])
+        self.add([scalar(name, value) for name, value in known.items()], summary.get("steps", 0))
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    def _write(self, event: Event) -> None:
+        buffer = io.BytesIO()
+        RecordWriter(buffer).write(event.SerializeToString())
+        self._file.append(buffer.getvalue())
 
 
-def drop_records_after(path: Path, step: int) -> None:
-    """Keep the records of `metrics.jsonl` up to `step`; a torn last line of a killed process goes too."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record["step"] <= step and step > 0:
-            kept.append(line + "\n")
-    temporary = path.with_name(".metrics.jsonl.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, without a last line that a killed process left incomplete."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return [record for record in map(read_record, lines) if record is not None]
+
+
+def read_record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "step" in record and "kind" in record else None
 
 
 def finite_or_null(value: Any) -> Any:

@@ -1,29 +1,36 @@
-"""Putting a run's model together, in the one order that works.
+"""From the configuration to a run that is ready for its first step. Below this file nothing sees the whole `Config`.
 
-Build and load, move and cast, convert the memory format, then copy for the moving average, wrap in DDP, compile.
-Converting later would leave DDP's gradient buckets, the average or the compiled graph in the other layout
-(pytorch/pytorch#47163).
+The order of building a model matters: build and load, move and cast, convert the memory format; then copy it for the
+EMA, wrap it in DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or the compiled graph in
+the other layout (pytorch/pytorch#47163).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+import os
+import random
+import shlex
+import sys
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed
 from torch import nn
 
-from cl_train.comparison.auto import Choice, choose_memory_format
+from cl_train.comparison.auto import choose_memory_format
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import graph_conflict
-from cl_train.data.batch import Batch
-from cl_train.memory_format import convert as memory_format
+from cl_train.config.validation import graph_conflict, to_mapping, to_yaml
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import Data, build_data
+from cl_train.memory_format.convert import convert
 from cl_train.memory_format.known_issues import known_issues
-from cl_train.memory_format.layout import layout_digest
+from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.models import registry as models
 from cl_train.step.cuda_graph import (
     WARM_UP_STEPS,
@@ -32,35 +39,189 @@ from cl_train.step.cuda_graph import (
     GraphedStep,
     HostRecorder,
     Recorder,
-    graphed_average,
 )
-from cl_train.step.ema import WeightAverage
+from cl_train.step.ema import EMA
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
+from cl_train.step.precision import (
+    MasterWeights,
+    Precision,
+    build_scaler,
+    cast_model,
+    kernel_selection,
+    resolve_precision,
+    trainable_parameters,
+    warnings_for,
+)
+from cl_train.step.schedule import scaled_lr
 from cl_train.step.train_step import StepParts, StepSums, train_step
-from cl_train.system.distributed import Dist, broadcast_object, gather_objects
+from cl_train.system.checkpoint_store import CheckpointStore
+from cl_train.system.distributed import Dist, gather_objects, on_main
+from cl_train.system.environment import describe_environment, device_name, git_state
+from cl_train.system.machine_load import MachineLoad
+from cl_train.system.run_folder import check_space
+from cl_train.system.signals import StopRequest
+from cl_train.training.checkpoints import Checkpoints
+from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
+from cl_train.training.preflight import check_model_trains
+from cl_train.training.progress import Plan, Progress
+from cl_train.training.records import Tracker, read_records
+from cl_train.training.run_state import TrainState, tensor_bytes
+from cl_train.training.summary import SCHEMA_VERSION
+from cl_train.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """A run's model in all its guises, and what a step needs."""
+@dataclass
+class Run:
+    """Everything that lives as long as a run."""
 
-    model: nn.Module  # bare: for evaluation and checkpoints
-    parts: StepParts  # parts.model is what trains: wrapped in DDP, compiled
-    average: WeightAverage | None
-    memory_format: torch.memory_format  # of the model and its input
-    step: Callable[[Sequence[Batch]], StepSums]  # `train_step`, or its replay as a CUDA graph
-    update_average: Callable[[], object]
+    dist: Dist
+    folder: Path
+    plan: Plan
+    data: Data
+    batch_format: DeviceFormat
+    state: TrainState
+    checkpoints: Checkpoints
+    tracker: Tracker
+    signals: StopRequest
+    meter: ThroughputMeter
+    load: MachineLoad
+    nonfinite: NonFinitePolicy
+    buffers: BufferBackup
+    progress: Progress
+    window: list[StepSums]  # the steps since the last log line
+    summary: dict[str, Any]  # becomes summary.json
+    last_window: dict[str, Any] = field(default_factory=dict)  # its record
+    stop: int = 0  # the signal that ends the run
+    advised: bool = False  # advice on data loading is given once per run
 
 
-def assemble(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float) -> Assembly:
-    """Build everything that a training step works with.
+def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack) -> Run:
+    """Build what a run needs, and restore the checkpoint that `resume=` names. `stack` closes what must be closed.
 
     Raises:
-        ConfigError: the model, its weights or its layout cannot be had.
+        ConfigError: a problem that could only be found here: the data's classes, the model, the checkpoint.
     """
+    load = MachineLoad()
+    precision = resolve_precision(cfg.precision, dist.device)
+    use_threads_and_algorithms(cfg, dist)
+    # Autotuning pays off because shapes never change: the loader drops the last, smaller batch.
+    stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
+    summary = describe_run(cfg, precision, dist)
+    announce(summary, precision, dist, folder)
+
+    seed_generators(cfg.seed)  # equal on all ranks: their models must be
+    data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
+    stack.callback(data.close)
+    plan = make_plan(cfg, data.train_images, data.batches_per_epoch, dist.world_size)
+    state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr)
+    seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
+    summary |= {"memory_format": model_memory_format(state.model), "workers": data.workers}
+
+    store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
+    checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
+    checkpoints.check()
+    if dist.is_main:
+        warn_of_space(folder, state, cfg.checkpoint.keep)
+    progress, window = resume(cfg, checkpoints, plan, folder)
+    check_ranks_agree(cfg, state, data, progress, dist)
+
+    tracker = Tracker(
+        folder if dist.is_main else None,
+        tensorboard=cfg.tensorboard,
+        resumed_step=progress.step,
+        is_closed=progress.closed_step == progress.step,
+    )
+    tracker.write_config(to_yaml(cfg))
+    return Run(
+        dist=dist,
+        folder=folder,
+        plan=plan,
+        data=data,
+        batch_format=DeviceFormat(dist.device, precision.input_dtype, state.memory_format),
+        state=state,
+        checkpoints=checkpoints,
+        tracker=tracker,
+        signals=signals,
+        meter=ThroughputMeter(cfg.warmup_steps),
+        load=load,
+        nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
+        buffers=BufferBackup(*state.evaluated_modules),
+        progress=progress,
+        window=window,
+        summary=summary,
+    )
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def use_threads_and_algorithms(cfg: Config, dist: Dist) -> None:
+    """Process-wide switches of torch."""
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
+    if dist.world_size > 1 and dist.device.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
+        torch.set_num_threads(max(1, cores // ranks_here))
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def build_train_state(
+    cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float, *, preflight: bool = True
+) -> TrainState:
+    """Build the model and what trains it, in the order that the head of this file explains.
+
+    Args:
+        preflight: run one step on blank images, see `check_model_trains`.
+
+    Raises:
+        ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
+        TrainingFault: the batch does not fit into memory.
+    """
+    model = build_model(cfg, num_classes, dist)
+    model = cast_model(model.to(dist.device), precision)
+    layout = convert_layout(cfg, model, precision, dist)
+    masters = MasterWeights(model) if precision.master_weights else None
+    ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
+    optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr)
+    scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
+    recorder = graph_recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
+    with nullcontext() if recorder is None else recorder.on_stream():
+        if preflight and not cfg.evaluate_only:
+            check_model_trains(
+                model,
+                precision,
+                DeviceFormat(dist.device, precision.input_dtype, layout),
+                model_name=cfg.model,
+                batch_size=cfg.batch_size,
+                image_size=cfg.data.image_size,
+                num_classes=num_classes,
+            )
+        check_layouts_agree(model, dist)
+        wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
+    trained = compiled(wrapped, cfg.compile_mode) if cfg.compile else wrapped
+    parts = StepParts(
+        trained, optimizer, scaler, precision, dist.device, cfg.label_smoothing, cfg.optim.clip_norm, masters
+    )
+    if recorder is None:
+        return TrainState(model, parts, ema, layout, partial(train_step, parts))
+    warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
+    step = GraphedStep(parts, recorder, warm_up=warm_up, only_if_launch_bound=cfg.cuda_graph == "auto")
+    return TrainState(model, parts, ema, layout, step)
+
+
+def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
     model = models.build_model(
         cfg.model,
         num_classes=num_classes,
@@ -68,118 +229,237 @@ def assemble(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr
         image_size=cfg.data.image_size,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
     )
-    training = not cfg.evaluate_only
-    models.check_input(model, cfg.model, cfg.batch_size, cfg.data.image_size, training=training)
+    models.check_input(model, cfg.model, cfg.batch_size, cfg.data.image_size, training=not cfg.evaluate_only)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = cast_model(model.to(dist.device), precision)
-    chosen = convert_layout(cfg, model, precision, dist)
-    check_ranks_alike(model, dist)
-    masters = MasterWeights(model) if precision.master_weights else None
-    average = WeightAverage(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
-    optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr)
-    scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
-    recorder = graph_recorder(cfg, dist)
-    trained = wrap(model, dist, recorder, static_graph=cfg.ddp_static_graph)
-    if cfg.compile:
-        trained.compile(mode=cfg.compile_mode)
-    parts = StepParts(
-        trained, optimizer, scaler, precision, dist.device, cfg.label_smoothing, cfg.optim.clip_norm, masters
-    )
-    step, update_average = steps(cfg, parts, average, model, recorder)
-    return Assembly(model, parts, average, chosen, step, update_average)
-
-
-def graph_recorder(cfg: Config, dist: Dist) -> Recorder | None:
-    """What records CUDA graphs for this run; None where its steps run as they are."""
-    if cfg.cuda_graph == "false" or (cfg.cuda_graph == "auto" and (graph_conflict(cfg) or dist.world_size > 1)):
-        return None
-    if dist.device.type == "cuda":
-        return CudaRecorder(dist.device)
-    if cfg.cuda_graph == "true":
-        log.warning("cuda_graph=true: there are no CUDA graphs on a CPU; the step runs on static buffers")
-        return HostRecorder()
-    return None
-
-
-def steps(
-    cfg: Config, parts: StepParts, average: WeightAverage | None, model: nn.Module, recorder: Recorder | None
-) -> tuple[Callable[[Sequence[Batch]], StepSums], Callable[[], object]]:
-    """How a step and an update of the average are run: as they are, or replayed."""
-
-    def update_average() -> None:
-        if average is not None:
-            average.update(model, parts.masters)
-
-    if recorder is None:
-        return partial(train_step, parts), update_average
-    warm_up = WARM_UP_STEPS if parts.model is model else WARM_UP_STEPS_DDP
-    step = GraphedStep(parts, recorder, warm_up=warm_up, only_if_launch_bound=cfg.cuda_graph == "auto")
-    return step, update_average if average is None else graphed_average(average, parts, recorder)
+    return model
 
 
 def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> torch.memory_format:
     """Convert `model` in place as `channels_last=` and `conversion=` say; returns the layout of its input."""
-    wanted, conversion = cfg.channels_last, cfg.conversion
-    if wanted == "auto":
-        choice = _measured_choice(cfg, model, precision, dist)
+    channels_last, conversion = cfg.channels_last, cfg.conversion
+    if channels_last == "auto":
+        choice = on_main(
+            lambda: choose_memory_format(
+                model,
+                batch_size=cfg.batch_size,
+                image_size=cfg.data.image_size,
+                precision=precision.name,
+                device=dist.device,
+                compile=cfg.compile,
+                compile_mode=cfg.compile_mode,
+                cuda_graph=uses_cuda_graph(cfg, dist),
+                optimizer=cfg.optim.name,
+            ),
+            dist,
+        )
         log.info("channels_last=auto: %s", choice.reason)
-        wanted, conversion = str(choice.channels_last).lower(), choice.conversion
-    if wanted == "false":
+        channels_last, conversion = str(choice.channels_last).lower(), choice.conversion
+    if channels_last == "false":
         return torch.contiguous_format
     for line in known_issues(
-        model,
-        device=dist.device,
-        precision_name=precision.name,
-        sync_batchnorm=cfg.sync_batchnorm,
+        model, device=dist.device, precision_name=precision.name, sync_batchnorm=cfg.sync_batchnorm
     ):
         log.warning("channels_last: %s", line)
-    report = memory_format.convert(model, conversion, select=cfg.select or None)
+    report = convert(model, conversion, select=cfg.select or None)
     log.info("channels_last: %s", report)
     return torch.channels_last
 
 
-def _measured_choice(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> Choice:
-    """Rank 0 measures while the others wait; all ranks use its choice."""
-    choice = None
-    if dist.is_main:
-        choice = choose_memory_format(
-            model,
-            batch_size=cfg.batch_size,
-            image_size=cfg.data.image_size,
-            precision=precision.name,
-            device=dist.device,
-            compile=cfg.compile,
-            compile_mode=cfg.compile_mode,
-            cuda_graph=graph_recorder(cfg, dist) is not None,
-            optimizer=cfg.optim.name,
-        )
-    chosen = broadcast_object(choice, dist)
-    assert isinstance(chosen, Choice)
-    return chosen
+def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
+    """Whether steps are recorded; with `auto` only on a GPU, in one process, and if no other setting conflicts."""
+    if cfg.cuda_graph == "auto":
+        return dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
+    return cfg.cuda_graph == "true"
 
 
-def check_ranks_alike(model: nn.Module, dist: Dist) -> None:
-    """Every rank must hold the same names, shapes and strides: a broadcast ships bytes in storage order, so it would
-    permute the weights of a rank in another layout (NVIDIA/physicsnemo#1614).
-    """
-    digests = gather_objects(layout_digest(model), dist)
-    assert len(set(digests)) == 1, f"ranks built different models or layouts: {digests}"
+def graph_recorder(device: torch.device) -> Recorder:
+    if device.type == "cuda":
+        return CudaRecorder(device)
+    log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
+    return HostRecorder()
 
 
-def wrap(model: nn.Module, dist: Dist, recorder: Recorder | None, *, static_graph: bool = False) -> nn.Module:
-    """DDP over the ranks, gradients being views of its buckets (one copy less); the bare model for one process.
+def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
+    """DDP over the ranks; the model itself for one process.
 
-    Buckets take each parameter's strides, so channels_last weights have channels_last gradients without a copy. For a
-    CUDA graph DDP is built on the stream of the recording: its hooks stay on the stream that they were made on.
+    Gradients are views of DDP's buckets (one copy less). Buckets take each parameter's strides, so channels_last
+    weights have channels_last gradients without a copy.
     """
     if dist.world_size == 1:
         return model
     device_ids = [dist.device] if dist.device.type == "cuda" else None
-    on_stream = torch.cuda.stream(recorder.stream) if isinstance(recorder, CudaRecorder) else nullcontext()
-    with on_stream:
-        return nn.parallel.DistributedDataParallel(
-            model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph
+    )
+
+
+def compiled(model: nn.Module, mode: str) -> nn.Module:
+    """The compiled model for training. The module inside stays eager for evaluation, with DDP and without: it would
+    compile again for evaluation, and once more with dynamic shapes for a smaller last batch.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.compile(mode=mode)  # in place: gradient accumulation needs DDP's own class
+        return model
+    wrapper = torch.compile(model, mode=mode)
+    assert isinstance(wrapper, nn.Module)
+    return wrapper
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def check_layouts_agree(model: nn.Module, dist: Dist) -> None:
+    """All ranks must have the same names, shapes and strides: DDP broadcasts bytes in storage order, which would
+    permute the weights of a rank with another layout (NVIDIA/physicsnemo#1614).
+    """
+    digests = gather_objects(layout_digest(model), dist)
+    assert len(set(digests)) == 1, f"the ranks built different models or layouts: {digests}"
+
+
+def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
+    """Ranks with other settings, data or steps would train a mixture, or wait for each other for ever.
+
+    Raises:
+        ConfigError: what differs, with the values of two ranks.
+    """
+    settings = to_mapping(cfg)
+    for key in ("root", "workers", "prefetch", "dataset"):  # may differ between machines
+        settings["data"].pop(key, None)
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
+    own = {"settings": digest, "data": data.fingerprint, "step": progress.step, "epoch": progress.epoch}
+    ranks = gather_objects(own, dist)
+    for name, first in ranks[0].items():
+        for rank, other in enumerate(ranks):
+            if other[name] != first:
+                raise ConfigError(
+                    f"the ranks disagree: {name} is {first} on rank 0 and {other[name]} on rank {rank}; start every "
+                    "node with the same command, code and data"
+                )
+
+
+# --- plan, resume, records --------------------------------------------------------------------------------------------
+
+
+def make_plan(cfg: Config, train_images: int, batches_per_epoch: int, world_size: int) -> Plan:
+    """
+    Raises:
+        ConfigError: one optimizer step takes more images than there are.
+    """
+    global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
+    steps_per_epoch = batches_per_epoch // cfg.accumulate_steps
+    if steps_per_epoch == 0:
+        raise ConfigError(
+            f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) "
+            f"but there are {train_images} training images; lower batch_size or accumulate_steps"
         )
+    total_steps = steps_per_epoch * cfg.epochs
+    return Plan(
+        batch_size=cfg.batch_size,
+        global_batch_size=global_batch_size,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        last_step=min(cfg.max_steps or total_steps, total_steps),
+        lr=scaled_lr(cfg.optim, global_batch_size),
+        log_every=cfg.log_every,
+        evaluate_every=cfg.evaluate_every,
+        save_every_epochs=cfg.checkpoint.every_epochs,
+        save_every_steps=cfg.checkpoint.every_steps,
+        save_every_minutes=cfg.checkpoint.every_minutes,
+        save_best=cfg.checkpoint.save_best,
+    )
+
+
+def resume(cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path) -> tuple[Progress, list[StepSums]]:
+    """Where the run starts, with the open window of log lines."""
+    found = checkpoints.resume(cfg.resume) if cfg.resume else None
+    if found is None:
+        if cfg.evaluate_only and cfg.weights is None:
+            raise ConfigError("evaluate_only=true resume=auto: this run folder has no checkpoint to evaluate")
+        return Progress(), []
+    progress, window = found
+    # A checkpoint is written before the evaluation of its epoch, which the records tell.
+    recorded = on_main(lambda: evaluation_at(folder / "metrics.jsonl", progress.step), checkpoints.dist)
+    if plan.is_epoch_end(progress) and (recorded is not None or not plan.is_evaluation_due(progress)):
+        progress.best_top1 = max(progress.best_top1, recorded if recorded is not None else progress.best_top1)
+        progress.close_epoch(plan.steps_per_epoch)
+    return progress, window
+
+
+def evaluation_at(metrics: Path, step: int) -> float | None:
+    """The top-1 of the evaluation after `step`; None if there was none."""
+    top1 = [record["top1"] for record in read_records(metrics) if (record["kind"], record["step"]) == ("val", step)]
+    return top1[-1] if top1 else None
+
+
+def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
+    """What run a checkpoint belongs to: see `run_state.check_compatible`."""
+    same = ("model", "precision", "memory_format", "world_size", "global_batch_size")
+    return {name: summary[name] for name in same} | {
+        "num_classes": data.num_classes,
+        "classes": list(data.classes),
+        "data_fingerprint": data.fingerprint,
+        "versions": {name: summary["environment"][name] for name in ("torch", "torchvision", "python")},
+        "config": to_mapping(cfg),
+    }
+
+
+def warn_of_space(folder: Path, state: TrainState, keep: int) -> None:
+    """
+    Raises:
+        ConfigError: there is no room for even one checkpoint.
+    """
+    copies = 3 if state.ema is None else 4  # weights, up to two moments of the optimizer, EMA
+    for line in check_space(folder, copies * tensor_bytes(state.model.state_dict()), keep):
+        log.warning("%s", line)
+
+
+def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any]:
+    """`summary.json` as far as it is known before the first step."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": "failed",
+        "command": shlex.join(sys.argv),
+        "seed": cfg.seed,
+        "model": cfg.model,
+        "memory_format": None,
+        "channels_last_requested": cfg.channels_last,
+        "conversion": cfg.conversion,
+        "precision": precision.name,
+        "compile": cfg.compile,
+        "cuda_graph": cfg.cuda_graph,
+        "device": dist.device.type,
+        "device_name": device_name(dist.device),
+        "world_size": dist.world_size,
+        "global_batch_size": cfg.batch_size * cfg.accumulate_steps * dist.world_size,
+        "image_size": cfg.data.image_size,
+        "data": cfg.data.name,
+        "workers": cfg.data.workers,
+        "epochs": cfg.epochs,
+        "steps": 0,
+        "images_seen": 0,
+        "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
+        "step_ms": None,
+        "data_wait_pct": None,
+        "peak_memory_gib": None,
+        "train": {"loss": None},
+        "val": None,
+        "amp": {"scale": None, "skipped_steps": 0},
+        "environment": describe_environment(dist.device),
+        "others_pct": None,
+        "skipped_images": 0,
+        "git": git_state(),
+    }
+
+
+def announce(summary: dict[str, Any], precision: Precision, dist: Dist, folder: Path) -> None:
+    if not dist.is_main:
+        return
+    ranks = f"{dist.world_size} process{'es' * (dist.world_size > 1)}"
+    log.info("%s on %s, %s", summary["model"], summary["device_name"], ranks)
+    log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
+    for line in warnings_for(precision, dist.device):
+        log.warning("%s", line)
+    log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())

@@ -1,7 +1,7 @@
-"""Images per second that mean something: windows between log lines, with warm-up and pauses left out. No torch here.
+"""Throughput in windows between log lines, without warm-up and pauses. Imports no torch.
 
-Three speeds, never just "speed": `end_to_end` (real loader; what this meter measures), `compute` (one fixed batch on
-the device) and `loader` (no model).
+Three speeds are kept apart: `end_to_end` (real loader; what this meter measures), `compute` (one fixed batch on the
+device) and `loader` (no model).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Window:
-    """What was measured between two log lines."""
+    """The measurement between two log lines."""
 
     steps: int
     images: int  # of all ranks
-    seconds: float  # pauses left out
+    seconds: float  # without pauses
     images_per_s: float  # of all ranks
     step_ms: float
     data_wait_pct: float  # share of the time in which the step waited for a batch, 0-100
-    warmup: bool  # true: left out of every average
+    warmup: bool  # excluded from averages
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Spread:
 
 
 class ThroughputMeter:
-    """Counts images between `window` calls; the caller makes the device finish before it asks for a window.
+    """Counts images between calls of `window`. Before each, the caller waits for the device.
 
     Args:
-        warmup_steps: windows that begin within the first so many steps are flagged as warm-up.
-        clock: seconds, monotonic; an argument so that tests need not sleep.
+        warmup_steps: windows that begin within the first so many steps are marked as warm-up.
+        clock: seconds, monotonic.
     """
 
     def __init__(self, warmup_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,7 +52,7 @@ class ThroughputMeter:
         self.start()
 
     def start(self) -> None:
-        """Begin a window now; what was counted since the last one is dropped. Call it where training (re)starts."""
+        """Begin a window and drop what was counted since the last one. Call it where training starts or continues."""
         self._started_at = self._clock()
         self._paused_s = 0.0
         self._wait_s = 0.0
@@ -60,14 +60,14 @@ class ThroughputMeter:
         self._images = 0
 
     def tick(self, images: int, wait_s: float) -> None:
-        """One optimizer step over `images` (of all ranks) that had waited `wait_s` seconds for its batches."""
+        """Count one optimizer step over `images` (of all ranks) that waited `wait_s` seconds for its batches."""
         self._steps += 1
         self._images += images
         self._wait_s += wait_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock: checkpoints are not training."""
+        """Exclude the block, such as saving a checkpoint."""
         since = self._clock()
         yield
         self._paused_s += self._clock() - since
@@ -91,19 +91,13 @@ class ThroughputMeter:
         return window
 
     def measured(self) -> list[Window]:
-        """The windows after warm-up; all of them when the run was too short to have any."""
+        """The windows after warm-up; all windows if the run was too short to have any."""
         return [window for window in self.windows if not window.warmup] or self.windows
 
 
 def spread(values: list[float]) -> Spread:
-    """Median and percentiles of at least one value."""
-    ordered = sorted(values)
-    return Spread(statistics.median(ordered), _percentile(ordered, 5), _percentile(ordered, 95), len(ordered))
-
-
-def _percentile(ordered: list[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks."""
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    """Median and percentiles (linear interpolation) of at least one value."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0], 1)
+    percentiles = statistics.quantiles(values, n=20, method="inclusive")
+    return Spread(statistics.median(values), percentiles[0], percentiles[-1], len(values))

@@ -14,7 +14,7 @@ import torch
 import cl_train.data.images
 import cl_train.step.train_step
 import cl_train.system.checkpoint_file
-import cl_train.training.loop
+import cl_train.training.checkpoints
 import cl_train.training.setup
 
 
@@ -40,16 +40,16 @@ def slow_steps() -> None:
 
 def signal_after_save() -> None:
     """Send PLANT_SIGNAL to this process when the checkpoint of step PLANT_STEP is on the disk."""
-    original = cl_train.training.loop.save
+    original = cl_train.training.checkpoints.Checkpoints.save
 
-    def save(store: Any, assembly: Any, progress: Any, *rest: Any, **named: Any) -> None:
-        original(store, assembly, progress, *rest, **named)
+    def save(self: Any, progress: Any, *rest: Any, **named: Any) -> None:
+        original(self, progress, *rest, **named)
         if progress.step == number("STEP"):
-            store.wait()
+            self.store.wait()
             os.kill(os.getpid(), number("SIGNAL"))
             time.sleep(0.02)
 
-    cl_train.training.loop.save = save
+    cl_train.training.checkpoints.Checkpoints.save = save  # type: ignore[method-assign]
 
 
 def bad_loss() -> None:
@@ -178,4 +178,4 @@ def slow_data() -> None:
         print("reading the data", flush=True)
         time.sleep(30)
 
-    cl_train.training.loop.build_data = build_data
+    cl_train.training.setup.build_data = build_data

@@ -17,7 +17,8 @@ from cl_train.data.batch import Batch
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import Dist, processes
-from cl_train.training.setup import Assembly, assemble
+from cl_train.training.run_state import TrainState
+from cl_train.training.setup import build_train_state
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = {
@@ -51,13 +52,13 @@ def test_gradients_have_the_strides_of_weights_and_buckets() -> None:
         assert result["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5), name
 
 
-def built(words: dict[str, object], dist: Dist) -> Assembly:
+def built(words: dict[str, object], dist: Dist) -> TrainState:
     torch.manual_seed(0)
     cfg = load(
         {"model": "tests.networks:small", "precision": "fp32", "channels_last": True, "device": "cpu"}
         | {"data": {"name": "synthetic"}, **words}
     )
-    return assemble(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
+    return build_train_state(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
 
 
 def look(words: dict[str, object], dist: Dist) -> dict[str, object]:
@@ -65,15 +66,15 @@ def look(words: dict[str, object], dist: Dist) -> dict[str, object]:
     channels = 4 if "data" in words else 3
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assembly = built(words, dist)
+        state = built(words, dist)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + dist.rank)
             images = torch.randn(4, 3, 32, 32, generator=generator)
             images = torch.cat([images, torch.zeros(4, channels - 3, 32, 32)], 1)
             batch = Batch(images.to(memory_format=torch.channels_last), torch.arange(4) % 3)
-            loss = assembly.step([batch]).loss.item()
-        loss_of(assembly.parts.model(batch.images), batch.targets).backward()
-    named = dict(assembly.model.named_parameters())
+            loss = state.train_step([batch]).loss.item()
+        loss_of(state.parts.model(batch.images), batch.targets).backward()
+    named = dict(state.model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     storages = {gradient.untyped_storage().data_ptr() for gradient in gradients.values()}
     assert len(gradients) == len(named) and len(storages) == 1, "every gradient is a view of the one bucket"

@@ -272,7 +272,7 @@ class Run:
         return losses
 
     def state(self) -> dict[str, Any]:
-        return collect(model=self.model, optimizer=self.optimizer, scaler=self.scaler, progress={}, facts={})
+        return collect(model=self.model, optimizer=self.optimizer, scaler=self.scaler, progress={}, metadata={})
 
     def resume(self, path: Path) -> None:
         restore(checkpoint.load(path), model=self.model, optimizer=self.optimizer, scaler=self.scaler)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from cl_train.step.ema import WeightAverage
+from cl_train.step.ema import EMA
 from cl_train.step.precision import MasterWeights, cast_model, resolve_precision
 from tests.networks import small
 
 
 def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:
     model = small(3).to(memory_format=torch.channels_last)
-    average = WeightAverage(model, decay=0.75)
+    average = EMA(model, decay=0.75)
     before = model[3].weight.detach().clone()
     with torch.no_grad():
         model[3].weight.add_(4.0)
@@ -29,7 +29,7 @@ def test_under_o2_the_average_follows_the_masters() -> None:
     """A change that fp16 cannot hold still moves the average."""
     model = cast_model(small(3), resolve_precision("fp16_o2", torch.device("cpu")))
     masters = MasterWeights(model)
-    average = WeightAverage(model, decay=0.5)
+    average = EMA(model, decay=0.5)
     before = average.module[3].weight.detach().clone()
     assert before.dtype == torch.float32
     with torch.no_grad():

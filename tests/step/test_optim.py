@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import OptimConfig, ScheduleConfig
-from cl_train.step.optim import build_optimizer, lr_at, norm_and_bias_names, scaled_lr, set_lr
+from cl_train.step.optim import build_optimizer, norm_and_bias_names, set_lr
+from cl_train.step.schedule import lr_at, scaled_lr
 from tests.networks import small
 
 

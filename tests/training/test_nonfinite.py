@@ -1,61 +1,61 @@
-"""When a run stops, and what it says."""
+"""When a run stops, skips or rolls back, and the batch size that it suggests."""
 
 import math
 
 import pytest
 import torch
 
+from cl_train.step.ema import EMA
 from cl_train.training.nonfinite import (
+    BufferBackup,
     NonFinitePolicy,
+    NonFiniteStep,
     TrainingFault,
-    Trouble,
     check_loss_scale,
     check_skipped_share,
-    dry_run,
-    find_trouble,
-    largest_that_fits,
+    find_nonfinite_steps,
 )
+from tests.networks import small
 
-CPU = torch.device("cpu")
-NAN = Trouble(7, 1, "the loss is nan")
+NAN = NonFiniteStep(7, 1, "the loss is nan")
 
 
 def test_trouble_is_found_at_its_step() -> None:
     losses, skipped = [1.0, math.nan, 2.0, math.inf, 1.0], [0.0, 1.0, 1.0, 0.0, 0.0]
-    assert find_trouble(losses, skipped, first_step=10, rank=3, scales_loss=False) == [
-        Trouble(11, 3, "the loss is nan"),
-        Trouble(12, 3, "a gradient is not finite"),
-        Trouble(13, 3, "the loss is inf"),
+    assert find_nonfinite_steps(losses, skipped, first_step=10, rank=3, scales_loss=False) == [
+        NonFiniteStep(11, 3, "the loss is nan"),
+        NonFiniteStep(12, 3, "a gradient is not finite"),
+        NonFiniteStep(13, 3, "the loss is inf"),
     ]
     # With loss scaling an overflowing gradient is business as usual.
-    found = find_trouble(losses, skipped, first_step=10, rank=3, scales_loss=True)
+    found = find_nonfinite_steps(losses, skipped, first_step=10, rank=3, scales_loss=True)
     assert [trouble.step for trouble in found] == [11, 13]
 
 
 def test_stop_names_step_and_rank_and_the_first_cause() -> None:
-    others = [Trouble(7, 0, "a gradient is not finite"), Trouble(8, 0, "the loss is nan"), NAN]
+    others = [NonFiniteStep(7, 0, "a gradient is not finite"), NonFiniteStep(8, 0, "the loss is nan"), NAN]
     with pytest.raises(TrainingFault, match=r"the loss is nan at step 7 on rank 1.*optim\.lr"):
-        NonFinitePolicy("stop", 10).decide(others)
+        NonFinitePolicy("stop", 10).must_roll_back(others)
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 def test_nothing_wrong_goes_on(policy: str) -> None:
-    assert NonFinitePolicy(policy, 0).decide([]) == "go on"
+    assert not NonFinitePolicy(policy, 0).must_roll_back([])
 
 
 def test_skip_counts_steps_not_ranks_and_stops_past_the_limit() -> None:
     policy = NonFinitePolicy("skip", 2)
-    assert policy.decide([Trouble(1, 0, "the loss is nan"), Trouble(1, 1, "the loss is nan")]) == "go on"
-    assert policy.decide([Trouble(5, 0, "the loss is inf")]) == "go on"
-    with pytest.raises(TrainingFault, match="3 such steps, max_nonfinite=2"):
-        policy.decide([Trouble(9, 0, "the loss is nan")])
+    assert not policy.must_roll_back([NonFiniteStep(1, 0, "the loss is nan"), NonFiniteStep(1, 1, "the loss is nan")])
+    assert not policy.must_roll_back([NonFiniteStep(5, 0, "the loss is inf")])
+    with pytest.raises(TrainingFault, match=r"3 .*max_nonfinite=2"):
+        policy.must_roll_back([NonFiniteStep(9, 0, "the loss is nan")])
 
 
 def test_rollback_once_per_step_then_skips_it() -> None:
     policy = NonFinitePolicy("rollback", 10)
-    assert policy.decide([NAN]) == "roll back"
-    assert policy.decide([NAN]) == "go on"
-    assert policy.decide([Trouble(20, 0, "the loss is nan")]) == "roll back"
+    assert policy.must_roll_back([NAN])
+    assert not policy.must_roll_back([NAN])
+    assert policy.must_roll_back([NonFiniteStep(20, 0, "the loss is nan")])
 
 
 def test_loss_scale_floor() -> None:
@@ -71,27 +71,21 @@ def test_a_run_that_skipped_most_steps_did_not_train() -> None:
         check_skipped_share(11, 20)
 
 
-def limited(fits: int, tried: list[int]) -> object:
-    def try_step(size: int) -> None:
-        tried.append(size)
-        if size > fits:
-            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB. GPU 0 has ...")
-
-    return try_step
-
-
-@pytest.mark.parametrize(
-    ("fits", "found"), [(255, 192), (200, 192), (130, 128), (100, 96), (9, 8), (3, 3), (1, 1), (0, 0)]
-)
-def test_the_suggested_batch_was_tried(fits: int, found: int) -> None:
-    tried: list[int] = []
-    assert largest_that_fits(limited(fits, tried), 256, CPU) == found  # type: ignore[arg-type]
-    assert tried == sorted(set(tried), reverse=True) and (found in tried or found == 0)
-
-
-def test_dry_run_says_batch_and_what_fits_and_is_silent_where_all_is_well() -> None:
-    dry_run(lambda size: None, 64, CPU)
-    with pytest.raises(TrainingFault, match=r"batch_size=64 does not fit.*batch_size=48 was tried and fits"):
-        dry_run(limited(50, []), 64, CPU)  # type: ignore[arg-type]
-    with pytest.raises(TrainingFault, match="not even batch_size=1 fits"):
-        dry_run(limited(0, []), 64, CPU)  # type: ignore[arg-type]
+def test_batchnorm_statistics_are_restored_after_nan_activations() -> None:
+    model = small(3)
+    ema = EMA(model, 0.9)
+    model(torch.randn(4, 3, 32, 32))
+    backup = BufferBackup(model, ema.module)
+    expected = [buffer.clone() for buffer in model.buffers()]
+    model(torch.full((4, 3, 32, 32), float("nan")))
+    ema.update(model)
+    assert not all(buffer.isfinite().all() for buffer in [*model.buffers(), *ema.module.buffers()])
+    backup.restore()
+    assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
+    assert all(buffer.isfinite().all() for buffer in ema.module.buffers())
+    model(torch.randn(4, 3, 32, 32))
+    backup.update()
+    expected = [buffer.clone() for buffer in model.buffers()]
+    model(torch.randn(4, 3, 32, 32))
+    backup.restore()
+    assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))

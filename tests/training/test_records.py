@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.training.records import Tracker, drop_records_after, finite_or_null
+from cl_train.training.records import Tracker, finite_or_null
 
 
 def steps(folder: Path) -> list[int]:
@@ -18,12 +18,10 @@ def test_a_resume_drops_what_a_killed_process_left(tmp_path: Path) -> None:
     first = Tracker(tmp_path, tensorboard=True, resumed_step=0)
     for step in (10, 20, 30):
         first.write("train", step, {"loss": 1.0})
-    first.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "st')  # killed in mid-write
     second = Tracker(tmp_path, tensorboard=True, resumed_step=20)
     second.write("train", 30, {"loss": 2.0})
-    second.close()
     assert steps(tmp_path) == [10, 20, 30]
     events = EventAccumulator(str(tmp_path), purge_orphaned_data=True)
     events.Reload()
@@ -49,15 +47,9 @@ def test_rewind_drops_later_records(tmp_path: Path) -> None:
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     tracker = Tracker(None, tensorboard=True, resumed_step=0)
     tracker.write("train", 1, {"loss": 1.0})
-    tracker.write_summary({}, {})
-    tracker.close()
+    tracker.write_summary({})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_json_has_no_nan() -> None:
     assert finite_or_null({"a": [float("inf"), 1.5], "b": {"c": float("nan")}}) == {"a": [None, 1.5], "b": {"c": None}}
-
-
-def test_dropping_from_a_file_that_is_not_there(tmp_path: Path) -> None:
-    drop_records_after(tmp_path / "metrics.jsonl", 3)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -8,17 +8,15 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.step.ema import WeightAverage
+from cl_train.step.ema import EMA
 from cl_train.step.precision import MasterWeights, Precision, cast_model, trainable_parameters
 from cl_train.system.checkpoint_file import CheckpointError, load, save
 from cl_train.training.run_state import (
     check_compatible,
     collect,
-    copy_statistics,
     random_state,
     restore,
     restore_random_state,
-    restore_statistics,
     tensor_bytes,
 )
 
@@ -52,17 +50,15 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first:
         optimizer.zero_grad()
 
 
-def saved(
-    path: Path, model: Any, optimizer: Any, scaler: Any, masters: Any = None, average: Any = None
-) -> dict[str, Any]:
+def saved(path: Path, model: Any, optimizer: Any, scaler: Any, masters: Any = None, ema: Any = None) -> dict[str, Any]:
     state = collect(
         model=model,
         optimizer=optimizer,
         scaler=scaler,
         masters=masters,
-        average=average,
+        ema=ema,
         progress={"step": 3},
-        facts={},
+        metadata={},
     )
     save(path, state)
     return load(path)
@@ -186,18 +182,18 @@ def test_loss_scale_comes_back(tmp_path: Path) -> None:
 
 def test_moving_average_comes_back_or_starts_from_the_weights(tmp_path: Path) -> None:
     model, optimizer, scaler, _ = build(False)
-    average = WeightAverage(model, 0.9)
+    average = EMA(model, 0.9)
     steps(model, optimizer, 2)
     average.update(model)
-    with_average = saved(tmp_path / "a.pt", model, optimizer, scaler, average=average)
+    with_average = saved(tmp_path / "a.pt", model, optimizer, scaler, ema=average)
     without = saved(tmp_path / "b.pt", model, optimizer, scaler)
     other, other_optimizer, other_scaler, _ = build(True)
-    other_average = WeightAverage(other, 0.9)
-    restore(with_average, model=other, optimizer=other_optimizer, scaler=other_scaler, average=other_average)
+    other_average = EMA(other, 0.9)
+    restore(with_average, model=other, optimizer=other_optimizer, scaler=other_scaler, ema=other_average)
     for name, tensor in average.module.state_dict().items():
         assert torch.equal(tensor, other_average.module.state_dict()[name]), name
     assert other_average.module[0].weight.stride() == (27, 1, 9, 3)
-    restore(without, model=other, optimizer=other_optimizer, scaler=other_scaler, average=other_average)
+    restore(without, model=other, optimizer=other_optimizer, scaler=other_scaler, ema=other_average)
     assert torch.equal(other_average.module[0].weight, model[0].weight)
 
 
@@ -241,21 +237,6 @@ def test_layout_precision_world_size_and_settings_may_change_with_a_note() -> No
         "world_size was 1, now 2",
         "setting optim.lr was 0.1, now 0.2",
     ]
-
-
-def test_statistics_come_back_after_nan_activations() -> None:
-    model, _, _, _ = build(True)
-    average = WeightAverage(model, 0.9)
-    model(torch.randn(4, 3, 8, 8))
-    good = copy_statistics(model, average.module)
-    expected = [buffer.clone() for buffer in model.buffers()]
-    model(torch.full((4, 3, 8, 8), float("nan")))
-    average.update(model)
-    assert not all(buffer.isfinite().all() for buffer in [*model.buffers(), *average.module.buffers()])
-    restore_statistics(good, model, average.module)
-    for buffer, value in zip(model.buffers(), expected, strict=True):
-        assert torch.equal(buffer, value)
-    assert all(buffer.isfinite().all() for buffer in average.module.buffers())
 
 
 def test_tensor_bytes_count_what_a_checkpoint_takes(tmp_path: Path) -> None:

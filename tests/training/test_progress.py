@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.training.plan import Progress, is_epoch_end, is_evaluation_due, is_save_due, make_plan
+from cl_train.training.progress import Progress
+from cl_train.training.setup import make_plan
 
 
 def test_a_plan_counts_optimizer_steps() -> None:
@@ -26,12 +27,12 @@ def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> No
     progress, evaluated, saved = Progress(), [], []
     for _ in range(plan.last_step):
         progress.advance(plan.global_batch_size)
-        if is_epoch_end(progress, plan):
-            progress.finish_epoch(plan.steps_per_epoch)
-            if is_evaluation_due(cfg, progress, plan):
-                evaluated.append(progress.epoch)
-            if is_save_due(cfg, progress, plan):
-                saved.append(progress.epoch)
+        if plan.is_epoch_end(progress):
+            if plan.is_evaluation_due(progress):
+                evaluated.append(progress.epoch + 1)
+            if plan.is_epoch_save_due(progress):
+                saved.append(progress.epoch + 1)
+            progress.close_epoch(plan.steps_per_epoch)
     assert (evaluated, saved, progress.images_seen) == ([2, 4, 5], [3, 5], 200)
 
 
@@ -40,4 +41,7 @@ def test_the_last_step_is_evaluated_unless_never(every: int, expected: bool) -> 
     cfg = Config(batch_size=10, epochs=1, max_steps=2, evaluate_every=every)
     plan = make_plan(cfg, 40, 4, world_size=1)
     progress = Progress(step=2, step_in_epoch=2)
-    assert is_epoch_end(progress, plan) and is_evaluation_due(cfg, progress, plan) == expected
+    assert plan.is_epoch_end(progress) and plan.is_evaluation_due(progress) == expected
+    assert not plan.is_done(progress)
+    progress.close_epoch(plan.steps_per_epoch)
+    assert plan.is_done(progress)

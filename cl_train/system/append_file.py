@@ -1,0 +1,60 @@
+"""Files that grow by whole records, such as logs, and survive a full disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class AppendFile:
+    """A file that grows by whole records. Records that the disk refuses wait in memory and are written with later ones.
+
+    Training must not end because its log cannot be written. The first refusal is logged, and so is the recovery.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[bytes] = []
+        self._is_failing = False
+
+    def append(self, record: bytes) -> None:
+        """Write `record`, which ends as a record of the file's format ends (a line: with a line feed)."""
+        self._waiting.append(record)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write the waiting records; false if the disk refuses them."""
+        if not self._waiting:
+            return True
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            if not self._is_failing:
+                self._is_failing = True  # first: the log may be the file that fails
+                reason = error.strerror or error
+                log.warning("%s cannot be written (%s): its records wait in memory; free some space", self.path, reason)
+            return False
+        self._waiting.clear()
+        if self._is_failing:
+            self._is_failing = False
+            log.warning("%s is written again and complete", self.path)
+        return True
+
+    def keep_waiting(self, wanted: Callable[[bytes], bool]) -> None:
+        """Drop the waiting records that are not `wanted`."""
+        self._waiting = [record for record in self._waiting if wanted(record)]
+
+    def _write(self, data: bytes) -> None:
+        with open(self.path, "ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)
+                raise

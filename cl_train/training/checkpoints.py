@@ -1,0 +1,140 @@
+"""Saving a run and continuing it: after a kill, on other hardware, or back from a non-finite step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cl_train.config.schema import ConfigError
+from cl_train.step.train_step import StepSums
+from cl_train.system.checkpoint_file import snapshot
+from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
+from cl_train.system.distributed import Dist, gather_objects, on_main
+from cl_train.training.nonfinite import TrainingFault
+from cl_train.training.progress import Progress
+from cl_train.training.run_state import (
+    TrainState,
+    check_compatible,
+    collect,
+    random_state,
+    restore,
+    restore_random_state,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of one run. Every method is called by all ranks; rank 0 alone reads and writes files.
+
+    A checkpoint also holds the open window, the steps since the last log line: a resumed run logs the same numbers.
+    """
+
+    store: CheckpointStore
+    state: TrainState
+    metadata: dict[str, Any]  # what run this is: see `run_state.check_compatible`
+    dist: Dist
+    saved_step: int = -1
+    saved_at: float = dataclasses.field(default_factory=time.monotonic)
+
+    def minutes_since_save(self) -> float:
+        return (time.monotonic() - self.saved_at) / 60
+
+    def check(self) -> None:
+        """Find state that cannot be saved before the first step instead of after the first epoch.
+
+        Raises:
+            ConfigError: a module's `get_extra_state` returns something else than plain types and tensors.
+        """
+        try:
+            for name, value in self.state.model.state_dict().items():
+                if name.endswith("_extra_state"):
+                    snapshot(value, name)
+        except TypeError as error:
+            raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
+
+    def save(self, progress: Progress, window: list[StepSums], *, best: bool = False) -> None:
+        """Save the state between two steps. The host waits for the device: the state is copied to the host."""
+        own = {"random": random_state(self.dist.device), "window": [snapshot(vars(sums)) for sums in window]}
+        ranks = gather_objects(own, self.dist)
+        self.saved_step, self.saved_at = progress.step, time.monotonic()
+        if not self.dist.is_main:
+            return
+        parts = self.state.parts
+        collected = collect(
+            model=self.state.model,
+            optimizer=parts.optimizer,
+            scaler=parts.scaler,
+            masters=parts.masters,
+            ema=self.state.ema,
+            progress={**dataclasses.asdict(progress), "ranks": ranks},
+            metadata=self.metadata,
+        )
+        self.store.save(collected, progress.step, best=best)
+
+    def mark_best(self, progress: Progress, window: list[StepSums]) -> None:
+        """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before the evaluation."""
+        if self.saved_step != progress.step or not on_main(lambda: self.store.mark_best(progress.step), self.dist):
+            self.save(progress, window, best=True)
+
+    def resume(self, source: str) -> tuple[Progress, list[StepSums]] | None:
+        """Restore the checkpoint that `resume=` names; None if `resume=auto` finds none.
+
+        Rank 0 reads the file and sends it to the others: nodes need no shared folder, and all ranks get the same state.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or it belongs to another run.
+            CheckpointError: it is damaged.
+        """
+        found = on_main(lambda: load_for_resume(source, self.store), self.dist)
+        if found is None:
+            return None
+        path, saved, skipped = found
+        for line in skipped:
+            log.warning("skipped a damaged checkpoint: %s", line)
+        for note in check_compatible(saved["facts"], self.metadata):
+            log.info("resume: %s", note)
+        progress, window = self._restore(saved)
+        log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
+        return progress, window
+
+    def roll_back(self) -> tuple[Progress, list[StepSums]]:
+        """Restore the newest checkpoint of this run.
+
+        Raises:
+            TrainingFault: there is none yet.
+        """
+        found = on_main(self._newest, self.dist)
+        if found is None:
+            raise TrainingFault("on_nonfinite=rollback: there is no checkpoint yet; set checkpoint.every_steps")
+        path, saved, _ = found
+        progress, window = self._restore(saved)
+        log.warning("rolled back to %s, step %d", path.name, progress.step)
+        return progress, window
+
+    def _newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
+        self.store.wait()
+        return self.store.newest()
+
+    def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepSums]]:
+        parts, device = self.state.parts, self.dist.device
+        values = restore(
+            saved,
+            model=self.state.model,
+            optimizer=parts.optimizer,
+            scaler=parts.scaler,
+            masters=parts.masters,
+            ema=self.state.ema,
+        )
+        ranks = values.pop("ranks")
+        if self.dist.rank < len(ranks):  # a rank that did not exist keeps the generators that its number seeded
+            restore_random_state(ranks[self.dist.rank]["random"], device)
+        # Sums over other shares of the batch do not fit: with another world size the open window starts again.
+        rows = ranks[self.dist.rank]["window"] if len(ranks) == self.dist.world_size else []
+        window = [StepSums(**{name: value.to(device) for name, value in row.items()}) for row in rows]
+        return Progress(**values), window

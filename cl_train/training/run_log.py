@@ -1,0 +1,83 @@
+"""The log of a run: console, `train.log`, and one line for the error that ends it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from cl_train.comparison.alternation import is_out_of_memory
+from cl_train.data.loader import BadImageError
+from cl_train.data.workers import WorkerError
+from cl_train.system.append_file import AppendFile
+from cl_train.system.checkpoint_file import CheckpointError
+from cl_train.system.heartbeat import RankFault
+from cl_train.training.nonfinite import TrainingFault
+from cl_train.training.preflight import memory_problem
+
+log = logging.getLogger("cl_train")
+
+
+class RunLog:
+    """Context manager: log to the console and, from `open_file` on, to `train.log`; log the error that ends the run."""
+
+    def __init__(self) -> None:
+        self._console = logging.StreamHandler(sys.stdout)
+        self._console.setFormatter(logging.Formatter("%(message)s"))
+        self._handlers: list[logging.Handler] = []
+
+    def __enter__(self) -> RunLog:
+        self._propagate, log.propagate = log.propagate, False
+        log.setLevel(logging.INFO)
+        self._add(self._console)
+        return self
+
+    def open_file(self, folder: Path) -> None:
+        self._add(_LogFile(folder / "train.log"))
+
+    def only_warnings(self) -> None:
+        """For ranks other than 0."""
+        self._console.setLevel(logging.WARNING)
+
+    def _add(self, handler: logging.Handler) -> None:
+        self._handlers.append(handler)
+        log.addHandler(handler)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        message = describe_failure(error)
+        if message is not None:
+            log.error("the run failed: %s", message)
+        log.propagate = self._propagate
+        for handler in self._handlers:
+            log.removeHandler(handler)
+            handler.close()
+
+
+class _LogFile(logging.Handler):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._file = AppendFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append((self.format(record) + "\n").encode())
+
+
+def describe_failure(error: BaseException | None) -> str | None:
+    """One line for an error that can be expected of a run; None for a fault of the program, which needs a traceback."""
+    if isinstance(error, TrainingFault | CheckpointError | BadImageError | WorkerError | RankFault):
+        return str(error)
+    if isinstance(error, OSError):
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the file and its folder"
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return f"{what}; {remedy}, then continue with resume=auto"
+    if error is not None and is_out_of_memory(error):
+        device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
+        return f"{memory_problem(error, device)}. Lower batch_size; accumulate_steps keeps the global batch"
+    return None
