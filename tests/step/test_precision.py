@@ -39,7 +39,7 @@ def test_auto_is_never_left_unresolved() -> None:
 
 
 def test_fp16_on_a_cpu_is_doubted() -> None:
-    assert "slowly" in warnings_for(resolve_precision("fp16", CPU), CPU)[0]
+    assert "bf16 or fp32" in warnings_for(resolve_precision("fp16", CPU), CPU)[0]
     assert warnings_for(resolve_precision("fp32", CPU), CPU) == []
 
 
