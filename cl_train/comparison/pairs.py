@@ -227,11 +227,11 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     """Why the speeds of two sides cannot be compared, one sentence each."""
     baseline, candidate = first[0], second[0]
     runs = [*first, *second]
-    obstacles = [
+    obstacles = [problem for run in runs for problem in run.problems]
+    obstacles += [
         f"{key} differs: {_text(one)} ({names[0]}) and {_text(other)} ({names[1]})"
         for key, one, other in differences(baseline, candidate, by)
     ]
-    obstacles += [problem for run in runs for problem in run.problems]
     asked = [run.settings.get(by) for run in (baseline, candidate)]
     used = [run.summary.get(_OUTCOME.get(by, "")) for run in (baseline, candidate)]
     if None in asked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,12 +23,8 @@ _SETTING_OF = {
     "image_size": "data.image_size",
     "seed": "seed",
     "epochs": "epochs",
-    "world_size": "nproc",
 }
-_TEXTS = ("status", "model", "memory_format", "channels_last_requested", "precision", "device", "device_name")
-_COUNTS = ("world_size", "global_batch_size", "image_size", "seed", "epochs")
-_AMOUNTS = ("data_wait_pct", "peak_memory_gib", "others_pct")
-_LARGEST = 1e12  # of any number that is used; beyond it a record is damaged
+_LAYOUTS = {"contiguous": "false", "channels_last": "true"}
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,13 @@ class Run:
     settings: dict[str, Any]
     summary: dict[str, Any]
     images_per_s: list[float]  # of each window after warm-up
-    data_wait_pct: float  # median over those windows
-    losses: dict[int, float]  # training loss by step; steps with NaN or Inf are absent
-    started_at: float | None = None  # unix time of the first window; None = unknown
-    ended_at: float | None = None  # and of the last
-    repeat: int | None = None  # number of the repeat in a sweep
-    steps: list[int] = field(default_factory=list)  # at which the windows ended
+    steps: list[int]  # at which these windows ended
+    data_wait_pct: float  # median over these windows
+    losses: dict[int, float]  # training loss by step, without NaN and Inf
+    started_at: float | None  # unix time of the first window; None = unknown
+    ended_at: float | None  # and of the last
     problems: list[str] = field(default_factory=list)  # why this run cannot be compared with any other
+    repeat: int | None = None  # number of the repeat in a sweep
 
     def fact(self, name: str) -> Any:
         """What the summary reports (`precision=auto` became bf16), else the setting."""
@@ -66,44 +62,41 @@ def read_run(folder: Path) -> Run:
         ConfigError: not a run folder, a damaged file or a value of the wrong type, or no window was finished.
     """
     try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-        settings = _read_config(folder / "config.yaml")
+        records, problems = _read_records((folder / "metrics.jsonl").read_text(encoding="utf-8"))
+        config = _read_config(folder / "config.yaml")
         summary = _read_summary(folder / "summary.json")
-        records, unreadable = _read_records(text)
-        windows = [
-            _checked_window(record, number) for number, record in records if record.get("kind", "train") == "train"
-        ]
     except FileNotFoundError:
         raise ConfigError(f"{folder} is not a run folder: it has no metrics.jsonl") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{folder} cannot be read as a run folder: {reason[:300]}") from None
+    windows = [record for record in records if record.get("kind", "train") == "train"]
     if not windows:
         raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
+    settings = {setting: summary[name] for name, setting in _SETTING_OF.items() if summary.get(name) is not None}
+    settings |= config
+    if summary.get("world_size"):
+        settings["nproc"] = summary["world_size"]  # config.yaml has 1, because torchrun starts the processes
     measured = [window for window in windows if not window.get("warmup")]
-    waits = [window["data_wait_pct"] for window in measured if window.get("data_wait_pct") is not None]
+    waits_pct = [window["data_wait_pct"] for window in measured if window.get("data_wait_pct") is not None]
     times = [window["time"] for window in windows if window.get("time") is not None]
-    problems = _summary_problems(summary, settings) + _record_problems([record for _, record in records])
-    if unreadable:
-        problems.append(f"{unreadable} lines of metrics.jsonl cannot be read")
+    problems += _contradictions(summary, config) + _repeated_steps(windows) + _changes(records)
     return Run(
         folder=folder,
-        settings={setting: summary[name] for name, setting in _SETTING_OF.items() if summary.get(name) is not None}
-        | settings
-        | ({"nproc": summary["world_size"]} if summary.get("world_size") else {}),  # config.yaml of a job has 1
+        settings=settings,
         summary=summary,
         images_per_s=[window["images_per_s"] for window in measured],
-        data_wait_pct=statistics.median(waits) if waits else summary.get("data_wait_pct") or 0.0,
-        losses={window["step"]: window["loss"] for window in windows if _is_number(window.get("loss"), -_LARGEST)},
+        steps=[window["step"] for window in measured],
+        data_wait_pct=statistics.median(waits_pct) if waits_pct else summary.get("data_wait_pct") or 0.0,
+        losses={window["step"]: window["loss"] for window in windows if _is_loss(window.get("loss"))},
         started_at=min(times, default=None),
         ended_at=max(times, default=None),
-        steps=[window["step"] for window in measured],
         problems=[f"{folder.name}: {problem}" for problem in problems],
     )
 
 
 def read_runs_inside(folder: Path) -> tuple[list[Run], list[tuple[str, str]]]:
-    """The run folders directly inside `folder`, and name and reason of those that cannot be read.
+    """The runs in the folders directly inside `folder`, and name and reason of those that cannot be read.
 
     Raises:
         ConfigError: there is none.
@@ -120,6 +113,9 @@ def read_runs_inside(folder: Path) -> tuple[list[Run], list[tuple[str, str]]]:
     return runs, unreadable
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     depth = 0
@@ -131,9 +127,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError("config.yaml has no settings")
     flat = _flat(settings)
-    odd = [key for key, value in flat.items() if not f"{key}{value}".isprintable()]
-    if odd:
-        raise ValueError(f"config.yaml: the value of {odd[0]!r} has control characters")
+    for key, value in flat.items():
+        if not f"{key}{value}".isprintable():
+            raise ValueError(f"config.yaml: {key!r} has control characters")
     return flat
 
 
@@ -145,106 +141,117 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: not an object, or a field that a comparison uses has the wrong type.
-    """
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"summary.json: {error}") from None
     if not isinstance(summary, dict):
         raise ValueError("summary.json is not an object")
-    environment = summary.get("environment") or {}
-    checks = {name: isinstance(summary.get(name, ""), str | None) for name in _TEXTS}
-    checks |= {name: str(summary.get(name, "")).isprintable() for name in _TEXTS if checks[name]}
-    checks |= {name: summary.get(name) is None or _is_count(summary[name]) for name in _COUNTS}
-    checks |= {name: summary.get(name) is None or _is_number(summary[name], 0) for name in _AMOUNTS}
-    checks["environment"] = isinstance(environment, dict) and str(environment).isprintable()
-    for name, is_valid in checks.items():
-        if not is_valid:
-            raise ValueError(f"summary.json: {name} is {_shown(summary[name])}")
+    _check(summary, _SUMMARY, "summary.json")
     return summary
 
 
-def _read_records(text: str) -> tuple[list[tuple[int, dict[str, Any]]], int]:
-    """Line numbers and records, and the number of unreadable lines but for the last: a killed run leaves that torn.
-
-    Raises:
-        ValueError: a record is not an object.
-    """
+def _read_records(text: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records, and a problem if a line other than the last is unreadable: a killed run leaves the last one torn."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    records, unreadable = [], 0
+    records, problems = [], []
     for number, line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            unreadable += number != lines[-1][0]
+            if number != lines[-1][0]:
+                problems.append(f"line {number} of metrics.jsonl cannot be read")
             continue
         if not isinstance(record, dict):
             raise ValueError(f"metrics.jsonl, line {number} is not a record")
-        records.append((number, record))
-    return records, unreadable
+        if record.get("kind", "train") == "train":
+            _check(record, _WINDOW, f"metrics.jsonl, line {number}", required=("step", "images_per_s"))
+        records.append(record)
+    return records, problems
 
 
-def _checked_window(record: dict[str, Any], number: int) -> dict[str, Any]:
-    valid = {
-        "step": _is_count(record.get("step")),
-        "images_per_s": _is_number(record.get("images_per_s"), 1e-9),
-        "data_wait_pct": record.get("data_wait_pct") is None or _is_number(record["data_wait_pct"], 0, 100),
-        "time": record.get("time") is None or _is_number(record["time"], 0),
-        "warmup": isinstance(record.get("warmup"), bool | None),
-        "loss": isinstance(record.get("loss"), int | float | None),
-    }
-    for name, is_valid in valid.items():
-        if not is_valid:
-            raise ValueError(f"metrics.jsonl, line {number}: {name} is {_shown(record.get(name))}")
-    return record
+# --- types ------------------------------------------------------------------------------------------------------------
 
 
-def _is_number(value: Any, lowest: float, highest: float = _LARGEST) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and lowest <= value <= highest
+def _is_amount(value: Any) -> bool:
+    """A number from 0 to far beyond any that a run records."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e12
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_number(value, 0)
+    return isinstance(value, int) and _is_amount(value)
 
 
-def _shown(value: Any) -> str:
-    return repr(value)[:80]
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, int | float) and _is_amount(abs(value))
 
 
-def _summary_problems(summary: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+Rules = Mapping[str, Callable[[Any], bool]]
+_WINDOW: Rules = {
+    "step": _is_count,
+    "images_per_s": lambda value: _is_amount(value) and value > 1e-9,
+    "data_wait_pct": lambda value: _is_amount(value) and value <= 100,
+    "time": _is_amount,
+    "warmup": lambda value: isinstance(value, bool),
+    "loss": lambda value: isinstance(value, int | float),
+}
+_SUMMARY: Rules = {
+    **dict.fromkeys(("status", "model", "memory_format", "channels_last_requested"), _is_text),
+    **dict.fromkeys(("precision", "device", "device_name"), _is_text),
+    **dict.fromkeys(("world_size", "global_batch_size", "image_size", "seed", "epochs"), _is_count),
+    **dict.fromkeys(("data_wait_pct", "peak_memory_gib", "others_pct"), _is_amount),
+    "environment": lambda value: isinstance(value, dict) and str(value).isprintable(),
+}
+
+
+def _check(document: dict[str, Any], rules: Rules, where: str, required: Sequence[str] = ()) -> None:
+    """
+    Raises:
+        ValueError: a value of the wrong type or size; a missing one, or null, is unknown unless it is required.
+    """
+    for name, is_valid in rules.items():
+        value = document.get(name)
+        if not is_valid(value) and (value is not None or name in required):
+            raise ValueError(f"{where}: {name} is {repr(value)[:80]}")
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """A run that failed or was killed, and facts that contradict the settings."""
     if not summary:
         return ["no summary.json: the run was killed or has not ended"]
     problems = []
     if summary.get("status") not in ("completed", "interrupted", None):
         problems.append(f"status {summary['status']}")
-    pairs = [(name, setting, summary.get(name)) for name, setting in _SETTING_OF.items() if setting != "nproc"]
-    layout = {"contiguous": "false", "channels_last": "true"}.get(str(summary.get("memory_format")))
-    pairs.append(("memory_format", "channels_last", layout))
-    for name, setting, value in pairs:
-        asked = settings.get(setting)
-        if None not in (asked, value) and _word(asked) not in ("auto", _word(value)):
-            problems.append(f"config.yaml has {setting}={_word(asked)}, summary.json has {name} {summary[name]}")
+    reported = [(name, setting, summary.get(name)) for name, setting in _SETTING_OF.items()]
+    reported.append(("memory_format", "channels_last", _LAYOUTS.get(str(summary.get("memory_format")))))
+    for name, setting, value in reported:
+        asked = config.get(setting)
+        if None not in (asked, value) and str(asked).lower() not in ("auto", str(value).lower()):
+            problems.append(f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}")
     return problems
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _repeated_steps(windows: Sequence[dict[str, Any]]) -> list[str]:
+    """Two processes wrote at the same time."""
+    repeated = [after["step"] for before, after in pairwise(windows) if after["step"] <= before["step"]]
+    return [f"step {repeated[0]} is recorded twice or out of order"] if repeated else []
 
 
-def _record_problems(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Two processes wrote at once, or the run was resumed with other settings."""
-    steps = [record["step"] for record in records if record.get("kind", "train") == "train"]
-    problems = []
-    repeated = [later for earlier, later in pairwise(steps) if later <= earlier]
-    if repeated:
-        problems.append(f"step {repeated[0]} is recorded twice or out of order")
+def _changes(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Facts that changed when the run was resumed: each process of a run writes a record of kind `start`."""
     starts = [record for record in records if record.get("kind") == "start"]
-    for before, after in pairwise(starts):
-        changed = [name for name in before if name not in ("time", "step") and before[name] != after.get(name)]
-        problems += [
-            f"{name} changed at step {_shown(after.get('step'))}: {_shown(before[name])} before, "
-            f"{_shown(after.get(name))} after"
-            for name in changed
-        ]
-    return problems
+    return [
+        f"{name} changed from {repr(before[name])[:80]} to {repr(after.get(name))[:80]} when the run was resumed"
+        for before, after in pairwise(starts)
+        for name in before
+        if name not in ("time", "step") and before[name] != after.get(name)
+    ]

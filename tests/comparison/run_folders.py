@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cl_train.comparison.run_records import Run, read_run
 
 
@@ -48,11 +46,11 @@ class Folder:
         if isinstance(lines, list):
             lines = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
         for name, content in (
-            ("config.yaml", self.config if isinstance(self.config, str) else yaml.safe_dump(self.config)),
+            ("config.yaml", self.config if isinstance(self.config, str) else json.dumps(self.config)),  # is YAML too
             ("summary.json", self.summary if isinstance(self.summary, str) else json.dumps(self.summary)),
             ("metrics.jsonl", lines),
         ):
-            if content not in (None, "null", "null\n...\n"):
+            if content not in (None, "null"):
                 (folder / name).write_text(content)
         return folder
 

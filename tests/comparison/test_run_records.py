@@ -37,7 +37,7 @@ def test_a_torn_last_line_is_ignored_and_one_in_the_middle_is_a_problem(tmp_path
     assert read_run(folder.write(tmp_path / "last")).problems == []
     folder.records.insert(3, '{"kind": "train", "st')
     [problem] = read_run(folder.write(tmp_path / "middle")).problems
-    assert "1 lines" in problem
+    assert "line 4" in problem
 
 
 def test_a_diverged_run_has_no_loss_and_is_readable(tmp_path: Path) -> None:
