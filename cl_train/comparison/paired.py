@@ -207,7 +207,10 @@ def benchmark_layouts(
             raise
         except Exception as error:  # whatever a user's model raises
             if not is_out_of_memory(error):
-                raise ConfigError(f"the model cannot be measured: {explain_failure(error)}") from error
+                raise ConfigError(
+                    f"the model cannot be measured: {explain_failure(error)}; if it takes another input, give batch or "
+                    "image_size"
+                ) from error
         timed = []
         release_memory(workload.device)  # here, where the exception no longer refers to tensors
         if batch_size == 1 or workload.batch is not None:

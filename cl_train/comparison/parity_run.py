@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ class Record:
     """Samples of every tensor of a step, float64 on the CPU, in the order in which they were computed."""
 
     forward: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "input of X", "output of X"
-    results: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "result 0", "loss"
+    results: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "result 0", "loss" (the user's own)
     gradients: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "gradient of P", last layer first
     statistics: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "statistics of X"
 
@@ -52,7 +53,9 @@ def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtyp
     """
     model = model_in_layout(task.model, layout, precision, task.device)
     if dtype is not None:
-        model.to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on complex parameters, which keep their dtype
+            model.to(dtype)
     model.train()
     batch = place_batch(task.batch, task.device, dtype or precision.input_dtype, layout.memory_format)
     record, called = Record(), list[str]()
@@ -69,7 +72,8 @@ def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtyp
         if loss.requires_grad:
             loss.backward()
     record.results = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
-    record.results.append(("loss", sample(loss)))
+    if task.loss is not None:
+        record.results.append(("loss", sample(loss)))
     record.gradients = [
         (f"gradient of {name}", sample(parameter.grad))
         for name, parameter in _in_backward_order(model, called)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import linecache
 import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 
@@ -35,10 +35,7 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
         ConfigError: the output has no such entry, or no floating-point tensor.
     """
     selected = _entry(output, key) if key is not None else output
-    if hasattr(selected, "__dataclass_fields__"):
-        selected = vars(selected)
-    leaves = [leaf for leaf in tree_leaves(selected) if isinstance(leaf, torch.Tensor)]
-    tensors = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    tensors = [leaf for leaf in _tensors_in(selected) if leaf.is_floating_point() or leaf.is_complex()]
     if not tensors:
         what = f"its entry {key!r}" if key is not None else "its output"
         raise ConfigError(
@@ -46,6 +43,18 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
             "select an entry that does with output=KEY, pass a loss of your own, or run forward only (backward=false)"
         )
     return tensors
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Subclasses of dict and dataclasses count as containers, as nested as they are."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for item in value.values() for tensor in _tensors_in(item))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for item in value for tensor in _tensors_in(item))
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from _tensors_in(vars(value))
 
 
 def _entry(output: Any, key: str | int) -> Any:

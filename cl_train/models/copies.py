@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import warnings
 
 import torch
 from torch import nn
@@ -25,14 +27,31 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
     if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for tensor in tensors):
         raise ConfigError("the model has lazy modules without shapes: run it on one batch first")
     memo: dict[int, object] = {}
-    for module in model.modules():
-        for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _copy_tensor(value, device)
     try:
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                if id(module) not in memo:
+                    memo[id(module)] = _copy_scripted(module, device)
+                continue
+            for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
+                if isinstance(value, torch.Tensor) and id(value) not in memo:
+                    memo[id(value)] = _copy_tensor(value, device)
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever the attributes of a user's module raise
         raise ConfigError(f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _copy_scripted(module: torch.jit.ScriptModule, device: torch.device | str | None) -> torch.jit.ScriptModule:
+    """Through TorchScript's own format: `copy.deepcopy` returns parameters that are results with a graph.
+
+    TorchScript has no meta device: the copy keeps its memory there.
+    """
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(module, buffer)
+        buffer.seek(0)
+        return torch.jit.load(buffer, None if str(device) == "meta" else device)
 
 
 def _copy_tensor(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
