@@ -5,9 +5,10 @@ Two questions are asked, because the layouts round differently and are never bit
 1. Does the model's code depend on the layout? Both layouts run in float64, where rounding is 1e-16 of the values: a
    difference above `EXACT` is no rounding.
 2. Do the kernels of the precision under test agree? Both layouts are compared with the float64 run. Channels_last may
-   deviate `TOLERANCE` times as far as contiguous does, or by the square root of the dtype's epsilon, or, for gradients,
-   by `KINKS`: an activation that lies within rounding of a kink (ReLU at 0) may fall on the other side. A wrong
-   kernel's error is of the size of the values.
+   deviate `TOLERANCE` times as far as contiguous does (its sums run in another order: 8 times the rounding error was
+   measured in sound models), or by the square root of the dtype's epsilon, or, for gradients, by `KINKS`: an activation
+   that lies within rounding of a kink (ReLU at 0) may fall on the other side. The error of a wrong kernel has the size
+   of the values.
 
 Gradients that are zero in theory (a bias before BatchNorm) have no size of their own; their errors are relative to the
 typical size of all gradients.
@@ -34,8 +35,9 @@ from cl_train.system.memory import available_bytes
 
 EXACT = 1e-6
 EXACT_FP32 = 1e-3  # where the model does not run in float64
-TOLERANCE = 4.0
+TOLERANCE = 16.0
 KINKS = 0.1
+MOST = 0.7  # values in a wrong order deviate by 1.4
 BLIND = 0.25  # contiguous deviates further by rounding alone: nothing can be said about channels_last
 SMALL_IMAGE, BATCH_SIZES = 96, (4, 2)  # layouts agree or differ whatever the size
 
@@ -192,7 +194,7 @@ def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Preci
 
 
 def _limit(kind: str, contiguous_error: float, floor: float) -> float:
-    return max(TOLERANCE * contiguous_error, floor, KINKS if kind == "gradients" else 0.0)
+    return min(MOST, max(TOLERANCE * contiguous_error, floor, KINKS if kind == "gradients" else 0.0))
 
 
 Limit = Callable[[str, float], float]
