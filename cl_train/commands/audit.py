@@ -12,12 +12,15 @@ Exit codes: 0 done, 2 wrong usage or a model that does not run.
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cl_train.config.schema import PRECISIONS, setting
-from cl_train.config.validation import setting_fields, settings_from_arguments
+from cl_train.config.schema import CONVERSIONS, DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, setting
+from cl_train.config.validation import settings_from_arguments
 
 if TYPE_CHECKING:  # torch is imported only once the settings are right
     import torch
@@ -29,38 +32,44 @@ if TYPE_CHECKING:  # torch is imported only once the settings are right
 
 @dataclass
 class AuditSettings:
-    model: str = setting("resnet18", "a torchvision model, timm/<name>, or your own package.module:function")
+    """The model, its input, and what is measured."""
+
+    model: str = setting("resnet18", MODEL_HELP)
     weights: str | None = setting(None, "pretrained weights by name, or a file of weights")
     channels_last: bool = setting(True, "convert the model to channels_last")
-    conversion: str = setting("full", "which tensors are converted", choices=("full", "conv", "select", "none"))
-    select: list[str] = setting([], "conversion=select: module names (shell patterns)")
+    conversion: str = setting("full", "which tensors are converted", choices=(*CONVERSIONS, "none"))
+    select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
     input_channels_last: bool = setting(True, "false: hand the model contiguous images")
     batch_size: int = setting(2, "images per batch", minimum=1)
-    image_size: int = setting(224, "height and width of the images, in pixels", minimum=8)
+    image_size: int = setting(224, "height and width of the images, pixels", minimum=8, key="data.image_size")
     frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     input_channels: int = setting(3, "channels of the images", minimum=1)
     num_classes: int = setting(1000, "number of classes", minimum=2)
     output: str | None = setting(None, "the entry of the model's output to use: a dict's key, an attribute or an index")
-    precision: str = setting("auto", "of the step", choices=PRECISIONS)
-    device: str = setting("auto", "device to run on", choices=("auto", "cpu", "cuda"))
+    precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
+    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step and each permuting copy")
     compile: bool = setting(False, "also report which compiled graphs inductor lays out channels_last")
     operators: bool = setting(False, "measure which operators keep channels_last, instead of a model")
-    out: str | None = setting(None, "file for the report as JSON; with operators=true a folder")
+    out: str | None = setting(None, "file for the report as JSON; with operators=true a folder (results)")
+    json: bool = setting(False, "print the report as JSON")
+
+
+USAGE = "[key=value ...]"
+SETTINGS = {"settings": AuditSettings}
 
 
 def main(words: list[str]) -> int:
-    if "--help" in words or "-h" in words:
-        print(__doc__)
-        for name, field in setting_fields(AuditSettings).items():
-            print(f"  {name:<20} {field.metadata['help']}")
-        return 0
     settings = settings_from_arguments(AuditSettings, words)
     if settings.operators:
         measure_operators(settings)
-    else:
-        print(audit_model(settings))
+        return 0
+    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
+        report = audit_model(settings)
+        print(report)
+    if settings.json:
+        print(json.dumps(report.to_dict()))
     return 0
 
 

@@ -26,7 +26,8 @@ import torch
 
 from cl_train.comparison import reference_loaders
 from cl_train.comparison.reference_loaders import MEAN, STD, Close, Load, Run
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig, setting
+from cl_train.config.benchmarks import LoaderBenchmarkSettings
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import DATA_DIR, build_data, default_workers
 from cl_train.data.decode import JPEG_MAGIC, BadImage, read_file
@@ -46,22 +47,6 @@ OTHERS: dict[str, tuple[str, Callable[[Load], tuple[Run, Close]]]] = {
 }
 _DECODE_SAMPLE = 256  # images decoded for the decode limit
 _CLOCK_MS = 1e-3  # a short round can end within one tick of the processor clock
-
-
-@dataclass
-class LoaderBenchmarkSettings:
-    """What `python scripts/loader_benchmark.py` takes."""
-
-    root: str | None = setting(None, "folder with train/<class>/* and val/<class>/*; null = the sample data")
-    image_size: int = setting(224, "side of the crops, pixels", minimum=8)
-    batch_size: int = setting(64, "images per batch", minimum=1)
-    images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
-    rounds: int = setting(5, "interleaved rounds, after one warm-up round", minimum=1)
-    workers: list[int] = setting([], "worker counts to try; empty = 1, 2, 4, ... up to the cores")
-    others: bool = setting(True, "also the torchvision reference, timm, FFCV and DALI where they are installed")
-    device: str = setting("auto", "for the copy to the device", choices=("auto", "cpu", "cuda"))
-    output: str | None = setting(None, "write the result there, such as results/loader-NAME.json")
-    gpu_images_per_s: float = setting(5400.0, "the rate that the training needs; says how many cores feed it", above=0)
 
 
 @dataclass

@@ -45,6 +45,7 @@ def compare_folders(
     *,
     out: Path | None = None,
     parity_failures: Mapping[str, str] | None = None,
+    show_table: bool = False,
 ) -> Report:
     """Compare a sweep, a folder of runs, or the runs named; write the report and print its verdict.
 
@@ -53,6 +54,7 @@ def compare_folders(
         by: the setting to compare by; None = the sweep's own, else channels_last.
         out: where to write the report; None = the folder of the sweep or of the runs, else the last run's.
         parity_failures: messages by model, as in `compare_runs`.
+        show_table: print the whole report above the verdict.
 
     Raises:
         ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
@@ -83,6 +85,8 @@ def compare_folders(
     verdict = write_report(report, target)
     for missing in failed:
         print(f"not finished: job {missing.job} ({missing.overrides}): {missing.why}")
+    if show_table:
+        print(as_markdown(report))
     print(f"{verdict} Report: {target / 'comparison.md'}", flush=True)
     return report
 

@@ -20,8 +20,9 @@ from cl_train.comparison.paired import Comparison, benchmark_layouts, measuremen
 from cl_train.comparison.parity import check_parity
 from cl_train.comparison.statistics import SMALLEST_DIFFERENCE
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, TimedModel, Workload
-from cl_train.config.schema import PRECISIONS, ConfigError, OptimConfig, setting
-from cl_train.config.validation import suggest, to_mapping
+from cl_train.config.benchmarks import BenchmarkSettings
+from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.config.validation import to_mapping
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import registry as models
 from cl_train.step.precision import resolve_precision
@@ -29,29 +30,8 @@ from cl_train.system.distributed import choose_device
 from cl_train.system.environment import describe_environment, device_name
 
 SCHEMA_VERSION = 1
-MODES = ("train", "infer")
 TOO_WIDE = 0.1  # interval / ratio above which a loss of several percent would not be seen
 LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
-
-
-@dataclass
-class BenchmarkSettings:
-    """What to measure: every combination of the lists, which are written a,b,c."""
-
-    model: list[str] = setting(["resnet50"], "models, by the names that train.py takes")
-    mode: list[str] = setting(["train"], "train (forward, backward, optimizer) or infer")
-    precision: list[str] = setting(["auto"], "as in train.py")
-    batch_size: list[int] = setting([32], "images per step")
-    compile: list[bool] = setting([False], "torch.compile the model")
-    cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
-    image_size: int | None = setting(None, "pixels; null = 224, or 299 for inception_v3", minimum=8)
-    layouts: list[str] = setting(["contiguous", "channels_last"], "the first is the baseline; also channels_last_conv")
-    optimizer: str = setting("sgd", "optimizer of the training step", choices=("sgd", "adamw", "rmsprop"))
-    device: str = setting("auto", "cuda where there is one, else cpu", choices=("auto", "cpu", "cuda"))
-    target_ci: float = setting(0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0)
-    time_limit_s: float = setting(60.0, "seconds per combination, without warm-up and compilation", above=0)
-    parity: bool = setting(True, "first check that the layouts compute the same")
-    detail: bool = setting(True, "time by kind of layer: forward, backward and optimizer")
 
 
 @dataclass(frozen=True)
@@ -79,14 +59,6 @@ def check_settings(settings: BenchmarkSettings) -> None:
             models.check_model(name)
         except ConfigError as error:
             problems += error.problems
-    for key, values, known in (
-        ("mode", settings.mode, MODES),
-        ("precision", settings.precision, PRECISIONS),
-        ("layouts", settings.layouts, tuple(LAYOUTS)),
-    ):
-        unknown = [value for value in values if value not in known]
-        problems += [f"{key}={word}: must be one of {', '.join(known)}{suggest(word, known)}" for word in unknown]
-    problems += [f"batch_size={size}: must be at least 1" for size in settings.batch_size if size < 1]
     if len(settings.layouts) < 2:
         problems.append("layouts: a comparison needs two or more")
     try:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.comparison.loader_speed import LoaderBenchmarkSettings, benchmark, table
+from cl_train.comparison.loader_speed import benchmark, table
+from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.schema import ConfigError
 from tests.data.image_folders import write_folder
 
@@ -32,16 +33,18 @@ def test_rows_ratios_and_the_cores_that_a_rate_needs(tmp_path):
 @pytest.mark.slow
 def test_the_script_ends_with_json_and_compares_with_the_reference(tmp_path):
     root = write_folder(tmp_path, train=40, val=2)
-    words = [f"root={root}", "image_size=32", "batch_size=8", "images=16", "rounds=1", "workers=1", "device=cpu"]
-    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=120)
+    words = [f"data.root={root}", "data.image_size=32", "batch_size=8", "images=16", "rounds=1", "data.workers=1"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words, "json=true", "device=cpu"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)
     reference = [row for row in result["rows"] if row["pipeline"] == "torchvision reference"]
     assert len(reference) == 1 and reference[0]["ratio_to_reference"] == 1.0
 
 
 def test_wrong_settings_are_refused(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, "worker=2"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "did you mean workers?" in done.stderr
+    done = subprocess.run([sys.executable, SCRIPT, "data.worker=2"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean data.workers?" in done.stderr
     with pytest.raises(ConfigError, match="does not exist"):
         benchmark(LoaderBenchmarkSettings(root=str(tmp_path / "nowhere")))

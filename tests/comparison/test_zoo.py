@@ -106,8 +106,8 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_command_runs_resumes_and_times(tmp_path: Path) -> None:
-    words = ("--models", "shufflenet_v2_x0_5", "--device", "cpu", "--precision", "fp32", "--batch", "2",
-             "--image-size", "64", "--seconds", "0.5", "--out", str(tmp_path))  # fmt: skip
+    words = ("model=shufflenet_v2_x0_5", "device=cpu", "precision=fp32", "batch_size=2",
+             "data.image_size=64", "time_limit_s=0.5", f"out={tmp_path}")  # fmt: skip
     done = command(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
@@ -123,7 +123,7 @@ def test_the_command_runs_resumes_and_times(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wrong_words() -> None:
-    wrong = command("--models", "resnet19")
+    wrong = command("model=resnet19")
     assert wrong.returncode == 2 and "did you mean resnet1" in wrong.stderr
 
 

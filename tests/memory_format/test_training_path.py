@@ -129,7 +129,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_command_tells_all(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
-    done = command("model=shufflenet_v2_x0_5", "image_size=64", "precision=fp32", f"out={path}", "compile=true")
+    done = command("model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32", f"out={path}", "compile=true")
     assert done.returncode == 0, done.stderr
     assert "13 x cat (forward)" in done.stdout and "shufflenetv2.py:95" in done.stdout
     report = json.loads(path.read_text())
@@ -154,7 +154,7 @@ def test_the_command_on_a_model_of_ones_own_and_wrong_words(tmp_path: Path) -> N
         "build = Lossy\n"
     )
     script = str(ROOT / "scripts" / "audit.py")
-    words = [sys.executable, script, "model=my_model:build", "image_size=16", "precision=fp32"]
+    words = [sys.executable, script, "model=my_model:build", "data.image_size=16", "precision=fp32"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "my_model.py:7" in done.stdout and "x = self.conv(x).contiguous()" in done.stdout

@@ -1,0 +1,57 @@
+"""The settings of the benchmarks, which the comparison room needs too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cl_train.config.schema import DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, setting
+
+
+@dataclass
+class BenchmarkSettings:
+    """What to measure: every combination of the lists, which are written a,b,c."""
+
+    model: list[str] = setting(["resnet50"], MODEL_HELP)
+    mode: list[str] = setting(["train"], "train (forward, backward, optimizer) or infer", choices=("train", "infer"))
+    precision: list[str] = setting(["auto"], PRECISION_HELP, choices=PRECISIONS)
+    batch_size: list[int] = setting([32], "images per step", minimum=1)
+    compile: list[bool] = setting([False], "compile the model with torch.compile")
+    cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
+    image_size: int | None = setting(
+        None, "side of the images, pixels; null = 224, or 299 for inception_v3", minimum=8, key="data.image_size"
+    )
+    layouts: list[str] = setting(
+        ["contiguous", "channels_last"],
+        "the first is what the others are compared with; channels_last_conv converts convolutions only",
+        choices=("contiguous", "channels_last", "channels_last_conv"),
+    )
+    optimizer: str = setting("sgd", "optimizer of the training step", choices=("sgd", "adamw", "rmsprop"))
+    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
+    target_ci: float = setting(0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0)
+    time_limit_s: float = setting(60.0, "seconds per combination, without warm-up and compilation", above=0)
+    parity: bool = setting(True, "first check that the layouts compute the same")
+    detail: bool = setting(True, "time by kind of layer: forward, backward and optimizer")
+    baseline: str | None = setting(None, "file of an earlier result; fail if a speed-up fell below it")
+    out: str | None = setting(None, "file for the result as JSON")
+    json: bool = setting(False, "print the result as JSON")
+
+
+@dataclass
+class LoaderBenchmarkSettings:
+    """What to load, how, and against what."""
+
+    root: str | None = setting(
+        None, "folder that holds train/<class>/* and val/<class>/*; null = the sample data", key="data.root"
+    )
+    image_size: int = setting(224, "side of the crops, pixels", minimum=8, key="data.image_size")
+    workers: list[int] = setting(
+        [], "numbers of workers to try; empty = 1, 2, 4, ... up to the cores", minimum=1, key="data.workers"
+    )
+    batch_size: int = setting(64, "images per batch", minimum=1)
+    images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
+    rounds: int = setting(5, "interleaved rounds, after one warm-up round", minimum=1)
+    others: bool = setting(True, "also the torchvision reference, timm, FFCV and DALI where they are installed")
+    device: str = setting("auto", "device of the copy that is timed", choices=DEVICES)
+    gpu_images_per_s: float = setting(5400.0, "rate of the training; says how many cores feed it", above=0)
+    out: str | None = setting(None, "file for the result as JSON")
+    json: bool = setting(False, "print the result as JSON")
