@@ -80,7 +80,8 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
     near = [full for full in known if full.rpartition(".")[2] == leaf]
     if not near:
         score = {full: max(_likeness(key, full), _likeness(key, full.rpartition(".")[2]) - 0.15) for full in known}
-        near = sorted((full for full in known if score[full] >= 0.6), key=lambda full: -score[full])
+        best = max(score.values(), default=0)
+        near = sorted((full for full in known if score[full] >= max(0.6, best - 0.15)), key=lambda full: -score[full])
     return f"; did you mean {', '.join(near[:3])}?" if near else ""
 
 
