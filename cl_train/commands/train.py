@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import hydra
@@ -31,7 +32,7 @@ from cl_train.config.help import train_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load, stop_with
 from cl_train.system.launcher import read_launch
-from cl_train.system.run_folder import check_writable, safe_name
+from cl_train.system.run_folder import claimed_folder, safe_name
 
 USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
 
@@ -58,22 +59,24 @@ def main(words: list[str]) -> int:
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     try:
         runs = check_command_line(words)
-        if runs:  # none for --help, --cfg and tab completion, which must not wait for torch
-            launch = read_launch()
-            from cl_train.training import loop
+        with ExitStack() as claim:
+            if runs:  # none for --cfg and tab completion, which must not wait for torch
+                launch = read_launch()
+                from cl_train.training import loop
 
-            loop.check(runs)
-            if Words.read(words).multirun:
-                from cl_train.comparison.sweep import run_sweep
+                loop.check(runs)
+                if Words.read(words).multirun:
+                    from cl_train.comparison.sweep import run_sweep
 
-                return run_sweep(words)
-            folder = Path()  # rank 0 alone makes a run folder; with the time in its name, each rank would make its own
-            if launch is None or launch.rank == 0:
-                folder = hydra_folder(Words.read(words).overrides, "run")
-                check_writable(folder)  # Hydra would fail with a traceback
-            words = [*words, f"hydra.run.dir={quoted(folder)}"]
-        sys.argv = ["train.py", *words]  # Hydra reads it
-        train()
+                    return run_sweep(words)
+                folder = Path()  # rank 0 alone makes a run folder; each rank would give it another time in its name
+                if launch is None or launch.rank == 0:
+                    folder = hydra_folder(Words.read(words).overrides, "run")
+                    # Before Hydra writes into it: a refused run must not change the files of another one.
+                    claim.enter_context(claimed_folder(folder, resume=runs[0].resume, overwrite=runs[0].overwrite))
+                words = [*words, f"hydra.run.dir={quoted(folder)}"]
+            sys.argv = ["train.py", *words]  # Hydra reads it
+            train()
         return 0
     except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
         print("stopped before the first step", file=sys.stderr)

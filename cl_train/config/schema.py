@@ -254,6 +254,9 @@ class Config:
     warmup_steps: int = setting(
         10, "first steps, which the throughput averages leave out", minimum=0, affects="nothing"
     )
+    overwrite: bool = setting(
+        False, "delete the records and checkpoints of an earlier run in the run folder", affects="nothing"
+    )
     resume: str | None = setting(
         None,
         "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -46,6 +48,40 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.__exit__(kind, error, trace)
+
+
+@contextmanager
+def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
+    """Lock the run folder and make sure that it holds no other run.
+
+    Args:
+        overwrite: delete the records and checkpoints of an earlier run; renamed (superseded) checkpoints stay.
+
+    Raises:
+        ConfigError: the folder cannot be written to, another run is writing to it, or an earlier run's results are in
+            it and `resume` does not continue that run.
+    """
+    check_writable(folder)
+    with RunLock(folder):
+        if overwrite:
+            for pattern in ("metrics.jsonl", "summary.json", "train.log", "events.out.tfevents.*", "checkpoints/*.pt"):
+                for path in folder.glob(pattern):
+                    path.unlink()
+        check_writable(folder / "checkpoints")
+        metrics = folder / "metrics.jsonl"
+        is_used = (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("*.pt"))
+        if is_used and not _continues(resume, folder):
+            raise ConfigError(
+                f"{folder} holds the results of an earlier run: continue it with resume=auto, choose another folder "
+                "with hydra.run.dir=FOLDER, or delete them with overwrite=true"
+            )
+        yield
+
+
+def _continues(resume: str | None, folder: Path) -> bool:
+    if resume is None or resume == "auto":
+        return resume == "auto"
+    return Path(resume).expanduser().resolve().is_relative_to(folder.resolve())
 
 
 def check_writable(folder: str | Path) -> None:

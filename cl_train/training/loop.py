@@ -24,7 +24,6 @@ from cl_train.models import registry as models
 from cl_train.step.optim import set_lr
 from cl_train.step.schedule import lr_at
 from cl_train.system.distributed import (
-    Dist,
     agree,
     broadcast_object,
     choose_device,
@@ -33,7 +32,7 @@ from cl_train.system.distributed import (
     sum_over_ranks,
 )
 from cl_train.system.heartbeat import watch_ranks
-from cl_train.system.run_folder import RunLock, check_writable
+from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
 from cl_train.training.console import EpochAverages, ProgressBar, TimeLeft, console_line
@@ -89,7 +88,12 @@ def train(cfg: Config, folder: Path) -> int:
         stack.push(signals)  # entered before the first step; left last, so that nothing interrupts the closing of files
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
-        folder = open_run_folder(folder, dist, run_log, stack)
+        folder = Path(broadcast_object(str(folder.absolute()), dist))  # rank 0's
+        if dist.is_main:
+            stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
+            run_log.open_file(folder)
+        else:
+            run_log.only_warnings()
         cfg = settle_batch_size(cfg, dist)
         run = set_up(cfg, folder, dist, signals, stack)
         stack.push(write_failure(run))
@@ -152,19 +156,6 @@ def train(cfg: Config, folder: Path) -> int:
             elif not run.stop:
                 close_epoch(run, averages, save_now=bool(save_now))
         return finish(run, cfg)
-
-
-def open_run_folder(folder: Path, dist: Dist, run_log: RunLog, stack: ExitStack) -> Path:
-    """Rank 0's folder, on all ranks; rank 0 locks it and logs to it."""
-    folder = Path(broadcast_object(str(folder.absolute()), dist))
-    if dist.is_main:
-        check_writable(folder)
-        stack.enter_context(RunLock(folder))
-        check_writable(folder / "checkpoints")
-        run_log.open_file(folder)
-    else:
-        run_log.only_warnings()
-    return folder
 
 
 def write_failure(run: Run) -> ExitCallback:
