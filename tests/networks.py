@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import torch
 from torch import nn
 
@@ -76,3 +80,41 @@ def uncopyable(num_classes: int) -> nn.Module:
     model = small(num_classes)
     model.result = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
     return model
+
+
+class _Signalling(nn.Module):
+    """Sends `signum` to its own process at a forward pass, counted over training or over evaluation."""
+
+    def __init__(self, num_classes: int, signum: int, *, in_training: bool, at_call: int) -> None:
+        super().__init__()
+        self.network = small(num_classes)
+        self.signum, self.in_training, self.at_call, self.calls = signum, in_training, at_call, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training == self.in_training and os.environ.get("RANK", "1") == "1":  # under torchrun rank 1 alone
+            self.calls += 1
+            if self.calls == self.at_call:
+                os.kill(os.getpid(), self.signum)
+                time.sleep(0.1)  # the thread that reads signals takes its turn
+        logits: torch.Tensor = self.network(images)
+        return logits
+
+
+def terminated_in_evaluation(num_classes: int) -> nn.Module:
+    return _Signalling(num_classes, signal.SIGTERM, in_training=False, at_call=2)
+
+
+def terminated_in_training(num_classes: int) -> nn.Module:
+    return _Signalling(num_classes, signal.SIGTERM, in_training=True, at_call=2)
+
+
+def asked_to_save(num_classes: int) -> nn.Module:
+    return _Signalling(num_classes, signal.SIGUSR1, in_training=True, at_call=2)
+
+
+def unsaveable(num_classes: int) -> nn.Module:
+    class Unsaveable(nn.Identity):
+        def get_extra_state(self) -> object:
+            return object()
+
+    return nn.Sequential(small(num_classes), Unsaveable())

@@ -64,8 +64,8 @@ def results_of_records(metrics: Path) -> dict[str, Any]:
     records = read_records(metrics)
     trained = [record for record in records if record["kind"] == "train"]
     names = [field.name for field in dataclasses.fields(Window)]
-    windows = [Window(**{name: record.get(name, 0) for name in names}) for record in trained if not record["warmup"]]
-    found = speed(windows)
+    measured = [record for record in trained if not record["warmup"]] or trained
+    found = speed([Window(**{name: record.get(name, 0) for name in names}) for record in measured])
     for record in records:
         if record["kind"] in ("val", "val_average"):
             found[record["kind"]] = {name: record[name] for name in ("loss", "top1", "top5", "images")}

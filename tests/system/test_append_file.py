@@ -1,0 +1,48 @@
+"""Records beside a full disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+
+from cl_train.system.append_file import AppendFile
+
+
+def test_refused_records_are_written_later_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = AppendFile(tmp_path / "records")
+    file.append(b"1\n")
+    original = AppendFile._write
+
+    def refuse(self: AppendFile, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(AppendFile, "_write", refuse)
+    with caplog.at_level(logging.WARNING):
+        file.append(b"2\n")
+        file.append(b"3\n")
+    assert not file.flush() and (tmp_path / "records").read_bytes() == b"1\n"
+    assert [str(tmp_path / "records") in message for message in caplog.messages] == [True], "one warning"
+    monkeypatch.setattr(AppendFile, "_write", original)
+    file.append(b"4\n")
+    assert (tmp_path / "records").read_bytes() == b"1\n2\n3\n4\n"
+
+
+def test_a_record_is_written_whole_or_not_at_all() -> None:
+    """/dev/full accepts no byte."""
+    file = AppendFile(Path("/dev/full"))
+    file.append(b"x" * 100)
+    assert not file.flush()
+
+
+def test_waiting_records_can_be_dropped(tmp_path: Path) -> None:
+    file = AppendFile(tmp_path / "missing" / "records")
+    for record in (b"1\n", b"2\n", b"3\n"):
+        file.append(record)
+    file.keep_waiting(lambda record: record != b"2\n")
+    (tmp_path / "missing").mkdir()
+    assert file.flush() and file.path.read_bytes() == b"1\n3\n"
