@@ -1,7 +1,7 @@
 """Train image classifiers and measure what the channels_last memory format is worth.
 
-Each name below works on its own, in any training loop; docs/python.md has complete programs. A name is imported when it is
-first used, so that `import cl_train` does not wait for torch.
+Each name below works on its own, in any training loop; docs/python.md has complete programs. A name is imported when it
+is first used, so that `import cl_train` does not wait for torch.
 """
 
 from __future__ import annotations

@@ -29,12 +29,14 @@ from cl_train.comparison.reference_loaders import MEAN, STD, Close, Load, Run
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import DATA_DIR, build_data, default_workers
-from cl_train.data.decode import JPEG_MAGIC, BadImage, read_file
+from cl_train.data.build import DATA_DIR, build_data
+from cl_train.data.decode import JPEG_MAGIC, BadImage
 from cl_train.data.device import Normalise
-from cl_train.data.folder import Split, read_folder
-from cl_train.data.loader import FolderData
+from cl_train.data.folder import read_folder
+from cl_train.data.image_data import ImageData
+from cl_train.data.image_loader import default_workers
 from cl_train.data.sample import ensure_sample
+from cl_train.data.source import Split
 from cl_train.system.distributed import Dist, choose_device
 from cl_train.system.environment import describe_environment
 
@@ -51,7 +53,7 @@ _CLOCK_MS = 1e-3  # a short round can end within one tick of the processor clock
 
 @dataclass
 class Pipeline:
-    """A way to deliver images. `workers`: processes or threads; 0 = not counted in workers."""
+    """A way to deliver images. `workers`: processes; 0 = not counted in workers."""
 
     name: str
     workers: int
@@ -115,11 +117,9 @@ def _pipelines(
 ) -> tuple[list[Pipeline], dict[str, str]]:
     pipelines = []
     for workers in counts:
-        for kind in ("process", "thread"):
-            pipelines.append(_ours(settings, root, workers, kind))
+        pipelines.append(_ours(settings, root, workers))
     most = max(counts)
-    pipelines.append(_ours(settings, root, most, "process", exact_decode=False))
-    pipelines.append(_ours(settings, root, most, "process", decoder="pillow"))
+    pipelines.append(_ours(settings, root, most, decoder="pillow"))
     missing: dict[str, str] = {}
     load = reference_loaders.Load(root, settings.image_size, settings.batch_size, settings.images, most)
     for name, (module, build) in OTHERS.items() if settings.others else ():
@@ -149,18 +149,16 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _ours(settings: LoaderBenchmarkSettings, root: Path, workers: int, kind: str, **changes: Any) -> Pipeline:
-    cfg = DataConfig(
-        name="folder", root=str(root), image_size=settings.image_size, workers=workers, worker_type=kind, **changes
-    )
+def _ours(settings: LoaderBenchmarkSettings, root: Path, workers: int, **changes: Any) -> Pipeline:
+    cfg = DataConfig(name="folder", root=str(root), image_size=settings.image_size, workers=workers, **changes)
     dist = Dist(0, 0, 1, torch.device("cpu"))
     data = build_data(cfg, AugmentConfig(), batch_size=settings.batch_size, seed=0, dist=dist)
-    assert isinstance(data, FolderData)
+    assert isinstance(data, ImageData)
     epochs = iter(range(10**9))
 
     def run() -> int:
         images = 0
-        for host in data.train_host(next(epochs)):
+        for host in data.train_loader.batches(next(epochs)):
             images += len(host.targets)
             host.release()
             if images >= settings.images:
@@ -168,7 +166,7 @@ def _ours(settings: LoaderBenchmarkSettings, root: Path, workers: int, kind: str
         return images
 
     words = [f"{key}={str(value).lower()}" for key, value in changes.items()]
-    return Pipeline(" ".join(["cl_train", kind, *words]), workers, run, data.close)
+    return Pipeline(" ".join(["cl_train", *words]), workers, run, data.close)
 
 
 # --- limits ---
@@ -179,7 +177,7 @@ def _jpeg_bytes(split: Split) -> list[bytes]:
     sources = []
     for index in range(0, len(split), step):
         try:
-            data = read_file(split.path(index))
+            data = split.read(index)
             if data.startswith(JPEG_MAGIC) and simplejpeg.decode_jpeg_header(data)[2] in ("YCbCr", "Gray"):
                 sources.append(data)
         except (BadImage, ValueError):
@@ -281,7 +279,7 @@ def _result(
             less = [base / max(ms, _CLOCK_MS) for ms, base in zip(pipeline.cpu_ms, reference.cpu_ms, strict=True)]
             row["cpu_ratio_to_reference"] = round(median(less), 2)
         rows.append(row)
-    ours = [pipeline for pipeline in pipelines if pipeline.name in ("cl_train process", "cl_train thread")]
+    ours = [pipeline for pipeline in pipelines if pipeline.name == "cl_train"]
     per_core = max(pipeline.images_per_s / min(cores, pipeline.workers) for pipeline in ours)
     return {
         "schema_version": 1,

@@ -79,20 +79,11 @@ class DataConfig:
         None, "validation: short side before the centre crop, pixels; null = 256/224 of image_size", minimum=8
     )
     workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
-    worker_type: str = setting("auto", "what a worker is", choices=("auto", "process", "thread"))
-    decoder: str = setting("auto", "JPEG decoder", choices=("auto", "simplejpeg", "pillow"))
-    decode: str = setting("cpu", "where images are decoded; gpu needs torchcodec", choices=("cpu", "gpu"))
-    exact_decode: bool = setting(
-        True, "false: decode large images at 1/2, 1/4 or 1/8 of their size if the crop allows it"
-    )
-    memory_format: str = setting("channels_last", "layout of the uint8 batches of the loader", choices=MEMORY_FORMATS)
+    decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
     prefetch: int = setting(3, "batches prepared ahead by the workers together", minimum=1, maximum=64)
     worker_timeout_s: float = setting(
         60.0, "stop the run if no worker finishes an image for this many seconds", above=0
     )
-    device_prefetch: int = setting(1, "batches copied to the device ahead of the step", minimum=0, maximum=16)
-    pin_memory: bool | None = setting(None, "page-locked batches, on CUDA; null = true")
-    persistent_workers: bool = setting(True, "keep workers alive between epochs")
     on_bad_image: str = setting(
         "error", "what to do with an image that cannot be decoded", choices=("error", "skip"), affects="nothing"
     )

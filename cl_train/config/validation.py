@@ -251,7 +251,6 @@ def check_together(cfg: Config) -> list[str]:
         "batch_size=auto with resume=...: a run goes on with the batch size that it began with; see its config.yaml": (
             cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None
         ),
-        "data.decode=gpu needs device=cuda": data.decode == "gpu" and cfg.device == "cpu",
         f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, setting_fields(Config))}": (
             cfg.compare_by not in setting_fields(Config)
         ),

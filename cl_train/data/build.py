@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.augment import image_augment, label_mix
+from cl_train.data.bad_images import BadImages
+from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.crops import CropRange, default_val_resize
-from cl_train.data.device import Batch, DeviceFormat, MixLabels
-from cl_train.data.device_decode import DeviceDecodedData, torchcodec_decoder
-from cl_train.data.folder import Folder, index_path, read_folder
+from cl_train.data.folder import read_folder
+from cl_train.data.image_data import ImageData
+from cl_train.data.image_loader import default_workers
 from cl_train.data.imagenette import ensure_imagenette
-from cl_train.data.images import ImageForm, Times
-from cl_train.data.loader import FolderData, LoaderSettings, shared_bytes
+from cl_train.data.images import ImageReader, ImageSettings, WorkerTimes
+from cl_train.data.loader import HostLoader, LoaderSettings
+from cl_train.data.order import permutation
 from cl_train.data.sample import ensure_sample
+from cl_train.data.source import ImageSource
 from cl_train.data.synthetic import SyntheticData
 from cl_train.system.distributed import Dist
 
 DATA_DIR = Path(__file__).resolve().parent.parent.parent / "data"
-_MOST_WORKERS = 16
 
 
 class Data(Protocol):
@@ -37,8 +39,12 @@ class Data(Protocol):
     fingerprint: str  # of the list of files and the classes
     batches_per_epoch: int  # full global batches; the rest of an epoch is dropped
     workers: int  # of this process
-    skipped_images: int  # with on_bad_image=skip
-    times: Times  # seconds that the workers spent, by part
+    bad_images: BadImages  # met so far by this rank
+
+    @property
+    def times(self) -> WorkerTimes:
+        """Seconds that the workers have spent on the training images."""
+        ...
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
@@ -57,7 +63,7 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     """The data of `cfg` for this rank, in batches of `batch_size` images per rank.
 
     Raises:
-        ConfigError: a missing folder, no or different classes, too few images, settings that exclude each other.
+        ConfigError: a missing folder, no or different classes, too few images, not enough memory.
     """
     if cfg.name == "synthetic":
         return SyntheticData(
@@ -68,42 +74,57 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
             seed=seed,
             world_size=dist.world_size,
         )
-    form = _image_form(cfg, augment, seed)
-    root = _root(cfg)
-    folder = read_folder(root, index_path(root))
-    settings = _loader_settings(cfg, batch_size, dist, has_policy=form.augment is not None)
-    if len(folder.train) < batch_size * dist.world_size:
+    settings = _loader_settings(cfg, batch_size, dist)
+    return _image_data(cfg, augment, _source(cfg), settings, seed)
+
+
+def _image_data(
+    cfg: DataConfig, augment: AugmentConfig, source: ImageSource, settings: LoaderSettings, seed: int
+) -> ImageData:
+    images = ImageSettings(
+        size=cfg.image_size,
+        val_resize=cfg.val_resize or default_val_resize(cfg.image_size),
+        crop=CropRange(augment.crop_scale_min, augment.crop_scale_max, augment.crop_ratio_min, augment.crop_ratio_max),
+        flip=augment.flip,
+        decoder=cfg.decoder,
+        seed=seed,
+        augment=image_augment(augment, cfg.mean),
+    )
+    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
+    readers = [ImageReader(split, images, training=split is source.train) for split in (source.train, source.val)]
+    train = HostLoader(readers[0], settings, bad_images, lambda epoch: permutation(seed, epoch, len(source.train)))
+    val = HostLoader(readers[1], settings, bad_images, order=None)
+    _check_size(train, settings)
+    _check_memory(train.shared_bytes + val.shared_bytes, cfg.prefetch)
+    return ImageData(
+        source.classes,
+        source.fingerprint,
+        train,
+        val,
+        settings,
+        bad_images=bad_images,
+        mean=cfg.mean,
+        std=cfg.std,
+        mix=label_mix(augment, len(source.classes), seed),
+    )
+
+
+def _check_size(train: HostLoader, settings: LoaderSettings) -> None:
+    if len(train) == 0:
         raise ConfigError(
-            f"{len(folder.train)} training images are fewer than one global batch of"
-            f" {batch_size * dist.world_size} ({batch_size} x {dist.world_size}); lower batch_size"
+            f"{train.samples} training images are fewer than one global batch of"
+            f" {settings.batch_size * settings.world_size} ({settings.batch_size} x {settings.world_size});"
+            " lower batch_size"
         )
-    _check_memory(shared_bytes(settings, form.size), settings)
-    mix = label_mix(augment, len(folder.classes), seed)
-    if cfg.decode == "gpu":
-        return _device_decoded(cfg, folder, form, settings, mix)
-    return FolderData(folder, form, settings, mix)
 
 
-def _device_decoded(
-    cfg: DataConfig, folder: Folder, form: ImageForm, settings: LoaderSettings, mix: MixLabels | None
-) -> DeviceDecodedData:
-    if form.augment is not None or cfg.on_bad_image == "skip":
-        raise ConfigError(
-            "data.decode=gpu does not go with augment.policy, augment.erase or data.on_bad_image=skip;"
-            " use data.decode=cpu"
-        )
-    data = DeviceDecodedData(folder, form, settings, mix)
-    data.decoder = torchcodec_decoder()
-    return data
-
-
-def _check_memory(need: int, settings: LoaderSettings) -> None:
-    """Batches lie in anonymous shared memory, so /dev/shm may be as small as it likes; only free memory counts."""
+def _check_memory(need: int, prefetch: int) -> None:
+    """Batches lie in anonymous shared memory: the size of /dev/shm does not matter, free memory does."""
     free = available_bytes()
     if free is not None and need > free:
         raise ConfigError(
             f"the loader's batches need {need / 2**30:.1f} GiB of shared memory, and {free / 2**30:.1f} GiB are free:"
-            f" lower batch_size or data.prefetch={settings.prefetch}"
+            f" lower batch_size or data.prefetch={prefetch}"
         )
 
 
@@ -116,6 +137,10 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
+def _source(cfg: DataConfig) -> ImageSource:
+    return read_folder(_root(cfg), cache=True)
+
+
 def _root(cfg: DataConfig) -> Path:
     if cfg.name == "imagenette":
         return ensure_imagenette(Path(cfg.root or DATA_DIR / "imagenette").expanduser(), download=cfg.download)
@@ -126,46 +151,13 @@ def _root(cfg: DataConfig) -> Path:
     raise ConfigError(f"data={cfg.name} needs data.root=FOLDER, the folder that holds train/ and val/")
 
 
-def _image_form(cfg: DataConfig, augment: AugmentConfig, seed: int) -> ImageForm:
-    return ImageForm(
-        size=cfg.image_size,
-        val_resize=cfg.val_resize or default_val_resize(cfg.image_size),
-        crop=CropRange(augment.crop_scale_min, augment.crop_scale_max, augment.crop_ratio_min, augment.crop_ratio_max),
-        flip=augment.flip,
-        simple_decoder=cfg.decoder != "pillow",
-        exact_decode=cfg.exact_decode,
-        seed=seed,
-        augment=image_augment(augment, cfg.mean),
-    )
-
-
-def _loader_settings(cfg: DataConfig, batch_size: int, dist: Dist, *, has_policy: bool) -> LoaderSettings:
-    workers = cfg.workers if cfg.workers is not None else default_workers(dist.world_size)
-    if has_policy and cfg.worker_type == "thread" and workers > 0:
-        raise ConfigError(
-            "data.worker_type=thread cannot run augment.policy or augment.erase: torchvision draws their random numbers"
-            " from one generator per process; use data.worker_type=process"
-        )
+def _loader_settings(cfg: DataConfig, batch_size: int, dist: Dist) -> LoaderSettings:
     return LoaderSettings(
         batch_size=batch_size,
-        workers=workers,
-        worker_type="thread" if cfg.worker_type == "thread" else "process",
+        workers=cfg.workers if cfg.workers is not None else default_workers(dist.world_size),
         prefetch=cfg.prefetch,
-        device_prefetch=cfg.device_prefetch,
-        pin_memory=cfg.pin_memory is not False and dist.device.type == "cuda",
-        persistent_workers=cfg.persistent_workers,
-        channels_last=cfg.memory_format == "channels_last",
-        skip_bad_images=cfg.on_bad_image == "skip",
-        max_bad_images=cfg.max_bad_images,
         worker_timeout_s=cfg.worker_timeout_s,
-        mean=tuple(cfg.mean),
-        std=tuple(cfg.std),
+        pin_memory=dist.device.type == "cuda",
         rank=dist.rank,
         world_size=dist.world_size,
     )
-
-
-def default_workers(world_size: int) -> int:
-    """Usable cores / ranks of this machine, at most 16 and at least 1."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun's: the ranks of this machine
-    return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // here))

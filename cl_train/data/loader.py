@@ -1,381 +1,282 @@
-"""A folder of images as batches on the device: what to read, who reads it, and where it goes."""
+"""The loader of one split: sample indices in, uint8 NHWC batches in shared memory out."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
-from cl_train.data.batch import Batch, DeviceFormat
+from cl_train.data.bad_images import BadImages
 from cl_train.data.decode import BadImage
-from cl_train.data.device import HostBatch, MixBatch, MixLabels, Normalise, to_device
-from cl_train.data.folder import Folder
-from cl_train.data.images import ImageForm, ImageReader, Times
-from cl_train.data.order import Indices, permutation, rank_share
-from cl_train.data.workers import (
-    Done,
-    InlinePool,
-    Pool,
-    ProcessPool,
-    Progress,
-    Stalled,
-    Task,
-    ThreadPool,
-    WorkerError,
-    shared_memory,
-)
+from cl_train.data.device import HostBatch
+from cl_train.data.images import WorkerTimes
+from cl_train.data.order import rank_share
+from cl_train.data.slots import Slots, slot_bytes
+from cl_train.data.source import Indices
+from cl_train.data.workers import WorkerError, Workers
 
-_LEAST_ROWS = 8  # images per task: below this the messages cost more than they spread the work
-_SUBSTITUTES = 100  # neighbours tried in place of a bad image
+_LEAST_ROWS = 8  # images per task: below this the messages cost more than the even distribution gains
+_HELD = 2  # batches that the consumer holds at once: being copied, and read by the step
+_SUBSTITUTES = 100  # following samples that are tried in place of a bad one
 
 
-class BadImageError(RuntimeError):
-    """An image that could not be decoded, with on_bad_image=error, or one too many with skip."""
+class SampleReader(Protocol):
+    """Reads samples of one split into rows of a batch. Each worker has its own copy.
+
+    Attributes:
+        image_size: side of the images, pixels.
+        dtype: uint8, or float32 for images that are already normalised.
+        times: what `read` spent; the loader sets it.
+    """
+
+    image_size: int
+    dtype: torch.dtype
+    times: WorkerTimes
+
+    def __len__(self) -> int: ...
+
+    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
+        """Write sample `index`, with the random numbers of `random_index`, into `row` [3, H, W]; return its label.
+
+        Raises BadImage.
+        """
+        ...
+
+    def name(self, index: int) -> str: ...
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Plain values of the settings that the loader itself needs."""
+    """Of the loaders of both splits."""
 
-    batch_size: int
+    batch_size: int  # per rank
     workers: int
-    worker_type: str  # process or thread
-    prefetch: int
-    device_prefetch: int
-    pin_memory: bool
-    persistent_workers: bool
-    channels_last: bool
-    skip_bad_images: bool
-    max_bad_images: int
-    worker_timeout_s: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    rank: int
-    world_size: int
+    prefetch: int = 3  # batches that the workers together prepare in advance
+    worker_timeout_s: float = 60.0
+    pin_memory: bool = False
+    rank: int = 0
+    world_size: int = 1
 
 
-class Ring:
-    """Slots of shared memory, each a batch: targets, then pixels. Training and validation have their own slots."""
+@dataclass(frozen=True)
+class _Task:
+    """Rows `first_row`, `first_row + 1`, ... of a slot, to be filled with `indices`."""
 
-    def __init__(self, slots: int, batch_size: int, size: int, channels_last: bool, workers: int) -> None:
-        self.slots, self._size, self._channels_last = slots, size, channels_last
-        targets, pixels = batch_size * 8, batch_size * size * size * 3
-        stride = -(-(targets + pixels) // 4096) * 4096
-        header = -(-(max(1, workers) * 16) // 4096) * 4096
-        self.bytes = header + 2 * slots * stride
-        memory = torch.frombuffer(shared_memory(self.bytes), dtype=torch.uint8)
-        self._memory = memory
-        self._pinned = False
-        self.progress: Progress = memory[:header].view(torch.int64).numpy()[: 2 * max(1, workers)].reshape(-1, 2)
-        self._targets, self._images = [], []
-        for slot in range(2 * slots):
-            start = header + slot * stride
-            self._targets.append(memory[start : start + targets].view(torch.int64))
-            flat = memory[start + targets : start + targets + pixels]
-            shape = (batch_size, size, size, 3) if channels_last else (batch_size, 3, size, size)
-            images = flat.view(shape)
-            self._images.append(images.permute(0, 3, 1, 2) if channels_last else images)
-
-    def images(self, slot: int) -> Tensor:
-        """uint8 [batch_size, 3, H, W]."""
-        return self._images[slot]
-
-    def targets(self, slot: int) -> Tensor:
-        """int64 [batch_size]."""
-        return self._targets[slot]
-
-    def pin(self) -> None:
-        """Page-lock the memory, so that copies to the device run beside the computation."""
-        if not self._pinned:
-            result = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.bytes, 0)
-            self._pinned = int(result) == 0  # where the system refuses, copies still work, only slower
-            if not self._pinned:
-                with contextlib.suppress(RuntimeError):  # the refusal stays behind as the next kernel's error: take it
-                    torch.zeros(1, device="cuda")
-
-    def unpin(self) -> None:
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-            self._pinned = False
-
-
-def _slots(settings: LoaderSettings) -> int:
-    """Batches in memory: prepared ahead, on their way to the device, in use, and being filled."""
-    return settings.prefetch + settings.device_prefetch + 2
-
-
-def shared_bytes(settings: LoaderSettings, size: int) -> int:
-    """Memory of all slots, for training and validation, at `size` pixels a side."""
-    return 2 * _slots(settings) * settings.batch_size * size * size * 3
-
-
-class Fill:
-    """Does a worker's tasks: reads the images of a task into their rows."""
-
-    def __init__(self, folder: Folder, form: ImageForm, ring: Ring, skip: bool, worker: int) -> None:
-        self._folder, self._ring, self._skip = folder, ring, skip
-        self._reader = ImageReader(form)
-        self._progress = ring.progress[worker]
-
-    def __call__(self, task: Task) -> Done:
-        done = Done(task.ticket)
-        self._reader.times = done.times
-        rows = self._ring.images(task.slot)
-        try:
-            for row, index in enumerate(task.indices, task.first_row):
-                if task.training:
-                    self._train(done, rows[row], row, index, task.epoch)
-                else:
-                    self._validation(done, rows[row], row, index)
-        except Exception as error:  # a fault of ours or a full disk: it must end the run in the parent, by name
-            done.error = f"{type(error).__name__}: {error}"
-        return done
-
-    def _train(self, done: Done, pixels: Tensor, row: int, index: int, epoch: int) -> None:
-        train = self._folder.train
-        for step in range(_SUBSTITUTES):
-            used = (index + step) % len(train)
-            self._begin(used)
-            try:
-                self._reader.train(pixels, train, used, epoch, numbers_of=index)
-            except BadImage as bad:
-                done.bad.append((row, os.fsdecode(train.path(used)), str(bad)))
-                if not self._skip:
-                    return
-                continue
-            if step:
-                done.replaced.append((row, used))
-            return
-
-    def _validation(self, done: Done, pixels: Tensor, row: int, index: int) -> None:
-        val = self._folder.val
-        self._begin(-1 - index)
-        try:
-            self._reader.validation(pixels, val, index)
-        except BadImage as bad:
-            done.bad.append((row, os.fsdecode(val.path(index)), str(bad)))
-
-    def _begin(self, index: int) -> None:
-        self._progress[1] = index
-        self._progress[0] += 1
+    stream: int
+    slot: int
+    first_row: int
+    epoch: int
+    indices: tuple[int, ...]
 
 
 @dataclass
-class _Flight:
+class _Done:
+    """What a worker reports. `bad`: (name, reason) of samples that cannot be read. `empty_rows`: not written."""
+
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    empty_rows: list[int] = field(default_factory=list)
+    times: WorkerTimes = field(default_factory=WorkerTimes)
+    error: str | None = None
+
+
+class _Filler:
+    """The work of a worker: the samples of a task into their rows."""
+
+    def __init__(self, reader: SampleReader, slots: Slots, *, substitute: bool) -> None:
+        self._reader, self._slots = reader, slots
+        self._attempts = _SUBSTITUTES if substitute else 1
+
+    def __call__(self, task: _Task) -> _Done:
+        done = _Done()
+        self._reader.times = done.times
+        worker = get_worker_info()
+        progress = self._slots.progress[worker.id if worker else 0]
+        images, targets = self._slots.images(task.slot), self._slots.targets(task.slot)
+        try:
+            for row, index in enumerate(task.indices, task.first_row):
+                if self._slots.stream[0] != task.stream:  # nobody wants this batch any more
+                    break
+                label = self._read(images[row], index, task.epoch, progress, done)
+                if label is None:
+                    done.empty_rows.append(row)
+                else:
+                    targets[row] = label
+        except Exception as error:  # a mistake in the code, or no memory: raised again in the parent
+            done.error = f"{type(error).__name__}: {error}"
+        return done
+
+    def _read(self, row: Tensor, index: int, epoch: int, progress: Indices, done: _Done) -> int | None:
+        for used in range(index, index + self._attempts):
+            used %= len(self._reader)
+            progress[1] = used
+            progress[0] += 1
+            try:
+                return self._reader.read(row, used, epoch, random_index=index)
+            except BadImage as bad:
+                done.bad.append((self._reader.name(used), str(bad)))
+        return None
+
+
+@dataclass(frozen=True)
+class _Batch:
     """A batch that workers are filling."""
 
+    stream: int
     slot: int
-    indices: Indices
     number: int
-    open_tasks: int = 0
-    lost_rows: list[int] = field(default_factory=list)
+    size: int
+    tasks: int
 
 
-class FolderData:
-    """Batches of a folder of images. See `cl_train.data` for the meaning of the public members."""
+class HostLoader:
+    """One rank's batches of one split in host memory, from workers that live until `close`.
 
-    def __init__(self, folder: Folder, form: ImageForm, settings: LoaderSettings, mix: MixLabels | None) -> None:
-        self._folder, self._form, self._settings, self._mix = folder, form, settings, mix
-        self.classes = folder.classes
-        self.num_classes = len(folder.classes)
-        self.train_images, self.val_images = len(folder.train), len(folder.val)
-        self.fingerprint = folder.fingerprint()
-        self.batches_per_epoch = self.train_images // (settings.batch_size * settings.world_size)
-        self.workers = settings.workers
-        self.skipped_images = 0
-        self._bad_files: set[str] = set()
-        self.times = Times()
-        self._seed = form.seed
-        self._ring: Ring | None = None
-        self._pool: Pool | None = None
-        self._tickets = 0
-        self._flights: dict[int, _Flight] = {}
+    Attributes:
+        samples: in the split, of all ranks.
+        times: what the workers spent so far.
+    """
 
-    def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
-        """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
-        mix = self._mix_of(epoch)
-        yield from self._to_device(self.train_host(epoch, first_batch), form, mix)
+    def __init__(
+        self,
+        reader: SampleReader,
+        settings: LoaderSettings,
+        bad_images: BadImages,
+        order: Callable[[int], Indices] | None,
+    ) -> None:
+        """`order`: epoch -> the order of the training samples, whose last incomplete batch is dropped and whose bad
+        samples are replaced by the following ones; None = evaluation: each sample once, bad ones are left out."""
+        self._reader, self._settings, self._bad_images, self._order = reader, settings, bad_images, order
+        self.samples = len(reader)
+        self.times = WorkerTimes()
+        self._slots: Slots | None = None
+        self._workers: Workers[_Task, _Done] | None = None
+        self._free: deque[int] = deque()
+        self._submitted: deque[_Batch] = deque()
 
-    def validation(self, form: DeviceFormat) -> Iterator[Batch]:
-        """Every rank's images, `rank::world_size`, each once; the last batch is smaller."""
-        yield from self._to_device(self.validation_host(), form, None)
-
-    def train_host(self, epoch: int, first_batch: int = 0) -> Iterator[HostBatch]:
-        """As `train`, uint8 in the loader's memory."""
+    def __len__(self) -> int:
         s = self._settings
-        order = permutation(self._seed, epoch, self.train_images)
-        shares = (
-            rank_share(order, batch, s.batch_size, s.rank, s.world_size)
-            for batch in range(first_batch, self.batches_per_epoch)
-        )
-        try:
-            yield from self._stream(shares, training=True, epoch=epoch, first_batch=first_batch)
-        finally:
-            if not s.persistent_workers:
-                self._close_pool()
+        if self._order is None:
+            return -(-len(range(s.rank, self.samples, s.world_size)) // s.batch_size)
+        return self.samples // (s.batch_size * s.world_size)
 
-    def validation_host(self) -> Iterator[HostBatch]:
-        """As `validation`, uint8 in the loader's memory."""
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of all batches."""
+        return self._slot_count * slot_bytes(self._settings.batch_size, self._reader.image_size, self._reader.dtype)
+
+    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
+        """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
+
+        Raises BadImageError, WorkerError.
+        """
+        slots, workers = self._start()
+        slots.stream[0] += 1
+        stream = int(slots.stream[0])
+        shares = enumerate(self._shares(epoch, first_batch), first_batch)
+        while True:
+            while self._free and (share := next(shares, None)) is not None:
+                self._submit(workers, stream, epoch, *share)
+            if not self._submitted:
+                assert self._free, "the consumer has released no batch"
+                return
+            batch = self._submitted.popleft()
+            empty_rows = self._wait_for(workers, batch, wanted=batch.stream == stream)
+            if batch.stream == stream:
+                yield self._host_batch(slots, batch, empty_rows)
+                assert stream == slots.stream[0], "another iteration over this loader has begun"
+            else:
+                self._free.append(batch.slot)
+
+    def _shares(self, epoch: int, first_batch: int) -> Iterator[Indices]:
+        """The samples of each of this rank's batches."""
         s = self._settings
-        mine = np.arange(s.rank, self.val_images, s.world_size)
-        shares = (mine[start : start + s.batch_size] for start in range(0, len(mine), s.batch_size))
-        yield from self._stream(shares, training=False, epoch=0, first_batch=0)
+        if self._order is None:
+            mine = np.arange(s.rank, self.samples, s.world_size)
+            for number in range(first_batch, len(self)):
+                yield mine[number * s.batch_size : (number + 1) * s.batch_size]
+        else:
+            order = self._order(epoch)
+            for number in range(first_batch, len(self)):
+                yield rank_share(order, number, s.batch_size, s.rank, s.world_size)
 
     def close(self) -> None:
-        """End the workers and give the memory back. A later iteration starts new ones."""
-        self._close_pool()
-        if self._ring is not None:
-            self._ring.unpin()
-            self._ring = None
+        """End the workers and free the memory. A later iteration starts new ones."""
+        self._stop_workers()
+        if self._slots is not None:
+            self._slots.unpin()
+            self._slots = None
 
-    # --- below: batches in flight ---
+    @property
+    def _slot_count(self) -> int:
+        return self._settings.prefetch + _HELD + 1
 
-    def _to_device(self, batches: Iterator[HostBatch], form: DeviceFormat, mix: MixBatch | None) -> Iterator[Batch]:
+    def _start(self) -> tuple[Slots, Workers[_Task, _Done]]:
         s = self._settings
-        return to_device(batches, Normalise(s.mean, s.std, form), mix, s.device_prefetch)
-
-    def _mix_of(self, epoch: int) -> MixBatch | None:
-        if self._mix is None:
-            return None
-        mix, rank, world_size = self._mix, self._settings.rank, self._settings.world_size
-        return lambda images, targets, number: mix(images, targets, epoch, number * world_size + rank)
-
-    def _stream(
-        self, shares: Iterator[Indices], *, training: bool, epoch: int, first_batch: int
-    ) -> Iterator[HostBatch]:
-        ring = self._open()
-        free = deque(range(ring.slots) if training else range(ring.slots, 2 * ring.slots))
-        flying: deque[int] = deque()
-        numbered = enumerate(shares, first_batch)
-        try:
-            while True:
-                while free:
-                    number, indices = next(numbered, (-1, None))
-                    if indices is None:
-                        break
-                    flying.append(self._launch(_Flight(free.popleft(), indices, number), training, epoch))
-                if not flying:
-                    return
-                flight = self._land(flying[0])
-                flying.popleft()
-                yield self._host_batch(flight, free)
-        finally:
-            self._drain(flying)
-
-    def _launch(self, flight: _Flight, training: bool, epoch: int) -> int:
-        assert self._ring is not None and self._pool is not None
-        self._tickets += 1
-        split = self._folder.train if training else self._folder.val
-        self._ring.targets(flight.slot)[: len(flight.indices)] = torch.from_numpy(split.labels[flight.indices])
-        rows = max(_LEAST_ROWS, -(-len(flight.indices) // max(1, self._settings.workers)))
-        self._flights[self._tickets] = flight
-        for first in range(0, len(flight.indices), rows):
-            part = tuple(flight.indices[first : first + rows].tolist())
-            flight.open_tasks += 1
-            self._pool.submit(Task(self._tickets, training, epoch, flight.slot, first, part))
-        return self._tickets
-
-    def _land(self, ticket: int) -> _Flight:
-        """Wait until every row of the batch is filled."""
-        assert self._pool is not None
-        flight = self._flights[ticket]
-        while flight.open_tasks:
-            try:
-                answers = self._pool.collect()
-            except WorkerError:
-                self._close_pool()
-                raise
-            for done in answers:
-                self._account(done)
-        del self._flights[ticket]
-        return flight
-
-    def _drain(self, flying: deque[int]) -> None:
-        """After an early end: wait for the workers, which must not write into slots that are given again."""
-        with contextlib.suppress(WorkerError, BadImageError):
-            while flying and self._pool is not None:
-                self._land(flying.popleft())
-
-    def _account(self, done: Done) -> None:
-        flight = self._flights[done.ticket]
-        flight.open_tasks -= 1
-        self.times.add(done.times)
-        if done.error:
-            self._close_pool()
-            raise WorkerError(f"a loader worker failed: {done.error}")
-        if done.bad:
-            self._account_bad(done, flight)
-
-    def _account_bad(self, done: Done, flight: _Flight) -> None:
-        assert self._ring is not None
-        s = self._settings
-        _, path, reason = done.bad[0]
-        self.skipped_images += len(done.bad)
-        if not s.skip_bad_images:
-            self._close_pool()
-            raise BadImageError(f"'{path}' cannot be decoded: {reason}. Repair it, or use data.on_bad_image=skip")
-        self._bad_files |= {path for _, path, _ in done.bad}  # each counts once, however many epochs there are
-        if len(self._bad_files) > s.max_bad_images:
-            self._close_pool()
-            raise BadImageError(
-                f"{len(self._bad_files)} images could not be decoded, more than data.max_bad_images={s.max_bad_images};"
-                f" the last: '{path}': {reason}"
+        if self._slots is None:
+            count = self._slot_count
+            self._slots = Slots(count, s.batch_size, self._reader.image_size, self._reader.dtype, s.workers)
+            self._free = deque(range(count))
+        if self._workers is None:
+            self._workers = Workers(
+                _Filler(self._reader, self._slots, substitute=self._order is not None),
+                count=s.workers,
+                queued=max(2, s.prefetch),
+                progress=self._slots.progress,
+                timeout_s=s.worker_timeout_s,
+                name_of=self._reader.name,
             )
-        replaced = dict(done.replaced)
-        for row, used in replaced.items():
-            self._ring.targets(flight.slot)[row] = int(self._folder.train.labels[used])
-        flight.lost_rows += sorted({row for row, _, _ in done.bad} - set(replaced))
-
-    def _host_batch(self, flight: _Flight, free: deque[int]) -> HostBatch:
-        assert self._ring is not None
-        count = len(flight.indices)
-        images, targets = self._ring.images(flight.slot)[:count], self._ring.targets(flight.slot)[:count]
-        if flight.lost_rows:
-            kept = [row for row in range(count) if row not in flight.lost_rows]
-            images = images[kept].to(memory_format=self._memory_format())
-            targets = targets[kept]
-        return HostBatch(images, targets, flight.number, lambda: free.append(flight.slot))
-
-    def _memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self._settings.channels_last else torch.contiguous_format
-
-    # --- below: workers ---
-
-    def _open(self) -> Ring:
-        s = self._settings
-        if self._ring is None:
-            slots = _slots(s)
-            self._ring = Ring(slots, s.batch_size, self._form.size, s.channels_last, s.workers)
-        if self._pool is None:
-            self._pool = self._start_pool(self._ring)
         if s.pin_memory:
-            self._ring.pin()
-        return self._ring
+            self._slots.pin()
+        return self._slots, self._workers
 
-    def _start_pool(self, ring: Ring) -> Pool:
-        s = self._settings
+    def _stop_workers(self) -> None:
+        if self._slots is not None:
+            self._slots.stream[0] += 1
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+        self._free += [batch.slot for batch in self._submitted]
+        self._submitted.clear()
 
-        def make_fill(worker: int) -> Callable[[Task], Done]:
-            return Fill(self._folder, self._form, ring, s.skip_bad_images, worker)
+    def _submit(self, workers: Workers[_Task, _Done], stream: int, epoch: int, number: int, indices: Indices) -> None:
+        slot, size = self._free.popleft(), len(indices)
+        rows = max(_LEAST_ROWS, -(-size // max(1, self._settings.workers)))
+        tasks = [
+            _Task(stream, slot, first, epoch, tuple(indices[first : first + rows].tolist()))
+            for first in range(0, size, rows)
+        ]
+        for task in tasks:
+            workers.submit(task)
+        self._submitted.append(_Batch(stream, slot, number, size, len(tasks)))
 
-        if s.workers == 0:
-            return InlinePool(make_fill)
-        stalled = Stalled(ring.progress, s.worker_timeout_s, self._path_of)
-        kind = ProcessPool if s.worker_type == "process" else ThreadPool
-        return kind(s.workers, make_fill, stalled)
+    def _wait_for(self, workers: Workers[_Task, _Done], batch: _Batch, *, wanted: bool) -> list[int]:
+        """Wait until the workers have done with the batch; return its empty rows."""
+        empty_rows: list[int] = []
+        try:
+            for _ in range(batch.tasks):
+                done = workers.next_result()
+                self.times.add(done.times)
+                if done.error:
+                    raise WorkerError(f"a loader worker failed: {done.error}")
+                for name, reason in done.bad if wanted else ():
+                    self._bad_images.add(name, reason)
+                empty_rows += done.empty_rows
+        except BaseException:  # results would no longer match their batches
+            self._free.append(batch.slot)
+            self._stop_workers()
+            raise
+        return empty_rows
 
-    def _path_of(self, index: int) -> str:
-        split = self._folder.train if index >= 0 else self._folder.val
-        return os.fsdecode(split.path(index if index >= 0 else -1 - index))
-
-    def _close_pool(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-        self._flights.clear()
+    def _host_batch(self, slots: Slots, batch: _Batch, empty_rows: list[int]) -> HostBatch:
+        images, targets = slots.images(batch.slot)[: batch.size], slots.targets(batch.slot)[: batch.size]
+        if empty_rows:
+            kept = [row for row in range(batch.size) if row not in empty_rows]
+            images, targets = images[kept].to(memory_format=torch.channels_last), targets[kept]
+        free = self._free
+        return HostBatch(images, targets, batch.number, lambda: free.append(batch.slot))

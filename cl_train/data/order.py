@@ -7,9 +7,8 @@ resumed run could disagree about (Salmon et al., "Parallel random numbers: as ea
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Indices = npt.NDArray[np.int64]
+from cl_train.data.source import Indices
 
 # The last counter word separates the streams, so that no two purposes share a number.
 _ORDER, _SAMPLE, _BATCH = 1, 2, 3

@@ -6,8 +6,9 @@ from collections.abc import Generator, Iterator
 
 import torch
 
+from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
-from cl_train.data.images import Times
+from cl_train.data.images import WorkerTimes
 
 
 class SyntheticData:
@@ -20,7 +21,8 @@ class SyntheticData:
         self.fingerprint = f"synthetic-{images}-{classes}-{size}-{seed}"
         self.batches_per_epoch = images // (batch_size * world_size)
         self.workers = 0
-        self.skipped_images = 0
+        self.bad_images = BadImages(skip=True, limit=0)
+        self.times = WorkerTimes()
         self._shape = (batch_size, 3, size, size)
         self._seed = seed
         self._batches: dict[DeviceFormat, Batch] = {}
@@ -44,5 +46,3 @@ class SyntheticData:
             images = images.to(form.device, form.dtype, memory_format=form.memory_format)
             self._batches[form] = Batch(images, targets.to(form.device))
         return self._batches[form]
-
-    times: Times = Times()

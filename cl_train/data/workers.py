@@ -1,278 +1,208 @@
-"""Workers that fill rows of shared batches: processes, threads, or the calling thread itself.
+"""Worker processes: `torch.utils.data.DataLoader` starts, feeds and ends them; this module adds what it lacks.
 
-A task names images and rows; a worker writes the pixels straight into the rows and answers with a few numbers, so no
-pixel is ever pickled or copied between processes. The memory is an anonymous shared mapping: it has no name that could
-be left behind, needs no space in /dev/shm, and vanishes with the last process.
+A worker that dies or hangs is named together with the sample that it began last, workers ignore the signals that the
+training process handles, and none outlives its parent. One DataLoader iterator serves all epochs: its sampler takes
+tasks from a queue and yields None when the queue is empty. So the workers stay alive between epochs, and an abandoned
+epoch leaves nothing to drain.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import multiprocessing
-import multiprocessing.connection
 import os
-import queue
 import signal
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from multiprocessing import util
-from typing import Any, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from cl_train.data.images import Times
+from torch.utils.data import DataLoader, Dataset
 
 _POLL_S = 1.0
 _CLOSE_S = 2.0
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_BEGUN, _SAMPLE, _PID = range(3)  # columns of the progress array
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 class WorkerError(RuntimeError):
-    """A worker died or hangs. The message names the worker and the image that it last began."""
+    """A worker died or hangs. The message names the worker and the sample that it began last."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """Rows `first_row`, `first_row + 1`, ... of a slot, to be filled with `indices`."""
+class Workers(Generic[Task, Result]):
+    """Runs tasks in `count` processes; results come back in the order of the tasks.
 
-    ticket: int
-    training: bool
-    epoch: int
-    slot: int
-    first_row: int
-    indices: tuple[int, ...]
+    Args:
+        work: runs in the workers, which are forked: it is not pickled. It must not raise.
+        count: processes; 0 = tasks run in the caller when their result is asked for.
+        queued: tasks that are sent to each worker in advance.
+        progress: shared int64 [workers, 3], see `cl_train.data.slots`; `work` writes the first two columns.
+        timeout_s: `next_result` raises when no worker has begun another sample for this long.
+        name_of: sample index -> its name in messages.
+    """
 
+    def __init__(
+        self,
+        work: Callable[[Task], Result],
+        *,
+        count: int,
+        queued: int,
+        progress: npt.NDArray[np.int64],
+        timeout_s: float,
+        name_of: Callable[[int], str],
+    ) -> None:
+        self._pending: deque[Task] = deque()
+        self._progress, self._timeout_s, self._name_of = progress, timeout_s, name_of
+        self.processes: list[BaseProcess] = []
+        self._results: Iterator[Result | None] | None = None
+        self._start(_Calls(work), count, queued)
+        # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
+        self._kill = util.Finalize(self, _kill, (self.processes,), exitpriority=10)
 
-@dataclass
-class Done:
-    """A worker's answer. `bad`: (row, path, reason) of undecodable images; `replaced`: (row, index used)."""
-
-    ticket: int
-    bad: list[tuple[int, str, str]] = field(default_factory=list)
-    replaced: list[tuple[int, int]] = field(default_factory=list)
-    times: Times = field(default_factory=Times)
-    error: str | None = None
-
-
-Fill = Callable[[Task], Done]
-Progress = npt.NDArray[np.int64]  # [workers, 2]: images begun, and the index of the last one (-1 - index: validation)
-
-
-class Pool(Protocol):
-    def submit(self, task: Task) -> None: ...
-    def collect(self) -> list[Done]:
-        """At least one answer; waits for it. Raises WorkerError."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class InlinePool:
-    """No workers: images are prepared by the thread that asks for the batch."""
-
-    def __init__(self, make_fill: Callable[[int], Fill]) -> None:
-        self._fill = make_fill(0)
-        self._tasks: deque[Task] = deque()
-
-    def submit(self, task: Task) -> None:
-        self._tasks.append(task)
-
-    def collect(self) -> list[Done]:
-        return [self._fill(self._tasks.popleft())]
-
-    def close(self) -> None:
-        self._tasks.clear()
-
-
-class ThreadPool:
-    """Threads of this process. The decoder and the resize release the interpreter's lock."""
-
-    def __init__(self, count: int, make_fill: Callable[[int], Fill], stalled: Stalled) -> None:
-        self._stalled = stalled
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(make_fill, number), name=f"loader-{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, make_fill: Callable[[int], Fill], number: int) -> None:
-        fill = make_fill(number)
-        while (task := self._tasks.get()) is not None:
-            if not self._stop.is_set():
-                self._done.put(fill(task))
+    def _start(self, calls: _Calls, count: int, queued: int) -> None:
+        before = set(multiprocessing.active_children())
+        on_child_exit = signal.getsignal(signal.SIGCHLD)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # more workers than cores: the user's choice
+                # Python 3.12+ warns that a forked copy of a threaded process may deadlock. Workers take none of the
+                # parent's locks, and DataLoader forks by default.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._results = iter(_data_loader(calls, _Queue(self._pending), count, queued, self._progress))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self.processes += [child for child in multiprocessing.active_children() if child not in before]
+        if signal.getsignal(signal.SIGCHLD) is not on_child_exit:
+            # DataLoader's handler would raise in the middle of a training step, without the sample's name.
+            signal.signal(signal.SIGCHLD, on_child_exit)
 
     def submit(self, task: Task) -> None:
-        self._tasks.put(task)
+        self._pending.append(task)
 
-    def collect(self) -> list[Done]:
-        self._stalled.begin()
+    def next_result(self) -> Result:
+        """The result of the oldest task; waits for it. Raises WorkerError."""
+        assert self._results is not None
+        begun, since = self._progress[:, _BEGUN].copy(), time.monotonic()
         while True:
             try:
-                return [self._done.get(timeout=_POLL_S)]
-            except queue.Empty:
-                self._stalled.check()
+                result = next(self._results)
+            except RuntimeError as error:  # a timeout after _POLL_S, or a dead worker
+                self._raise_if_dead()
+                if "timed out" not in str(error):
+                    raise
+                if not np.array_equal(begun, self._progress[:, _BEGUN]):
+                    begun, since = self._progress[:, _BEGUN].copy(), time.monotonic()
+                elif time.monotonic() - since > self._timeout_s:
+                    raise self._stalled() from None
+                continue
+            if result is not None:
+                return result
 
     def close(self) -> None:
-        self._stop.set()
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join(_CLOSE_S)
-        self._threads = []
+        """End the workers: they finish the sample that they are reading, and are killed after 2 s."""
+        if self._results is None:
+            return
+        timer = threading.Timer(_CLOSE_S, _kill, (self.processes,))
+        timer.start()
+        self._results = None  # DataLoader ends the workers when its iterator is deleted
+        timer.cancel()
+        timer.join()
+        self._kill()
 
-
-class Stalled:
-    """Raises when no worker has begun another image for `timeout_s` while the caller waits."""
-
-    def __init__(self, progress: Progress, timeout_s: float, path_of: Callable[[int], str]) -> None:
-        self._progress, self._timeout_s, self._path_of = progress, timeout_s, path_of
-        self._seen, self._since = progress[:, 0].copy(), time.monotonic()
-
-    def begin(self) -> None:
-        self._since = time.monotonic()
-
-    def check(self) -> None:
-        counts = self._progress[:, 0]
-        if not np.array_equal(counts, self._seen):
-            self._seen, self._since = counts.copy(), time.monotonic()
-        elif time.monotonic() - self._since > self._timeout_s:
-            last = "; ".join(f"worker {number}: {self.last_image(number)}" for number in range(len(counts)))
-            raise WorkerError(
-                f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun: {last}."
-                " Slow storage? Raise data.worker_timeout_s."
-            )
-
-    def last_image(self, worker: int) -> str:
-        count, index = self._progress[worker]
-        return self._path_of(int(index)) if count else "none yet"
-
-
-class ProcessPool:
-    """Forked processes, one pipe each. Tasks go to the worker with the fewest images ahead of it."""
-
-    def __init__(self, count: int, make_fill: Callable[[int], Fill], stalled: Stalled) -> None:
-        self._stalled = stalled
-        self._connections: list[Any] = []
-        self._processes: list[Any] = []
-        self._load = [0] * count
-        # Also at the interpreter's exit and when the pool is forgotten: multiprocessing itself would send a SIGTERM,
-        # which workers ignore, and then wait for ever.
-        self._end = util.Finalize(self, _end_processes, (self._connections, self._processes), exitpriority=10)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the child ignores them
-        try:
-            self._start(count, make_fill)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _start(self, count: int, make_fill: Callable[[int], Fill]) -> None:
-        context = multiprocessing.get_context("fork")
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            self._connections.append(ours)
-            process = context.Process(
-                target=_work,
-                args=(number, theirs, list(self._connections), make_fill, os.getpid()),
-                name=f"loader-{number}",
-                daemon=True,
-            )
-            with warnings.catch_warnings():
-                # Python 3.12+ warns that a forked copy of a threaded process may deadlock. The child takes none of the
-                # parent's locks: it only decodes, with one thread, as torch's own DataLoader workers do.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            theirs.close()
-            self._processes.append(process)
-
-    def submit(self, task: Task) -> None:
-        worker = min(range(len(self._load)), key=self._load.__getitem__)
-        self._load[worker] += len(task.indices)
-        try:
-            self._connections[worker].send((task.ticket, task))
-        except OSError:
-            raise self._death(worker) from None
-
-    def collect(self) -> list[Done]:
-        self._stalled.begin()
-        sentinels = {process.sentinel: number for number, process in enumerate(self._processes)}
-        while True:
-            ready = set(multiprocessing.connection.wait([*self._connections, *sentinels], _POLL_S))
-            answers: list[Done] = []
-            for number, connection in enumerate(self._connections):
-                if connection in ready:
-                    with contextlib.suppress(EOFError, OSError):  # a dead worker: its sentinel tells
-                        images, done = connection.recv()
-                        self._load[number] -= images
-                        answers.append(done)
-            if answers:
-                return answers
-            for sentinel, number in sentinels.items():
-                if sentinel in ready:
-                    raise self._death(number)
-            self._stalled.check()
-
-    def _death(self, worker: int) -> WorkerError:
-        process = self._processes[worker]
-        process.join(_CLOSE_S)
-        code = process.exitcode
-        how = "is gone" if code is None else f"exited with {code}" if code >= 0 else f"was killed by signal {-code}"
+    def _raise_if_dead(self) -> None:
+        dead = next((process for process in self.processes if not process.is_alive()), None)
+        if dead is None:
+            return
+        code = dead.exitcode or 0
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         hint = " Out of memory? Lower data.workers or data.prefetch." if code == -signal.SIGKILL else ""
+        number = next((row for row, pid in enumerate(self._progress[:, _PID]) if pid == dead.pid), None)
+        last = "none yet" if number is None else self._last_sample(number)
+        raise WorkerError(f"a loader worker (pid {dead.pid}) {how}; the last image it began: {last}.{hint}") from None
+
+    def _stalled(self) -> WorkerError:
+        last = "; ".join(f"worker {number}: {self._last_sample(number)}" for number in range(len(self._progress)))
         return WorkerError(
-            f"loader worker {worker} (pid {process.pid}) {how}; the last image it began: "
-            f"{self._stalled.last_image(worker)}.{hint}"
+            f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun: {last}."
+            " If the storage is slow, raise data.worker_timeout_s."
         )
 
-    def close(self) -> None:
-        self._end()
-        self._connections, self._processes = [], []
+    def _last_sample(self, worker: int) -> str:
+        row = self._progress[worker]
+        return self._name_of(int(row[_SAMPLE])) if row[_BEGUN] else "none yet"
 
 
-def _end_processes(connections: list[Any], processes: list[Any]) -> None:
-    """Workers end when their pipe closes; one that hangs is killed."""
-    for connection in connections:
-        connection.close()
-    deadline = time.monotonic() + _CLOSE_S
+class _Calls(Dataset[Any]):
+    """A dataset whose indices are tasks."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self._work = work
+
+    def __getitem__(self, task: Any) -> Any:
+        return None if task is None else self._work(task)
+
+
+class _Queue:
+    """An endless sampler: the oldest pending task, or None."""
+
+    def __init__(self, pending: deque[Any]) -> None:
+        self._pending = pending
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._pending.popleft() if self._pending else None
+
+
+def _data_loader(
+    calls: _Calls, queue: _Queue, count: int, queued: int, progress: npt.NDArray[np.int64]
+) -> DataLoader[Any]:
+    # DataLoader draws a seed for its workers; a generator of its own leaves the training's random numbers alone.
+    options: dict[str, Any] = {"batch_size": None, "sampler": queue, "collate_fn": _unchanged}
+    options["generator"] = torch.Generator()
+    if count == 0:
+        return DataLoader(calls, **options)
+    parent = os.getpid()
+
+    def start_worker(number: int) -> None:
+        progress[number, _PID] = os.getpid()
+        for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
+            signal.signal(name, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
+        threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+
+    return DataLoader(
+        calls,
+        **options,
+        num_workers=count,
+        prefetch_factor=queued,
+        timeout=_POLL_S,
+        multiprocessing_context="fork",
+        worker_init_fn=start_worker,
+    )
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _end_with_parent(parent: int) -> None:
+    """A killed parent cannot end its workers. (The kernel's signal for this would follow the thread that forked.)"""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
+def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
-            process.join()
-        process.close()
-
-
-def _work(number: int, connection: Any, inherited: list[Any], make_fill: Callable[[int], Fill], parent: int) -> None:
-    """The life of a worker process: ends when its pipe closes or its parent is gone."""
-    for other in inherited:  # else a sibling would keep the parent's end of our pipe open
-        other.close()
-    _leave_signals_to_the_parent()
-    torch.set_num_threads(1)
-    fill = make_fill(number)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            while not connection.poll(_POLL_S):
-                if os.getppid() != parent:
-                    return
-            _, task = connection.recv()
-            connection.send((len(task.indices), fill(task)))
-
-
-def _leave_signals_to_the_parent() -> None:
-    """Ctrl-C and a scheduler's SIGTERM reach the whole group; the parent saves first, then closes its workers."""
-    for name in _PARENTS_SIGNALS:
-        signal.signal(name, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-
-
-def shared_memory(size: int) -> mmap.mmap:
-    """`size` bytes, zeros, that forked processes share. Pages cost nothing until they are written."""
-    return mmap.mmap(-1, size)

@@ -18,7 +18,7 @@ import torch
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage, Encoded, read_file
-from cl_train.data.folder import SUFFIXES
+from cl_train.data.folder import EXTENSIONS
 from cl_train.data.images import resized
 from cl_train.system.files import write_json
 from cl_train.system.locks import lock_file
@@ -123,7 +123,7 @@ def _image_names(root: Path) -> list[str]:
     found = []
     for folder, folders, files in os.walk(root):
         folders.sort()
-        images = (name for name in sorted(files) if name.lower().endswith(SUFFIXES))
+        images = (name for name in sorted(files) if name.lower().endswith(EXTENSIONS))
         found += [os.path.relpath(os.path.join(folder, name), root) for name in images]
     return found
 
@@ -162,7 +162,7 @@ def _smaller(data: bytes, size: ImageSize) -> bytes:
     if side > limit:
         smaller = (max(1, round(height * limit / side)), max(1, round(width * limit / side)))
         pixels = resized(pixels, None, smaller)[0].permute(1, 2, 0).numpy()
-    elif data.startswith(b"\xff\xd8") and encoded.simple:
+    elif data.startswith(b"\xff\xd8") and not encoded.needs_pillow:
         return data
     copy: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=size.quality, colorsubsampling="420")
     if simplejpeg.decode_jpeg(copy, strict=True).shape != pixels.shape:

@@ -12,7 +12,7 @@ import torch
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
-from cl_train.data.folder import SUFFIXES
+from cl_train.data.folder import EXTENSIONS
 from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES, done_count
 from cl_train.system.process_pool import map_in_processes
 
@@ -105,8 +105,8 @@ def check_class(path: str, deep: bool = False) -> ClassReport:
 
 def _fault_of(path: str, deep: bool, report: ClassReport) -> str | None:
     """Why a file is not a usable image; None if it is one."""
-    if not path.lower().endswith(SUFFIXES):
-        return f"its name does not end in {', '.join(SUFFIXES)}"
+    if not path.lower().endswith(EXTENSIONS):
+        return f"its name does not end in {', '.join(EXTENSIONS)}"
     try:
         if deep:
             data = read_file(path)

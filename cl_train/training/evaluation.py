@@ -44,12 +44,12 @@ def evaluate_exactly(
         TrainingFault: images are missing, or none could be decoded.
     """
     broadcast_buffers(model, dist)
-    skipped_before = data.skipped_images
+    skipped_before = data.bad_images.skipped
     batches: Iterable[Batch] = data.validation(batch_format)
     if signals is not None:
         batches = _until_signal(batches, signals, dist, bar)
     sums = evaluate(model, batches, precision, dist.device)
-    skipped = torch.tensor([data.skipped_images - skipped_before], dtype=torch.float64, device=dist.device)
+    skipped = torch.tensor([data.bad_images.skipped - skipped_before], dtype=torch.float64, device=dist.device)
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.cat([sums, skipped]), dist).tolist()
     if images + skipped_images != data.val_images:
         raise TrainingFault(

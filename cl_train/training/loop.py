@@ -106,8 +106,6 @@ def train(cfg: Config, folder: Path) -> int:
             record_evaluation(run, evaluate(run))
         while not (cfg.evaluate_only or run.stop or plan.is_done(run.progress)):
             progress, must_roll_back, save_now = run.progress, False, 0
-            if not cfg.data.persistent_workers:
-                run.checkpoints.store.wait()  # new workers are forked: a thread that writes may hold a lock
             first_batch = progress.step_in_epoch * cfg.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
             averages = EpochAverages()
@@ -206,7 +204,7 @@ def read_window(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     """
     steps, dist, progress, scaler = run.window, run.dist, run.progress, run.state.parts.scaler
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
-    bad_images = torch.tensor([run.data.skipped_images], dtype=torch.float64).to(dist.device, non_blocking=True)
+    bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64).to(dist.device, non_blocking=True)
     totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), dist)
     loss, correct1, correct5, skipped, skipped_images = totals.tolist()  # the host waits for the device
     window = run.meter.window()
@@ -328,7 +326,7 @@ def finish(run: Run, cfg: Config) -> int:
     """
     run.checkpoints.store.wait(final=True)
     check_skipped_share(run.progress.skipped_steps, run.progress.step)
-    skipped_images = sum(gather_objects(run.data.skipped_images, run.dist))
+    skipped_images = sum(gather_objects(run.data.bad_images.skipped, run.dist))
     run.summary |= results(run) | {
         "status": "interrupted" if run.stop else "completed",
         "others_pct": run.load.others_pct(),

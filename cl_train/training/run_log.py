@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from cl_train.comparison.alternation import is_out_of_memory
-from cl_train.data.loader import BadImageError
+from cl_train.data.bad_images import BadImageError
 from cl_train.data.workers import WorkerError
 from cl_train.system.append_file import AppendFile
 from cl_train.system.checkpoint_file import CheckpointError

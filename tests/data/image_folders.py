@@ -13,7 +13,7 @@ from PIL import Image
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.loader import FolderData
+from cl_train.data.image_data import ImageData
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")
@@ -53,19 +53,19 @@ def write_folder(root: Path, *, train: int, val: int, classes: int = 2) -> Path:
 
 def folder_data(
     root: Path, *, batch_size: int = 4, seed: int = 0, rank: int = 0, world_size: int = 1, **settings: Any
-) -> FolderData:
-    """The data of `root` at 32 px, without workers; `settings` as in DataConfig, and `augment`."""
-    augment = settings.pop("augment", AugmentConfig())
+) -> ImageData:
+    """The data of `root` at 32 px, without workers; `settings` as in DataConfig, `augment`, `device`."""
+    augment, device = settings.pop("augment", AugmentConfig()), settings.pop("device", CPU)
     cfg = DataConfig(name="folder", root=str(root), **{"image_size": 32, "workers": 0, **settings})
-    data = build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, rank, world_size, CPU))
-    assert isinstance(data, FolderData)
+    data = build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, rank, world_size, device))
+    assert isinstance(data, ImageData)
     return data
 
 
-def train_batches(data: FolderData, epoch: int = 0, first_batch: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def train_batches(data: ImageData, epoch: int = 0, first_batch: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Copies of an epoch's uint8 batches."""
     batches = []
-    for host in data.train_host(epoch, first_batch):
+    for host in data.train_loader.batches(epoch, first_batch):
         batches.append((host.images.clone(), host.targets.clone()))
         host.release()
     return batches

@@ -143,12 +143,12 @@ def moved(bench: Bench) -> list[str]:
 
 
 def long_run_stays_bounded(bench: Bench, steps: int) -> Outcome:
-    """checkpoints rotate, workers restart each epoch; memory, open files and disk stay bounded."""
+    """checkpoints rotate; memory, open files and disk stay bounded."""
     epochs = -(-steps // tiny.STEPS_PER_EPOCH)
     run = bench.folder / "long"
-    settings: dict[str, Any] = {"epochs": epochs, "data__workers": 1, "data__persistent_workers": "false"}
+    settings: dict[str, Any] = {"epochs": epochs, "data__workers": 1}
     settings |= {"checkpoint__every_steps": 50, "checkpoint__every_epochs": 0, "evaluate_every": 100, "log_every": 6}
-    with Outcome(f"{steps} steps, workers restarted each epoch", bench.seed) as outcome:
+    with Outcome(f"{steps} steps", bench.seed) as outcome:
         running = bench.start(run, **settings)
         samples: list[tuple[int, int]] = []
         while running.wait(0) is None:

@@ -135,9 +135,9 @@ def through_loader(root: Path, count: int, workers: int, expected_bad: int, outc
             images += len(batch.images)
             if not bool(batch.images.isfinite().all()):
                 outcome.lost.append("the loader gave pixels that are not finite")
-        skipped = data.skipped_images
+        skipped = data.bad_images.skipped
         # A fork shares its parent's pages, which count as its own: what matters is what it took on top of them.
-        grown = max(peak_mib(process.pid) for process in data._pool._processes) - shared
+        grown = max(peak_mib(process.pid) for process in data.train_loader._workers.processes) - shared
     finally:
         data.close()
         logging.disable(logging.NOTSET)

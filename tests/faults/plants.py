@@ -118,28 +118,28 @@ def full_disk() -> None:
 
 def worker_raises() -> None:
     """Reading a training image raises something unforeseen, PLANT_STEP images into a worker's life."""
-    original, calls = cl_train.data.images.ImageReader.train, [0]
+    original, calls = cl_train.data.images.ImageReader.read, [0]
 
-    def train(self: Any, *arguments: Any, **named: Any) -> None:
+    def read(self: Any, *arguments: Any, **named: Any) -> int:
         calls[0] += 1
         if calls[0] == number("STEP"):
             raise MemoryError("planted")
-        original(self, *arguments, **named)
+        return original(self, *arguments, **named)
 
-    cl_train.data.images.ImageReader.train = train  # type: ignore[method-assign]
+    cl_train.data.images.ImageReader.read = read  # type: ignore[method-assign]
 
 
 def worker_exits() -> None:
     """A worker leaves by os._exit, as a decoder that calls exit() would."""
-    original, calls, parent = cl_train.data.images.ImageReader.train, [0], os.getpid()
+    original, calls, parent = cl_train.data.images.ImageReader.read, [0], os.getpid()
 
-    def train(self: Any, *arguments: Any, **named: Any) -> None:
+    def read(self: Any, *arguments: Any, **named: Any) -> int:
         calls[0] += 1
         if calls[0] == number("STEP") and os.getpid() != parent:
             os._exit(3)
-        original(self, *arguments, **named)
+        return original(self, *arguments, **named)
 
-    cl_train.data.images.ImageReader.train = train  # type: ignore[method-assign]
+    cl_train.data.images.ImageReader.read = read  # type: ignore[method-assign]
 
 
 def check_layout() -> None:

@@ -41,7 +41,7 @@ def test_layout_names_sizes_and_content(source, tmp_path):
         "small.jpg": (60, 40),
         "tall.jpg": (40, 200),
     }
-    assert read_folder(tmp_path / "copy").fingerprint() == read_folder(source).fingerprint()
+    assert read_folder(tmp_path / "copy").fingerprint == read_folder(source).fingerprint
     for path in (tmp_path / "copy").rglob("*.jp*g"):
         with Image.open(path) as image:
             assert image.format == "JPEG" and image.mode == "RGB"

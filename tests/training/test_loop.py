@@ -219,7 +219,7 @@ def test_a_bad_image_ahead_of_the_step_does_not_count_in_the_evaluation(train: T
         (images / "train" / "red" / f"{number:03d}.JPEG").write_bytes(b"\xff\xd8 no picture")
     words = (f"data.root={images}", "data.on_bad_image=skip", "max_steps=5", "batch_size=8", "epochs=1")
     for workers in (0, 1):
-        done = train(*words, f"data.workers={workers}", f"data.persistent_workers={str(bool(workers)).lower()}")
+        done = train(*words, f"data.workers={workers}")
         assert done.exit_code == 0 and done.summary["val"]["images"] == 21
 
 

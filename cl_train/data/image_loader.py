@@ -1,0 +1,154 @@
+"""The loader of train.py for any training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from cl_train.data.bad_images import BadImages
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.crops import CropRange, default_val_resize
+from cl_train.data.device import Normalise, to_device
+from cl_train.data.folder import EXTENSIONS, FolderLayout, read_folder
+from cl_train.data.images import ImageReader, ImageSettings
+from cl_train.data.loader import HostLoader, LoaderSettings
+from cl_train.data.order import permutation
+
+_MOST_WORKERS = 16
+
+
+class ImageLoader:
+    """Iterates over the batches of one split; made by `image_loader`.
+
+    Attributes:
+        classes: their names, in the order of the labels.
+        bad_images: names and reasons of the images that could not be read so far.
+    """
+
+    def __init__(
+        self, loader: HostLoader, classes: tuple[str, ...], bad_images: BadImages, normalise: Normalise | None
+    ) -> None:
+        self.classes, self.bad_images = classes, bad_images
+        self._loader, self._normalise = loader, normalise
+        self._epoch = self._first_batch = 0
+
+    def __len__(self) -> int:
+        """Batches per epoch of this rank."""
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        """The next iteration is `epoch` from batch `first_batch` on; the ones after it are the following epochs."""
+        self._epoch, self._first_batch = epoch, first_batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self._loader.batches(self._epoch, self._first_batch)
+        self.set_epoch(self._epoch + 1)
+        if self._normalise is None:
+            for host in batches:
+                images, targets = host.images.clone(), host.targets.clone()
+                host.release()
+                yield images, targets
+        else:
+            for batch in to_device(batches, self._normalise):
+                yield batch.images, batch.targets
+
+    def close(self) -> None:
+        """End the workers. A later iteration starts new ones."""
+        self._loader.close()
+
+    def __enter__(self) -> ImageLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def image_loader(
+    root: str | Path,
+    split: str = "train",
+    *,
+    batch_size: int = 256,
+    image_size: int = 224,
+    workers: int | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.channels_last,
+    mean: Sequence[float] = (0.485, 0.456, 0.406),
+    std: Sequence[float] = (0.229, 0.224, 0.225),
+    rank: int | None = None,
+    world_size: int | None = None,
+    skip_bad_images: bool = False,
+    val_split: str | None = None,
+    val_fraction: float | None = None,
+    extensions: Sequence[str] = EXTENSIONS,
+) -> ImageLoader:
+    """Batches of a folder of images, as train.py loads them.
+
+        with image_loader("/datasets/imagenet", batch_size=256, device="cuda", dtype=torch.float16) as loader:
+            for epoch in range(90):
+                for images, targets in loader: ...
+
+    Training images get torchvision's RandomResizedCrop and horizontal flip, in an order and with random numbers that
+    depend on `seed` and the epoch alone; the last, smaller batch is dropped. Validation images are resized and
+    centre-cropped, each once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes anywhere.
+
+    Args:
+        root: folder that holds `train/<class>/*` and `val/<class>/*`.
+        split: "train" or "val".
+        batch_size: images per rank.
+        workers: processes; None = usable cores / ranks of this machine, at most 16; 0 = none.
+        device: where batches go; None = uint8 batches stay on the host, not normalised.
+        dtype, memory_format, mean, std: of batches on a device: (x / 255 - mean) / std.
+        rank, world_size: None = those of `torch.distributed` if it is initialised, else 0 and 1.
+        skip_bad_images: replace (val: leave out) images that cannot be read instead of raising; see `bad_images`.
+        val_split, val_fraction, extensions: as the settings `data.val_split`, `data.val_fraction`, `data.extensions`.
+
+    Returns:
+        An iterable over (images, targets): images uint8, or `dtype` on a device, [N, 3, image_size, image_size];
+        targets int64 [N]. It has a length, and workers that `close()`, or the end of a `with` block, ends.
+
+    Raises:
+        ConfigError: (a ValueError) the folder is missing or has no classes.
+        BadImageError, WorkerError: while iterating; the message names the image.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split={split!r}: use 'train' or 'val'")
+    source = read_folder(Path(root).expanduser(), FolderLayout(val_split, val_fraction, tuple(extensions)), cache=True)
+    if world_size is None:
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+    target = torch.device(device) if device is not None else None
+    images = ImageSettings(
+        size=image_size,
+        val_resize=default_val_resize(image_size),
+        crop=CropRange(0.08, 1.0, 3 / 4, 4 / 3),
+        flip=0.5,
+        decoder="simplejpeg",
+        seed=seed,
+    )
+    settings = LoaderSettings(
+        batch_size=batch_size,
+        workers=default_workers(world_size) if workers is None else workers,
+        pin_memory=target is not None and target.type == "cuda",
+        rank=rank or 0,
+        world_size=world_size,
+    )
+    training, bad_images = split == "train", BadImages(skip=skip_bad_images, limit=len(source.train) + len(source.val))
+    reader = ImageReader(source.train if training else source.val, images, training=training)
+    order = (lambda epoch: permutation(seed, epoch, len(source.train))) if training else None
+    normalise = None if target is None else Normalise(mean, std, DeviceFormat(target, dtype, memory_format))
+    return ImageLoader(HostLoader(reader, settings, bad_images, order), source.classes, bad_images, normalise)
+
+
+def default_workers(world_size: int) -> int:
+    """Usable cores / ranks of this machine, at most 16 and at least 1."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun's: the ranks of this machine
+    return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // here))

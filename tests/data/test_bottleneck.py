@@ -1,0 +1,27 @@
+"""The advice names the bottleneck and the setting to change."""
+
+import pytest
+
+from cl_train.data.bottleneck import bottleneck_advice
+from cl_train.data.images import WorkerTimes
+
+
+@pytest.mark.parametrize(
+    ("times", "workers", "expected", "setting"),
+    [
+        (WorkerTimes(12.0, 6.0, 1.0, 1000), 2, "12.0 ms", "smaller copy"),
+        (WorkerTimes(0.5, 8.0, 1.0, 9000), 2, "52 %", "data.prefetch"),
+        (WorkerTimes(0.5, 16.0, 3.0, 9000), 2, "2 of 8 cores", "data.workers=8"),
+        (WorkerTimes(2.0, 68.0, 9.0, 9000), 8, "86 %", "resize"),
+        (WorkerTimes(0.5, 9.0, 0.4, 9000), 0, "1 of 8 cores", "data.workers=8"),
+    ],
+)
+def test_each_bottleneck_has_its_setting(times, workers, expected, setting):
+    text = bottleneck_advice(times, workers=workers, seconds=10, data_wait_pct=42.4, cores=8)
+    assert "42 %" in text and expected in text and setting in text
+
+
+def test_no_advice_without_need():
+    busy = WorkerTimes(0.5, 16.0, 3.0, 9000)
+    assert bottleneck_advice(busy, workers=2, seconds=10, data_wait_pct=10.0, cores=8) is None
+    assert bottleneck_advice(WorkerTimes(), workers=2, seconds=10, data_wait_pct=50, cores=8) is None

@@ -1,0 +1,90 @@
+"""The stored list of a large folder: the same as a fresh one, and never an outdated one."""
+
+import os
+import time
+
+import pytest
+
+from cl_train.data import folder, folder_index
+from cl_train.data.folder import FolderLayout, read_folder
+from tests.data.image_folders import write_folder
+
+
+def age(*roots):
+    for root in roots:
+        for path, _, _ in os.walk(root):
+            os.utime(path, (time.time() - 100, time.time() - 100))
+
+
+def stored():
+    return list(folder_index.cache_folder().glob("*.npz"))
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder whose times lie in the past; small folders are stored too, in a cache of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(folder, "_CACHED_FROM", 1)
+    root = write_folder(tmp_path / "data", train=6, val=4)
+    (root / "train" / "class_0" / "notes.txt").write_text("")
+    age(root)
+    return root
+
+
+def test_the_stored_list_is_the_list(root, monkeypatch):
+    listed = read_folder(root, cache=True)
+    assert len(stored()) == 1
+    monkeypatch.setattr(folder, "_list", lambda *arguments: pytest.fail("listed again"))
+    again = read_folder(root, cache=True)
+    assert (again.fingerprint, again.classes, again.notes) == (listed.fingerprint, listed.classes, listed.notes)
+    assert [again.val.name(i) for i in range(4)] == [listed.val.name(i) for i in range(4)]
+
+
+def test_each_layout_has_a_list_of_its_own(root):
+    assert len(read_folder(root, cache=True).train) == 6
+    assert len(read_folder(root, FolderLayout(extensions=(".jpg", ".txt")), cache=True).train) == 7
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "class", "nested"])
+def test_a_changed_folder_is_listed_again(root, change):
+    read_folder(root, cache=True)
+    if change == "added":
+        (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    elif change == "removed":
+        (root / "val" / "class_0" / "0000.jpg").unlink()
+    elif change == "class":
+        for split in ("train", "val"):
+            (root / split / "class_9").mkdir()
+            (root / split / "class_9" / "a.jpg").write_bytes(b"1")
+    else:
+        (root / "train" / "class_0" / "deep").mkdir()
+    assert folder_index.load(stored()[0]) is None
+    assert read_folder(root, cache=True).fingerprint == read_folder(root).fingerprint
+
+
+def test_a_broken_list_is_not_used(root):
+    listed = read_folder(root, cache=True)
+    path = stored()[0]
+    for content in (b"", b"PK broken", path.read_bytes()[:300]):
+        path.write_bytes(content)
+        assert folder_index.load(path) is None
+        assert read_folder(root, cache=True).fingerprint == listed.fingerprint
+
+
+def test_a_folder_that_changed_just_now_is_not_stored(root):
+    (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    read_folder(root, cache=True)
+    assert not stored()
+
+
+def test_a_new_image_behind_a_link_is_seen(root, tmp_path):
+    """Class folders may be links, which os.walk does not follow."""
+    linked = tmp_path / "linked"
+    for split in ("train", "val"):
+        (linked / split).mkdir(parents=True)
+        for name in ("class_0", "class_1"):
+            (linked / split / name).symlink_to(root / split / name)
+    age(linked)
+    assert len(read_folder(linked, cache=True).train) == 6 and len(stored()) == 1
+    (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    assert len(read_folder(linked, cache=True).train) == 7

@@ -1,0 +1,73 @@
+"""image_loader: the loader of train.py with plain arguments."""
+
+import pytest
+import torch
+
+from cl_train import DevicePrefetcher, image_loader
+from cl_train.data.bad_images import BadImageError
+from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("images"), train=22, val=9)
+
+
+def loader(root, split="train", **arguments):
+    return image_loader(root, split, **{"batch_size": 4, "image_size": 32, "workers": 0, **arguments})
+
+
+def test_batches_are_those_of_train(root):
+    data = folder_data(root, seed=3)
+    with loader(root, seed=3, workers=2) as batches:
+        assert len(batches) == 5 and batches.classes == ("class_0", "class_1")
+        for epoch in range(2):
+            for (images, targets), (expected, labels) in zip(batches, train_batches(data, epoch), strict=True):
+                assert images.dtype == torch.uint8 and images.is_contiguous(memory_format=torch.channels_last)
+                assert torch.equal(images, expected) and torch.equal(targets, labels)
+
+
+def test_an_epoch_resumes_at_any_batch_and_the_next_one_is_whole(root):
+    whole = loader(root)
+    epochs = [[images for images, _ in whole] for _ in range(3)]
+    resumed = loader(root)
+    resumed.set_epoch(1, first_batch=3)
+    assert torch.equal(torch.stack([images for images, _ in resumed]), torch.stack(epochs[1][3:]))
+    assert torch.equal(torch.stack([images for images, _ in resumed]), torch.stack(epochs[2]))
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_on_a_device_batches_are_normalised(root, memory_format):
+    expected = list(folder_data(root).validation(FLOAT_CHANNELS_LAST))
+    ready = loader(root, "val", device="cpu", dtype=torch.bfloat16, memory_format=memory_format)
+    assert len(ready) == 3
+    for (images, targets), batch in zip(ready, expected, strict=True):
+        assert images.dtype == torch.bfloat16 and images.is_contiguous(memory_format=memory_format)
+        assert torch.equal(images, batch.images.bfloat16()) and torch.equal(targets, batch.targets)
+    for (images, _), batch in zip(DevicePrefetcher(loader(root, "val"), "cpu"), expected, strict=True):
+        assert torch.equal(images, batch.images)
+
+
+def test_ranks_share_an_epoch(root):
+    whole = [targets for _, targets in loader(root, batch_size=8)]
+    ranks = [[targets for _, targets in loader(root, rank=rank, world_size=2)] for rank in (0, 1)]
+    assert torch.equal(torch.cat(whole), torch.cat([torch.cat(pair) for pair in zip(*ranks, strict=True)]))
+    assert [len(loader(root, "val", rank=rank, world_size=2)) for rank in (0, 1)] == [2, 1]
+
+
+def test_bad_images_are_named(tmp_path):
+    root = write_folder(tmp_path, train=4, val=4)
+    broken = root / "train" / "class_0" / "0000.jpg"
+    broken.write_bytes(b"")
+    with pytest.raises(BadImageError, match=r"0000\.jpg"):
+        list(loader(root))
+    tolerant = loader(root, skip_bad_images=True)
+    assert [len(targets) for _, targets in tolerant] == [4]
+    assert list(tolerant.bad_images.reasons) == [str(broken)]
+
+
+def test_wrong_arguments_are_value_errors(root, tmp_path):
+    with pytest.raises(ValueError, match="train"):
+        loader(root, "test")
+    with pytest.raises(ValueError, match="nowhere"):
+        loader(tmp_path / "nowhere")
