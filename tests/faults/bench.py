@@ -1,5 +1,6 @@
 """Training runs for the faults to act on, and undisturbed ones to compare with."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -53,6 +54,12 @@ class Bench:
 
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def log(self) -> Path:
+        """A new file for the output of a process."""
+        descriptor, name = tempfile.mkstemp(suffix=".log", dir=self.folder)
+        os.close(descriptor)
+        return Path(name)
 
     def forget(self, run: Path) -> None:
         shutil.rmtree(run, ignore_errors=True)

@@ -17,6 +17,13 @@ from checkpoint_faults import (
 from config_fuzz import misspelt_settings, wrong_setting_values
 from folder_faults import long_run_stays_bounded, odd_folders_and_environments, shared_or_moved_run_folder
 from image_faults import fuzzed_images, odd_imagenet_files
+from interrupt_faults import (
+    kill_in_evaluation,
+    kill_sweep_launcher,
+    kill_while_generating_sample,
+    kill_while_resizing_images,
+    stop_signal_in_evaluation,
+)
 from outcome import Outcome
 from rank_faults import (
     hang_one_of_two_ranks,
@@ -68,6 +75,8 @@ _FAULTS = (
     Fault(malicious_checkpoint),
     Fault(kill_training_run, (3,), (200,), slow=True),
     Fault(stop_signal_in_training, (2,), (100,), slow=True),
+    Fault(kill_in_evaluation, (1,), (30,), slow=True),
+    Fault(stop_signal_in_evaluation, (1,), (5,), slow=True),
     Fault(resume_at_every_step, ((1, 6, 12), (0,)), (_ALL_STEPS, (0, 1, 3)), slow=True),
     Fault(resume_with_other_layout_or_precision, (False,), (True,), slow=True),
     Fault(disk_full_in_training_run, (False,), (True,), slow=True),
@@ -84,6 +93,8 @@ _FAULTS = (
     Fault(odd_imagenet_files, slow=True),
     Fault(hostile_archives),
     Fault(kill_while_unpacking_imagenet, (3,), (20,), slow=True),
+    Fault(kill_while_generating_sample, (2,), (30,), slow=True),
+    Fault(kill_while_resizing_images, (2,), (30,), slow=True),
     Fault(wrong_setting_values, (40,), (None,), slow=True),
     # Nobody can guess every misspelt word.
     Fault(misspelt_settings, (1,), (10,), slow=True, enough=0.95),
@@ -91,6 +102,7 @@ _FAULTS = (
     Fault(shared_or_moved_run_folder, slow=True),
     Fault(long_run_stays_bounded, (600,), (10_000,), slow=True),
     Fault(failing_sweep_jobs, (1,), (7,), slow=True),
+    Fault(kill_sweep_launcher, (1,), (10,), slow=True),
 )
 
 MATRIX = {fault.plant.__name__: fault for fault in _FAULTS}

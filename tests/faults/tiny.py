@@ -1,9 +1,10 @@
-"""A run small enough to be killed a hundred times: model, images, and the command line of the real program."""
+"""A run small enough to be killed a hundred times: models, images, and the command line of train.py."""
 
 import io
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CLASSES = ("ant", "bee", "cat")
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 STEPS = STEPS_PER_EPOCH * EPOCHS
-# What a record says about time (and how many images were timed); everything else must come out the same.
+# What a record says about time (and how many images were timed); everything else must be equal.
 CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wait_pct", "warmup", "peak_memory_gib"}
 
 
@@ -65,6 +66,25 @@ class Failing(nn.Module):
                 raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")
             os.kill(os.getpid(), signal.SIGKILL)
         return self.body(images)
+
+
+class Slow(nn.Module):
+    """Sleeps PLANT_MS per training batch and PLANT_EVAL_MS per validation batch; creates PLANT_MARKER in evaluation."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = model(num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(int(os.environ.get("PLANT_MS" if self.training else "PLANT_EVAL_MS", 0)) / 1000)
+        marker = os.environ.get("PLANT_MARKER")
+        if marker and not self.training:
+            Path(marker).touch()
+        return self.body(images)
+
+
+def slow_model(num_classes: int) -> nn.Module:
+    return Slow(num_classes)
 
 
 def raising_model(num_classes: int) -> nn.Module:
