@@ -2,5 +2,4 @@
 
 bash benchmarks/gpu_report.sh out=DIR time_limit_s=520       everything on the GPU at hand, most important first
 python -m benchmarks.overhead out=FILE                       cl_train against a bare training loop
-python -m benchmarks.roofline model=resnet50                 images/s that bandwidth and arithmetic permit
 """

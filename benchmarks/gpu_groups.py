@@ -1,14 +1,12 @@
-"""The measurements of a GPU report, one group per process: `python -m benchmarks.gpu_groups NAME out=DIR ...`.
+"""The measurements of a GPU report, one group per process; started by `gpu_report`.
 
 A group appends each row to `rows.jsonl` as soon as it is measured, so whatever ends it, the rows before stay.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
-import math
 import os
 import shutil
 import statistics
@@ -19,17 +17,17 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_plan import Group, Variant, all_groups, has_time_for, tiny_groups
+from benchmarks.gpu_plan import BLOCKS_S, Group, Variant, all_groups, has_time_for, tiny_groups
 from benchmarks.roofline import Machine, roofline
 from benchmarks.timm_loop import timm_step
-from cl_train.comparison.alternation import is_out_of_memory, release_memory
+from cl_train.comparison.alternation import alternate, release_memory
 from cl_train.comparison.model_cost import matmul_tflops
-from cl_train.comparison.statistics import interval_of_rounds
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.validation import load
 from cl_train.data.batch import Batch
@@ -42,7 +40,6 @@ from cl_train.training.setup import build_train_state
 
 ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE = 1e-4
-ROUNDS = 5
 
 Step = Callable[[], object]
 
@@ -94,16 +91,14 @@ def run_group(name: str, folder: Path, time_limit_s: float, *, dry_run: bool) ->
                 if rows.left_s > 10:
                     measure_variants(rows, device)
                     release_memory(device)
-        elif name == "profile":
-            profile_steps(rows, device)
-        elif name.startswith("bytes"):
-            run_marked_step(group, device)
+        elif name == "profile" or name.startswith("bytes"):
+            profile_steps(rows, device, ncu=name != "profile")
         else:
             measure_variants(rows, device)
 
 
 def measure_machine(rows: Rows, device: torch.device) -> None:
-    """Versions, clocks, copy bandwidth (bytes read plus bytes written) and matmul rates: what shares refer to."""
+    """Versions, copy bandwidth (bytes read plus bytes written) and matmul rates, which the roofline refers to."""
     on_cuda = device.type == "cuda"
     source = torch.randn(2**30 if on_cuda else 2**22, device=device)  # 4 GiB: many times the cache
     target = torch.empty_like(source)
@@ -116,17 +111,8 @@ def measure_machine(rows: Rows, device: torch.device) -> None:
         cores=os.cpu_count(),
         copy_bytes_per_s=2 * source.nbytes / seconds,
         flops_per_s={"half": matmul_tflops(device, half, False) * 1e12, "tf32": tf32_tflops * 1e12},
-        clocks=_clocks() if on_cuda else None,
         environment=describe_environment(device),
     )
-
-
-def _clocks() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
-    done = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True)
-    return done.stdout.strip() or None
 
 
 def timed_s(work: Step, device: torch.device) -> float:
@@ -162,15 +148,25 @@ def measure_variants(rows: Rows, device: torch.device) -> None:
             traceback.print_exc()
             rows.add(**_labels(group, variant), outcome=f"{type(error).__name__}: {str(error)[:200]}")
             release_memory(device)
-    while len(steps) >= 2:
-        try:
-            return compare_blocks(steps, rows, device)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            dropped, _ = steps.popitem()
-        rows.add(**_labels(group, dropped), outcome="left out of the ratios: out of memory beside the others")
-        release_memory(device)  # here, where the error no longer holds tensors
+    if len(steps) < 2:
+        return
+    baseline = group.baseline if group.baseline in steps else next(iter(steps))
+    order = [baseline, *(variant for variant in steps if variant is not baseline)]
+    blocks = [partial(block_s, steps[variant], max(1, group.steps // 10), device) for variant in order]
+    found = alternate(blocks, target_ci=0.01, time_limit_s=min(BLOCKS_S * len(order), rows.left_s), min_rounds=5)
+    for index, ratio in enumerate(found.speed_ratios()):  # the last ones are missing if memory ran out
+        speeds = _speeds(order[index], found.median_s(index), rows)
+        rows.add(**speeds, versus=baseline.name, ratio=ratio.ratio, ci95=[ratio.low, ratio.high])
+
+
+def block_s(step: Step, steps: int, device: torch.device) -> float:
+    """Seconds per step of a block; waits for the device."""
+
+    def work() -> None:
+        for _ in range(steps):
+            step()
+
+    return timed_s(work, device) / steps
 
 
 def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
@@ -186,39 +182,9 @@ def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
     seconds = statistics.median(timed_s(step, device) for _ in range(3))
     if device.type == "cuda":
         peak_gib = (torch.cuda.max_memory_allocated(device) - held_bytes) / 2**30
-    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_gib, timed_steps=3)
+    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_gib)
     print(f"{variant.name}: ready after {time.monotonic() - started_at:.0f} s", flush=True)
     return step
-
-
-def compare_blocks(steps: dict[Variant, Step], rows: Rows, device: torch.device) -> None:
-    """Time all variants in blocks A B C C B A and add their ratios to the baseline. Lack of time ends it early."""
-    per_block = max(1, rows.group.steps // (2 * ROUNDS))
-    blocks: dict[Variant, list[float]] = {variant: [] for variant in steps}  # seconds per step
-
-    def time_block(variant: Variant) -> None:
-        def work() -> None:
-            for _ in range(per_block):
-                steps[variant]()
-
-        blocks[variant].append(timed_s(work, device) / per_block)
-
-    for number in range(ROUNDS):
-        if number >= 2 and rows.left_s < 5:
-            break
-        for variant in [*steps, *reversed(steps)]:
-            time_block(variant)
-    baseline = rows.group.baseline if rows.group.baseline in steps else next(iter(steps))
-    for variant, times in blocks.items():
-        logs = [math.log(a / b) for a, b in zip(blocks[baseline], times, strict=True)]
-        interval = interval_of_rounds([(a + b) / 2 for a, b in zip(logs[::2], logs[1::2], strict=True)])
-        rows.add(
-            **_speeds(variant, statistics.median(times), rows),
-            versus=baseline.name,
-            ratio=interval.ratio,
-            ci95=[interval.low, interval.high],
-            timed_steps=len(times) * per_block,
-        )
 
 
 def _labels(group: Group, variant: Variant) -> dict[str, Any]:
@@ -228,16 +194,13 @@ def _labels(group: Group, variant: Variant) -> dict[str, Any]:
 
 def _speeds(variant: Variant, seconds: float, rows: Rows) -> dict[str, Any]:
     images_per_s = rows.group.batch_size / seconds
-    speeds = {"images_per_s": images_per_s, "step_ms": 1000 * seconds}
     limit = _roofline_images_per_s(rows.group, "fused" if variant.compile else "eager", rows.folder)
-    return {
-        **_labels(rows.group, variant),
-        **speeds,
-        "pct_of_roofline": None if limit is None else 100 * images_per_s / limit,
-    }
+    share = None if limit is None else 100 * images_per_s / limit
+    speeds = {"images_per_s": images_per_s, "step_ms": 1000 * seconds, "pct_of_roofline": share}
+    return _labels(rows.group, variant) | speeds
 
 
-@functools.lru_cache
+@lru_cache
 def _roofline_images_per_s(group: Group, pattern: str, folder: Path) -> float | None:
     """What the measured copy bandwidth and the matmul rate of the group's precision permit; None if unknown."""
     machine = next((row for row in read_rows(folder) if row["group"] == "environment"), None)
@@ -283,33 +246,25 @@ def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
 # --- where the time and the bytes go ----------------------------------------------------------------------------------
 
 
-def profile_steps(rows: Rows, device: torch.device) -> None:
-    """The kernels that take the most device time, in `profile.txt`."""
-    step = build_step(rows.group.variants[0], rows.group, device)
+def profile_steps(rows: Rows, device: torch.device, *, ncu: bool) -> None:
+    """The kernels that take the most device time, in `profile.txt`; for ncu one step between its marks."""
+    variant = rows.group.variants[0]
+    step = build_step(variant, rows.group, device)
     for _ in range(6):
         step()
     synchronize(device)
+    if ncu:  # it counts the bytes of each kernel, see `gpu_report.dram_bytes`
+        if device.type == "cuda":
+            torch.cuda.profiler.start()
+        timed_s(step, device)
+        if device.type == "cuda":
+            torch.cuda.profiler.stop()
+        return
     with torch.profiler.profile() as profiler:
-        for _ in range(5):
-            step()
-        synchronize(device)
+        timed_s(step, device)
     table = profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=80)
     (rows.folder / "profile.txt").write_text(table, encoding="utf-8")
-    rows.add(**_labels(rows.group, rows.group.variants[0]), outcome="kernels of 5 steps: profile.txt")
-
-
-def run_marked_step(group: Group, device: torch.device) -> None:
-    """One step between profiler marks; ncu counts its bytes, see `gpu_report.dram_bytes`."""
-    step = build_step(group.variants[0], group, device)
-    for _ in range(6):
-        step()
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.profiler.start()
-    step()
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.profiler.stop()
+    rows.add(**_labels(rows.group, variant), outcome="kernels of a step: profile.txt")
 
 
 # --- a whole run on JPEGs ---------------------------------------------------------------------------------------------
@@ -329,10 +284,7 @@ def measure_jpegs(rows: Rows, device: torch.device) -> None:
     else:
         words += ["max_steps=100", "log_every=10", "warmup_steps=30", f"precision={group.precision}"]
         words += ["compile=true", "cuda_graph=true", f"data.workers={cores}"]
-    sources = {
-        "one fixed batch": ["data=synthetic"],
-        "JPEGs": ["data=folder", f"data.root={root}"],
-    }
+    sources = {"one fixed batch": ["data=synthetic"], "JPEGs": ["data=folder", f"data.root={root}"]}
     fixed_images_per_s = 0.0
     for name, source in sources.items():
         run = rows.folder / f"run-{name.replace(' ', '-')}"

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_groups import synchronize
-from benchmarks.roofline import ImageSettings
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import load, settings_from_arguments, stop_with
 from cl_train.models.registry import build_model
@@ -30,6 +29,11 @@ from cl_train.system.distributed import choose_device
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import write_json
 from cl_train.training.loop import train
+
+
+@dataclass
+class ImageSettings:
+    image_size: int = setting(224, "height and width of the images, pixels", minimum=8)
 
 
 @dataclass

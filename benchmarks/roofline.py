@@ -1,6 +1,6 @@
 """How fast a network can train on a machine, from the sizes of its layers: bytes, operations, images per second.
 
-    python -m benchmarks.roofline model=resnet50 data.image_size=224
+    python -c "from torchvision.models import *; from benchmarks.roofline import *; print(roofline(resnet50(), H200))"
 
 A training step is a chain of kernels that each read and write whole activations. Per image, with the weights shared by
 the batch, a kernel takes at least max(operations / peak, bytes / bandwidth); a step takes at least the sum over its
@@ -15,18 +15,13 @@ kernels. Assumed: every operand crosses the memory bus once per kernel, and noth
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
-
-from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import settings_from_arguments, stop_with
-from cl_train.models.registry import build_model
 
 PATTERNS = ("eager", "fused")
 _ADD = ("add", "add_", "iadd")
@@ -182,36 +177,3 @@ def _source(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
-
-
-@dataclass
-class ImageSettings:
-    image_size: int = setting(224, "height and width of the images, pixels", minimum=8)
-
-
-@dataclass
-class RooflineSettings:
-    """Settings of the roofline; the defaults of the machine are an H200's data sheet in fp16."""
-
-    model: str = setting("resnet50", "name of a model")
-    tflops: float = setting(H200.flops_per_s / 1e12, "peak of the device, TFLOP/s", above=0)
-    tb_per_s: float = setting(H200.bytes_per_s / 1e12, "memory bandwidth of the device, TB/s", above=0)
-    data: ImageSettings = field(default_factory=ImageSettings)
-
-
-def main(words: list[str]) -> None:
-    try:
-        settings = settings_from_arguments(RooflineSettings, words)
-        with torch.device("meta"):
-            model = build_model(settings.model, num_classes=1000)
-    except ConfigError as error:
-        stop_with(error)
-    machine = Machine(settings.tflops * 1e12, settings.tb_per_s * 1e12)
-    for pattern in PATTERNS:
-        found = roofline(model, machine, pattern=pattern, image_size=settings.data.image_size)
-        print(f"{pattern}: {found.megabytes:.0f} MB and {found.gigaflops:.1f} GFLOP per image, ", end="")
-        print(f"at most {found.images_per_s:,.0f} images/s")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

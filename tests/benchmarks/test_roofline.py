@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torchvision
 from torch import nn
 
-from benchmarks.roofline import H200, PATTERNS, Machine, main, roofline, training_kernels
+from benchmarks.roofline import H200, PATTERNS, Machine, roofline, training_kernels
 
 
 def build(name: str) -> nn.Module:
@@ -73,8 +71,3 @@ def test_a_model_that_cannot_be_traced_is_named() -> None:
 
     with pytest.raises(ValueError, match="Branching"):
         roofline(Branching(), H200)
-
-
-def test_the_command_prints_both_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["model=resnet50"])
-    assert re.findall(r"([\d,]+) images/s", capsys.readouterr().out) == ["9,387", "12,061"]
