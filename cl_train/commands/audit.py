@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cl_train.config.schema import CONVERSIONS, DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, setting
+from cl_train.config.schema import CONVERSIONS, DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 
 if TYPE_CHECKING:  # torch is imported only once the settings are right
@@ -133,7 +133,8 @@ def _check_training_path(
 
     from cl_train.config.schema import OptimConfig
     from cl_train.memory_format.audit import mean_square
-    from cl_train.memory_format.model_call import output_tensors
+    from cl_train.memory_format.audit_report import LayoutCheck
+    from cl_train.memory_format.model_call import explain_failure, output_tensors
     from cl_train.memory_format.training_path import check_training_path
     from cl_train.step.ema import EMA
     from cl_train.step.optim import build_optimizer
@@ -146,17 +147,20 @@ def _check_training_path(
         ema = EMA(model, 0.99).module
     except RuntimeError:  # torch.nn.utils.weight_norm's weights cannot be copied
         ema = None
-    with autocast(precision, images.device):
-        return check_training_path(
-            model,
-            images,
-            torch.zeros(len(images), dtype=torch.int64, device=images.device),
-            loss=lambda output, _: mean_square(output_tensors(output, settings.output)),
-            mixes=mixes,
-            ema=ema,
-            optimizer=optimizer,
-            masters=masters,
-        )
+    try:
+        with autocast(precision, images.device):
+            return check_training_path(
+                model,
+                images,
+                torch.zeros(len(images), dtype=torch.int64, device=images.device),
+                loss=lambda output, _: mean_square(output_tensors(output, settings.output)),
+                mixes=mixes,
+                ema=ema,
+                optimizer=optimizer,
+                masters=masters,
+            )
+    except Exception as error:  # an optimizer may refuse sparse gradients, or MixUp the model's input
+        return [LayoutCheck("training step", "not checked", explain_failure(error))]
 
 
 def _compiled_graphs(
@@ -164,14 +168,17 @@ def _compiled_graphs(
 ) -> list[dict[str, Any]]:
     from cl_train.memory_format.audit import mean_square
     from cl_train.memory_format.inductor import compiled_graphs
-    from cl_train.memory_format.model_call import output_tensors
+    from cl_train.memory_format.model_call import explain_failure, output_tensors
     from cl_train.step.precision import autocast
 
     def step(compiled: nn.Module) -> torch.Tensor:
         with autocast(precision, images.device):
             return mean_square(output_tensors(compiled(images), settings.output))
 
-    return [dataclasses.asdict(graph) for graph in compiled_graphs(model, step, settings.backward)]
+    try:
+        return [dataclasses.asdict(graph) for graph in compiled_graphs(model, step, settings.backward)]
+    except Exception as error:  # torch.compile cannot trace every model
+        raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error
 
 
 def measure_operators(settings: AuditSettings) -> None:

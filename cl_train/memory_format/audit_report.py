@@ -50,7 +50,7 @@ class LayoutCheck:
     """The format of a tensor outside the model: a batch, a gradient, optimizer state, an EMA weight."""
 
     what: str
-    outcome: Literal["kept", "lost", "ambiguous", "contiguous"]
+    outcome: Literal["kept", "lost", "ambiguous", "contiguous", "not checked"]
     detail: str
 
 

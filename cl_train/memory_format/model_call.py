@@ -58,12 +58,14 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _entry(output: Any, key: str | int) -> Any:
-    if isinstance(key, str) and isinstance(getattr(output, key, None), torch.Tensor):
-        return getattr(output, key)
     try:
-        return output[int(key) if isinstance(output, list | tuple) else key]
-    except (LookupError, TypeError, ValueError):
-        known = ", ".join(map(str, output)) if isinstance(output, dict) else f"a {type(output).__name__}"
+        if isinstance(output, Mapping):
+            return output[key]
+        if isinstance(output, list | tuple) and str(key).lstrip("-").isdigit():
+            return output[int(key)]
+        return getattr(output, str(key))
+    except (LookupError, AttributeError):
+        known = ", ".join(map(str, output)) if isinstance(output, Mapping) else f"a {type(output).__name__}"
         raise ConfigError(f"output={key}: the model's output has no such entry (it is {known})") from None
 
 
@@ -80,7 +82,7 @@ def explain_failure(error: BaseException) -> str:
         return f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape instead of .view"
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory{where}: use a smaller batch or image size"
-    return f"{type(error).__name__}{where}: {first[:300]}"
+    return f"{type(error).__name__}{where}: {first[:300]}; check the shape, dtype and device of the model's input"
 
 
 def short_path(path: str) -> str:

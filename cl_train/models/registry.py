@@ -15,6 +15,7 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
+from cl_train.memory_format.model_call import explain_failure
 from cl_train.models.copies import copy_model
 from cl_train.models.weights_file import read_weights
 
@@ -82,10 +83,11 @@ def build_model(
     if ":" in name:
         model = _build_user_model(name, num_classes)
     elif name.startswith("timm/"):
-        pretrained = weights is not None and not from_file
-        model = _import_timm(name).create_model(
-            name.removeprefix("timm/"), pretrained=pretrained, num_classes=num_classes
-        )
+        pretrained, timm_name = weights is not None and not from_file, name.removeprefix("timm/")
+        try:
+            model = _import_timm(name).create_model(timm_name, pretrained=pretrained, num_classes=num_classes)
+        except Exception as error:  # no network for the weights, no weights of that name, a model that needs arguments
+            raise ConfigError(f"model={name} cannot be built by timm: {type(error).__name__}: {error}") from error
     else:
         try:
             model = _build_torchvision_model(name, num_classes, None if from_file else weights, image_size)
@@ -273,8 +275,10 @@ def _user_function(name: str) -> Callable[..., nn.Module]:
 def _build_user_model(name: str, num_classes: int) -> nn.Module:
     try:
         model = _user_function(name)(num_classes=num_classes)
-    except TypeError as error:
-        raise ConfigError(f"model={name} must be a function that takes num_classes ({error})") from error
+    except Exception as error:  # the function is the user's
+        raise ConfigError(
+            f"model={name} failed; it must be a function that takes num_classes: {explain_failure(error)}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model

@@ -113,10 +113,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     torch.save(build_model("resnet18", num_classes=3).state_dict(), tmp_path / "weights.pth")
     with pytest.raises(ConfigError, match=r"lacks 13 .* has 122 "):
         build_model("tests.networks:small", num_classes=3, weights=str(tmp_path / "weights.pth"))
-    with pytest.raises(ConfigError, match=r"do not fit the model: .*size mismatch for conv1.weight|not in the file"):
+    with pytest.raises(ConfigError, match=r"lacks 262 .* has 122 "):
         build_model("mobilenet_v2", num_classes=3, weights=str(tmp_path / "weights.pth"))
     (tmp_path / "weights.pth").write_bytes(b"not a checkpoint")
-    with pytest.raises(ConfigError, match="neither a saved model nor a pickle"):
+    with pytest.raises(ConfigError, match="tensors and plain types"):
         build_model("tests.networks:small", num_classes=4, weights=str(tmp_path / "weights.pth"))
 
 
