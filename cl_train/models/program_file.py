@@ -39,7 +39,8 @@ def read_program(path: Path, kind: Kind) -> tuple[Any, str | None]:
             if kind == "TorchScript":
                 program = torch.jit.load(path, map_location="cpu", _extra_files=extra)
             else:
-                program = torch.export.load(path, extra_files=extra)
+                with path.open("rb") as file:  # given a path, torch expects the suffix .pt2
+                    program = torch.export.load(file, extra_files=extra)
     except ConfigError:
         raise
     except Exception as error:  # of damaged archives: RuntimeError, KeyError, AssertionError and others
@@ -54,11 +55,14 @@ def write_program(program: Any, path: Path, memory_format: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     contiguous = copy.deepcopy(program)
     convert(contiguous, memory_format=torch.contiguous_format)
-    with _quiet():
-        if isinstance(program, torch.export.ExportedProgram):
-            torch.export.save(contiguous, path, extra_files={RECORD: memory_format})
-        else:
-            torch.jit.save(contiguous, path, _extra_files={RECORD: memory_format})
+    try:
+        with _quiet():
+            if isinstance(program, torch.export.ExportedProgram):
+                torch.export.save(contiguous, path, extra_files={RECORD: memory_format})
+            else:
+                torch.jit.save(contiguous, path, _extra_files={RECORD: memory_format})
+    except Exception as error:  # torch.export's verifier refuses some programs that it loaded
+        raise ConfigError(f"{path}: torch cannot save this program again: {error}") from error
 
 
 def _check_members(path: Path) -> None:

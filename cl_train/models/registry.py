@@ -161,13 +161,13 @@ def _torchvision_weights(name: str, weights: str) -> Any:
 
 
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
-    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op where it has them already.
+    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it has them already.
 
     A classifier is the last Linear, or the 1x1 Conv2d of SqueezeNet; Inception and GoogLeNet have auxiliary ones.
     """
-    pretrained_classes = _output_features(_last_classifier(model)[2])
-    for head in _classifiers(model):
-        owner, name, layer = head
+    heads = _classifiers(model)
+    pretrained_classes = _output_features(heads[0][2])
+    for owner, name, layer in heads:
         if _output_features(layer) != pretrained_classes or pretrained_classes == num_classes:
             continue
         if isinstance(layer, nn.Linear):
@@ -180,26 +180,21 @@ def replace_classifier(model: nn.Module, num_classes: int) -> None:
 
 
 def _classifiers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    heads = [_last_classifier(model)]
-    for name in ("AuxLogits", "aux1", "aux2"):
-        auxiliary = getattr(model, name, None)
-        if isinstance(auxiliary, nn.Module):
-            heads.append(_last_classifier(auxiliary))
-    return heads
-
-
-def _last_classifier(model: nn.Module) -> tuple[nn.Module, str, nn.Module]:
+    """The module that owns each classifier, its name there, and the classifier; empty if the model has none."""
+    auxiliary = ("AuxLogits", "aux1", "aux2")
     is_squeezenet = type(model).__name__ == "SqueezeNet"
-    found = ""
-    for name, module in model.named_modules():
-        if name.split(".")[0] in ("AuxLogits", "aux1", "aux2"):
-            continue
+    found: dict[str, str] = {}  # the last one of each part of the model, by the auxiliary's name; "": the main part
+    for path, module in model.named_modules():
+        part = path.split(".")[0] if path.split(".")[0] in auxiliary else ""
         is_pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)
         if isinstance(module, nn.Linear) or (is_squeezenet and is_pointwise):
-            found = name
-    assert found, f"{type(model).__name__} has no classifier"
-    owner, _, leaf = found.rpartition(".")
-    return model.get_submodule(owner), leaf, model.get_submodule(found)
+            found[part] = path
+    heads = []
+    for part in ("", *auxiliary):
+        if part in found:
+            owner, _, name = found[part].rpartition(".")
+            heads.append((model.get_submodule(owner), name, model.get_submodule(found[part])))
+    return heads
 
 
 def _output_features(layer: nn.Module) -> int:
