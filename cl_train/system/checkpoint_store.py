@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -43,7 +42,6 @@ class CheckpointStore:
         self.last_saved: Path | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_clean = False
 
     def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
         """Save `state` as `step-<n>.pt`, and also as `best.pt` if `best`.
@@ -54,13 +52,11 @@ class CheckpointStore:
         """
         self.wait()
         copied = snapshot(state)
-        if not self.background:
-            self._write(copied, step, best)
-            self.wait()
-            return
         # Not a daemon thread: a program that ends, even by an exception, finishes the write first.
         self._thread = threading.Thread(target=self._write, args=(copied, step, best), name="checkpoint")
         self._thread.start()
+        if not self.background:
+            self.wait()
 
     def mark_best(self, step: int) -> bool:
         """Make `best.pt` the checkpoint of `step`; false if that checkpoint is not on disk."""
@@ -102,7 +98,8 @@ class CheckpointStore:
     def _write(self, state: Mapping[str, Any], step: int, best: bool) -> None:
         path = self._path(step)
         try:
-            self._prepare_folder()
+            if self.last_saved is None:
+                self._prepare_folder()
             write(path, state)
             if best:
                 _link(path, self.folder / "best.pt")
@@ -120,12 +117,11 @@ class CheckpointStore:
             self.last_saved = path
 
     def _prepare_folder(self) -> None:
+        """Delete what a killed process left: a run folder has one writer, see run_folder.claimed_folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._is_clean:  # files of a killed process; a run folder has one writer, see run_folder.RunLock
-            for path in self.folder.iterdir():
-                if _TEMPORARY.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-            self._is_clean = True
+        for path in self.folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def _retire(self, step: int) -> None:
         """Delete all but the newest `keep`, after the new one is durable. Later steps than `step` are renamed.
@@ -155,13 +151,9 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, and none of them is whole.
         """
-        steps = self._steps()
-        candidates = [steps[step] for step in sorted(steps, reverse=True)]
-        best = self.folder / "best.pt"
-        if best.exists():
-            candidates.append(best)
+        steps, best = self._steps(), self.folder / "best.pt"
         skipped: list[str] = []
-        for path in candidates:
+        for path in [*(steps[step] for step in sorted(steps, reverse=True)), *([best] if best.exists() else [])]:
             try:
                 return path, load(path), skipped
             except CheckpointError as error:
@@ -185,12 +177,8 @@ def _link(source: Path, target: Path) -> None:
     temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
-            raise
+    except OSError:
         shutil.copyfile(source, temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names are the same file already
     sync_folder(target.parent)

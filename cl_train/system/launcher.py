@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cl_train.config.schema import ConfigError
 
-_ADVICE = "start it with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
 
-
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The place of a process among the `world_size` processes of a run, and on its machine."""
 
     rank: int
@@ -24,28 +21,21 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """What RANK, LOCAL_RANK and WORLD_SIZE say; None for a single process without a launcher.
 
     Raises:
-        ConfigError: only some of the variables are set, or one has a value that makes no sense.
+        ConfigError: only some of the variables are set, or a value makes no sense.
     """
-    ranks = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
-    if not ranks:
+    alone = environment.get("RANK") == "0" and environment.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in environment
+    if alone or not {"RANK", "WORLD_SIZE"} & environment.keys():
         return None
-    if environment.get("RANK") == "0" and environment.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in environment:
-        return None
-    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if not environment.get(name)]
-    if missing:
-        raise ConfigError(f"{' and '.join(ranks)} in the environment, but not {' and '.join(missing)}: {_ADVICE}")
-    numbers = {name: _count(name, environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    launch = Launch(numbers["RANK"], numbers["LOCAL_RANK"], numbers["WORLD_SIZE"])
-    if launch.rank >= launch.world_size or launch.local_rank > launch.rank:
-        raise ConfigError(
-            f"RANK={launch.rank}, LOCAL_RANK={launch.local_rank} and WORLD_SIZE={launch.world_size} in the environment "
-            f"do not fit together: {_ADVICE}"
-        )
-    return launch
-
-
-def _count(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit()):
-        raise ConfigError(f"{name}={value!r} in the environment is not a whole number: {_ADVICE}")
-    return int(value)
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    wrong = [name for name in numbers if not environment.get(name, "").isdecimal()]
+    wrong += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if not wrong:
+        launch = Launch(*(int(environment[name]) for name in numbers[:3]))
+        if launch.local_rank <= launch.rank < launch.world_size:
+            return launch
+        wrong = list(numbers[:3])
+    found = ", ".join(f"{name}={environment[name]!r}" if name in environment else f"no {name}" for name in wrong)
+    raise ConfigError(
+        f"the environment has {found}: start with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train in one "
+        "process"
+    )

@@ -6,9 +6,8 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from cl_train.config.schema import ConfigError
 from cl_train.system.locks import LockHeld, lock_file
@@ -16,43 +15,9 @@ from cl_train.system.locks import LockHeld, lock_file
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
-class RunLock:
-    """Context manager: this process alone writes to the run folder. Rank 0 takes it, before it changes anything there.
-
-    The kernel releases it when the process ends, however it ends, so a killed run can be resumed at once.
-
-    Raises:
-        ConfigError: another run writes to the folder, or `.lock` cannot be created or locked.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._lock = lock_file(self._folder / ".lock")
-
-    def __enter__(self) -> RunLock:
-        try:
-            self._lock.__enter__()
-        except LockHeld as holder:
-            raise ConfigError(
-                f"another run writes to {self._folder} ({holder}): stop it first, or give this run its own folder with "
-                "hydra.run.dir=FOLDER"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"{self._folder / '.lock'}: cannot be locked: {error.strerror}; choose a folder that you may write to, "
-                "on a file system with locks"
-            ) from None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.__exit__(kind, error, trace)
-
-
 @contextmanager
 def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
-    """Lock the run folder and make sure that it holds no other run.
+    """Lock the run folder, which a killed process frees at once, and make sure that it holds no other run.
 
     Args:
         overwrite: delete the records and checkpoints of an earlier run; renamed (superseded) checkpoints stay.
@@ -62,7 +27,15 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
             it and `resume` does not continue that run.
     """
     check_writable(folder)
-    with RunLock(folder):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock_file(folder / ".lock"))
+        except LockHeld as holder:
+            raise ConfigError(
+                f"another run writes to {folder} ({holder}): stop it, or choose another hydra.run.dir=FOLDER"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{folder / '.lock'} cannot be locked: {error.strerror}; choose another folder") from None
         if overwrite:
             for pattern in ("metrics.jsonl", "summary.json", "train.log", "events.out.tfevents.*", "checkpoints/*.pt"):
                 for path in folder.glob(pattern):
@@ -118,12 +91,11 @@ def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[st
     if disk.f_files and not disk.f_favail:
         raise ConfigError(f"{folder}: the file system has no free inode (df -i), so no file can be created")
     free_bytes, count = disk.f_bavail * disk.f_frsize, keep + 2
-    sizes = f"{folder}: {_mib(free_bytes)} free; one checkpoint takes {_mib(checkpoint_bytes)}"
+    sizes = f"{folder}: {_mib(free_bytes)} free, but {{}} of {_mib(checkpoint_bytes)}; free some space, "
     if free_bytes < checkpoint_bytes:
-        raise ConfigError(f"{sizes}: not even one fits; free some space or choose another hydra.run.dir=FOLDER")
+        raise ConfigError(sizes.format("not even one checkpoint fits") + "or choose another hydra.run.dir=FOLDER")
     if free_bytes < count * checkpoint_bytes:
-        needed = _mib(count * checkpoint_bytes)
-        return [f"{sizes}, and up to {count} exist at a time ({needed}): lower checkpoint.keep or free some space"]
+        return [sizes.format(f"up to {count} checkpoints exist at a time") + "or lower checkpoint.keep"]
     return []
 
 

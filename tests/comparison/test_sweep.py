@@ -326,8 +326,8 @@ def test_a_folder_that_a_live_run_writes_to_is_left_alone(
     job.status = "running"
     planned.save()
     program = (
-        "import sys, time; from cl_train.system.run_folder import RunLock\n"
-        f"with RunLock({str(planned.folder / job.name)!r}): print('locked', flush=True); time.sleep(60)"
+        "import sys, time; from cl_train.system.locks import lock_file\n"
+        f"with lock_file({str(planned.folder / job.name)!r} + '/.lock'): print('locked', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
     try:

@@ -9,28 +9,31 @@ import pytest
 
 from cl_train.config.schema import ConfigError
 from cl_train.system import run_folder
-from cl_train.system.run_folder import RunLock, check_space, check_writable, safe_name
+from cl_train.system.run_folder import check_space, check_writable, claimed_folder, safe_name
 
 
 def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from cl_train.system.run_folder import RunLock\n"
-        "with RunLock(sys.argv[1]): print(1, flush=True); time.sleep(60)"
+        "import sys, time; from cl_train.system.locks import lock_file\n"
+        "with lock_file(sys.argv[1] + '/.lock'): print(1, flush=True); time.sleep(60)"
     )
     first = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
     assert first.stdout is not None and first.stdout.readline() == b"1\n"
-    with pytest.raises(ConfigError, match=rf"process {first.pid} on .*hydra\.run\.dir"), RunLock(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=rf"process {first.pid} on .*hydra\.run\.dir"),
+        claimed_folder(tmp_path, resume=None, overwrite=False),
+    ):
         pass
     first.kill()
     first.wait()
     first.stdout.close()
-    with RunLock(tmp_path):
+    with claimed_folder(tmp_path, resume=None, overwrite=False):
         pass
 
 
 def test_an_impossible_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(ConfigError, match=r"\.lock"), RunLock(tmp_path):
+    with pytest.raises(ConfigError, match=r"\.lock"), claimed_folder(tmp_path, resume=None, overwrite=False):
         pass
 
 
