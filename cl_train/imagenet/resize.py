@@ -6,7 +6,6 @@ second lossy compression, and small crops are enlarged from fewer pixels, so tha
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,17 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import simplejpeg
-import torch
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS
 from cl_train.data.images import resized
-from cl_train.system.files import write_json
-from cl_train.system.locks import lock_file
+from cl_train.imagenet.output_folder import output_folder
 from cl_train.system.process_pool import map_in_processes
 
-_RECORD = ".resize.json"  # the settings that a copy was made with
 _DEFAULT_MAX_SIDE = 400
 _CHUNK = 32  # files per task
 _SHOWN = 5
@@ -89,10 +85,8 @@ def resize_folder(
     """
     size = ImageSize(max_side or (None if short_side else _DEFAULT_MAX_SIDE), short_side, quality)
     _check(root, out, size)
-    out.mkdir(parents=True, exist_ok=True)
     total = ResizeReport()
-    with lock_file(out / ".resize.lock", waiting_for=str(out)):
-        write_json(out / _RECORD, asdict(size))
+    with output_folder(out, asdict(size)):
         names = _image_names(root)
         chunks = [names[first : first + _CHUNK] for first in range(0, len(names), _CHUNK)]
         resize = partial(_resize_files, root, out, size)
@@ -109,11 +103,6 @@ def _check(root: Path, out: Path, size: ImageSize) -> None:
         problems.append(f"'{root}' is not a folder")
     elif out.resolve().is_relative_to(root.resolve()):
         problems.append(f"out='{out}' lies inside '{root}'")
-    record = out / _RECORD
-    if record.is_file() and json.loads(record.read_text()) != asdict(size):
-        problems.append(
-            f"'{out}' was made with other settings ({' '.join(record.read_text().split())}); choose another"
-        )
     if problems:
         raise ConfigError(problems)
 
@@ -129,7 +118,6 @@ def _image_names(root: Path) -> list[str]:
 
 
 def _resize_files(root: Path, out: Path, size: ImageSize, names: list[str]) -> ResizeReport:
-    torch.set_num_threads(1)
     report = ResizeReport()
     for name in names:
         target = out / name

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS
@@ -86,7 +84,6 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
 
 def check_class(path: str, deep: bool = False) -> ClassReport:
     """Check every file below a class folder."""
-    torch.set_num_threads(1)
     report = ClassReport(os.path.basename(path))
     for folder, folders, names in os.walk(path):
         folders.sort()

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
+import torch
 from tqdm import tqdm
 
 from cl_train.system.child_process import end_with_parent
@@ -31,34 +32,40 @@ def map_in_processes(
 ) -> Iterator[Result]:
     """`function` of each item, in order, in `workers` forked processes (None: as many as cores), with a progress bar.
 
+    With one worker, or one item, it runs in this process.
+
     Args:
         function: of a module, or a `partial` of one, so that it can be pickled.
         size: of an item, in `unit`s, for the progress bar.
 
     Raises:
-        RuntimeError: a process died, by a signal or for want of memory; names the first item without a result.
+        RuntimeError: a process died, by a signal or for lack of memory; names the first item without a result.
     """
-    seconds = 0.1 if sys.stderr.isatty() else 30.0
-    bar = tqdm(desc=description, total=sum(map(size, items)), unit=unit, mininterval=seconds, disable=not items)
     count = min(workers or len(os.sched_getaffinity(0)), len(items))
-    pool = ProcessPoolExecutor(max(1, count), multiprocessing.get_context("fork"), initializer=_start_worker)
+    pool = (
+        ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=_start_worker)
+        if count > 1
+        else None
+    )
+    seconds = 0.1 if sys.stderr.isatty() else 30.0
+    bar = tqdm(desc=description, total=sum(map(size, items)), unit=unit, mininterval=seconds)
     done = 0
     with bar, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork of a threaded process; the workers start no threads
         try:
-            for result in pool.map(function, items):
+            for result in pool.map(function, items) if pool else map(function, items):
                 yield result
                 bar.update(size(items[done]))
                 done += 1
         except BrokenProcessPool:
-            raise RuntimeError(
-                f"{description}: a worker process died at {str(items[done])[:200]} or a later item; if memory is short,"
-                " use fewer workers"
-            ) from None
+            advice = "; if memory is short, use fewer workers"
+            raise RuntimeError(f"{description}: a worker died at {str(items[done])[:200]} or later{advice}") from None
         finally:
-            pool.shutdown(cancel_futures=True)
+            if pool:
+                pool.shutdown(cancel_futures=True)
 
 
 def _start_worker() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends the workers
+    torch.set_num_threads(1)

@@ -1,0 +1,30 @@
+"""A folder that one call after another completes, always with the same settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cl_train.config.schema import ConfigError
+from cl_train.system.files import write_json
+from cl_train.system.locks import lock_file
+
+
+@contextmanager
+def output_folder(out: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """Create and lock `out`.
+
+    Raises:
+        ConfigError: it was begun with other settings.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with lock_file(out / ".lock", waiting_for=str(out)):
+        record = out / ".settings.json"
+        if record.is_file() and (known := json.loads(record.read_text())) != settings:
+            changed = ", ".join(f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key])
+            raise ConfigError(f"'{out}' was begun with {changed}; give another folder for out")
+        write_json(record, settings)
+        yield

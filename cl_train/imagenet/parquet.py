@@ -1,0 +1,164 @@
+"""From the Hugging Face parquet copy of ImageNet to a folder of images or to tar shards. Needs pyarrow.
+
+Columns: `image`, a struct of `bytes` and `path`, and `label`. Files: `train-*.parquet` and `validation-*.parquet`;
+`test-*.parquet` has no labels and is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cl_train.config.schema import ConfigError
+from cl_train.data.shards import MANIFEST
+from cl_train.imagenet.output_folder import output_folder
+from cl_train.imagenet.shards import PNG_MAGIC, sample_name, write_shard
+from cl_train.system.files import write_json
+from cl_train.system.process_pool import map_in_processes
+
+_SPLITS = {"train": "train", "val": "val", "validation": "val"}
+_ROWS = 64  # read at once
+
+
+@dataclass(frozen=True)
+class _File:
+    """A parquet file with the rows of its split that come before it, and its labels and image names."""
+
+    path: Path
+    split: str
+    shard: str
+    first_row: int
+    labels: list[int]
+    names: list[str]
+
+
+def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None) -> dict[str, int]:
+    """Write `out/{train,val}/<class>/<name>.JPEG`, or one shard for each parquet file, with the same bytes.
+
+    Classes are WordNet ids if the image names end in them, else numbers. After an interruption the same call continues.
+
+    Args:
+        to: "folder" or "shards".
+
+    Returns:
+        Images in each split.
+
+    Raises:
+        ConfigError: pyarrow or the files are missing, a file is damaged or has other columns, names come twice.
+        RuntimeError: a worker process died.
+    """
+    files = _files(root, workers)
+    classes = _class_names(files)
+    images: dict[str, int] = {}
+    with output_folder(out, {"parquet": [[file.path.name, len(file.labels)] for file in files], "to": to}):
+        write = partial(_write_shard if to == "shards" else _write_images, out, classes)
+        counts = list(map_in_processes(write, files, workers, description=to, unit="file"))
+        if to == "shards":
+            by_shard = {file.shard: count for file, count in zip(files, counts, strict=True)}
+            write_json(out / MANIFEST, {"classes": classes, "images": by_shard})
+    for file, count in zip(files, counts, strict=True):
+        images[file.split] = images.get(file.split, 0) + count
+    return images
+
+
+def _files(root: Path, workers: int | None) -> list[_File]:
+    found = {path: re.match(r"(train|val|validation)\b", path.name) for path in sorted(root.rglob("*.parquet"))}
+    paths = [path for path, match in found.items() if match]
+    if not paths:
+        raise ConfigError(f"'{root}' has no files train-*.parquet or validation-*.parquet")
+    contents = list(map_in_processes(_labels_and_names, paths, workers, description="labels", unit="file"))
+    files: list[_File] = []
+    for path, (labels, names) in zip(paths, contents, strict=True):
+        match = found[path]
+        assert match is not None
+        split = _SPLITS[match[1]]
+        before = [file for file in files if file.split == split]
+        shard = f"imagenet-{split}-{len(before):06d}.tar"
+        files.append(_File(path, split, shard, sum(len(file.labels) for file in before), labels, names))
+    return files
+
+
+def _labels_and_names(path: Path) -> tuple[list[int], list[str]]:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ConfigError("reading parquet files needs pyarrow: pip install 'cl-train[parquet]'") from None
+    try:
+        table = pq.read_table(path, columns=["label", "image.path"], use_threads=False).to_pydict()
+        labels, names = table["label"], [image["path"] or "" for image in table["image"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a file with the columns image and label, or damaged ({error})") from None
+    if None in labels or min(labels, default=0) < 0:
+        raise ConfigError(f"{path}: rows without a label")
+    return labels, names
+
+
+def _class_names(files: list[_File]) -> list[str]:
+    """By label. Raises ConfigError if a label has images of two WordNet ids, or an id two labels."""
+    count = 1 + max(max(file.labels) for file in files)
+    names: dict[int, str] = {}
+    for file in files:
+        for label, name in zip(file.labels, file.names, strict=True):
+            wnid = re.search(r"(n\d{8})\.\w+$", name)
+            known = names.setdefault(label, wnid[1] if wnid else f"{label:04d}")
+            if wnid and known != wnid[1]:
+                raise ConfigError(f"{file.path}: {name} has label {label}, as have images of {known}")
+    classes = [names.get(label, f"{label:04d}") for label in range(count)]
+    if len(set(classes)) < count:
+        raise ConfigError("images of one WordNet id have several labels")
+    places = Counter(
+        (file.split, classes[label], _stem(name, classes[label]))
+        for file in files
+        for label, name in zip(file.labels, file.names, strict=True)
+        if name
+    )
+    twice = next((place for place, found in places.items() if found > 1), None)
+    if twice:
+        raise ConfigError(f"two images would have the name {'/'.join(twice)}")
+    return classes
+
+
+def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
+    """(row in the split, label, file name, encoded image)"""
+    import pyarrow.parquet as pq
+
+    row = 0
+    try:
+        for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=["image", "label"], use_threads=False):
+            for record in batch.to_pylist():
+                data = record["image"]["bytes"]
+                if not data:
+                    raise ValueError(f"row {row} has no image")
+                yield file.first_row + row, record["label"], file.names[row], data
+                row += 1
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file.path}: damaged ({error})") from None
+
+
+def _write_shard(out: Path, classes: list[str], file: _File) -> int:
+    samples = ((sample_name(classes[label], row, name), label, data) for row, label, name, data in _rows(file))
+    return write_shard(out / file.shard, samples)
+
+
+def _write_images(out: Path, classes: list[str], file: _File) -> int:
+    for row, label, name, data in _rows(file):
+        folder = out / file.split / classes[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        suffix = ".png" if data.startswith(PNG_MAGIC) else ".JPEG"
+        target = folder / (_stem(name, classes[label]) or f"{row:08d}")
+        target = target.with_name(target.name + suffix)
+        temporary = target.with_name(f".{target.name}.part")
+        temporary.write_bytes(data)
+        os.replace(temporary, target)
+    return len(file.labels)
+
+
+def _stem(name: str, class_name: str) -> str:
+    """`n01440764_10026` of `n01440764_10026_n01440764.JPEG`, the official name of the image."""
+    stem = os.path.splitext(os.path.basename(name))[0].removesuffix(f"_{class_name}")
+    return re.sub(r"[^A-Za-z0-9_-]", "_", stem)

@@ -1,0 +1,102 @@
+"""From a folder of images to WebDataset tar shards, which `data=shards` reads."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from cl_train.data.decode import BadImage
+from cl_train.data.folder import read_folder
+from cl_train.data.shards import MANIFEST, index_shard
+from cl_train.data.source import Indices, Split
+from cl_train.imagenet.output_folder import output_folder
+from cl_train.system.files import write_json
+from cl_train.system.process_pool import map_in_processes
+
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+Sample = tuple[str, int, bytes]  # name without suffix, label, encoded image
+
+
+def write_shards(
+    root: Path, out: Path, *, images_per_shard: int = 1000, seed: int = 0, workers: int | None = None
+) -> tuple[dict[str, int], list[str]]:
+    """Write `out/imagenet-{train,val}-NNNNNN.tar` and `shards.json` from the images of `root/train` and `root/val`.
+
+    The classes are mixed over the shards. A shard has its name when it is complete, and `shards.json` is written last;
+    after an interruption the same call continues.
+
+    Returns:
+        Images in each shard; files that cannot be read and were left out, with the reason.
+
+    Raises:
+        ConfigError: `root` is not such a folder, or `out` was begun with other images or settings.
+        RuntimeError: a worker process died.
+    """
+    source = read_folder(root)
+    images: dict[str, int] = {}
+    bad: list[str] = []
+    settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}
+    with output_folder(out, settings):
+        for name, split in (("train", source.train), ("val", source.val)):
+            order = np.random.default_rng(seed).permutation(len(split))
+            count = -(-len(split) // images_per_shard)
+            shares = [(f"imagenet-{name}-{number:06d}.tar", order[number::count]) for number in range(count)]
+            write = partial(_write_share, out, split, source.classes)
+            results = map_in_processes(write, shares, workers, description=name, unit="shard")
+            for (shard, _), (written, unreadable) in zip(shares, results, strict=True):
+                images[shard] = written
+                bad += unreadable
+        write_json(out / MANIFEST, {"classes": source.classes, "images": images})
+    return images, bad
+
+
+def _write_share(
+    out: Path, split: Split, classes: tuple[str, ...], share: tuple[str, Indices]
+) -> tuple[int, list[str]]:
+    bad = []
+
+    def samples() -> Iterable[Sample]:
+        for index in share[1].tolist():
+            label = int(split.labels[index])
+            try:
+                data = split.read(index)
+            except BadImage as error:
+                bad.append(f"{split.name(index)}: {error}")
+            else:
+                yield sample_name(classes[label], index, split.name(index)), label, data
+
+    return write_shard(out / share[0], samples()), bad
+
+
+def sample_name(class_name: str, index: int, file_name: str) -> str:
+    """`class/00000042-stem`: sorted by name, samples are in the order of their index. The key must not hold a dot."""
+    stem = os.path.splitext(os.path.basename(file_name))[0]
+    return f"{class_name}/{index:08d}-{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[:60]}"
+
+
+def write_shard(path: Path, samples: Iterable[Sample]) -> int:
+    """Write a shard, unless it exists. Returns its number of images."""
+    if path.exists():
+        content = index_shard(str(path), by_folder=True)
+        if content.problems:
+            raise RuntimeError(f"{content.problems[0]}: delete the shard")
+        return len(content.images)
+    temporary = path.with_name(f".{path.name}.part")
+    count = 0
+    with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, label, data in samples:
+            suffix = "png" if data.startswith(PNG_MAGIC) else "jpg"
+            for member_name, content in ((f"{name}.{suffix}", data), (f"{name}.cls", b"%d" % label)):
+                member = tarfile.TarInfo(member_name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+            count += 1
+    os.replace(temporary, path)
+    return count

@@ -1,0 +1,157 @@
+"""Small tar shards in WebDataset's form, and damage to them."""
+
+import io
+import json
+import random
+import tarfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from cl_train.config.schema import ConfigError
+from cl_train.data.decode import BadImage, Encoded
+from cl_train.data.shards import MANIFEST, read_shards
+from tests.data.image_folders import jpeg
+
+WNIDS = ("n01440764", "n01443537", "n02102040")
+Members = list[tuple[str, bytes]]
+
+
+def tar_bytes(members: Members) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def members_of(numbers: range) -> Members:
+    """Image and label of one sample of each class for each number."""
+    found = []
+    for number in numbers:
+        for label, wnid in enumerate(WNIDS):
+            key = f"{wnid}/{wnid}_{number}"
+            found += [(f"{key}.jpg", jpeg(16 + label, 16 + number % 8)), (f"{key}.cls", b"%d" % label)]
+    return found
+
+
+@cache
+def _members() -> dict[str, Members]:
+    shards = {f"im-train-{number:04d}.tar": members_of(range(2 * number, 2 * number + 2)) for number in range(3)}
+    return shards | {"im-val-0000.tar": members_of(range(100, 102))}
+
+
+def sound_shards() -> dict[str, Members]:
+    """Members by shard; 18 training and 6 validation images."""
+    return {name: list(members) for name, members in _members().items()}
+
+
+def write(root: Path, shards: dict[str, Members], *, manifest: bool = True) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for name, members in shards.items():
+        (root / name).write_bytes(tar_bytes(members))
+    if manifest:
+        images = {name: sum(member.endswith(".jpg") for member, _ in members) for name, members in shards.items()}
+        (root / MANIFEST).write_text(json.dumps({"classes": WNIDS, "images": images}))
+    return root
+
+
+# Each takes a shard's members, and gives its bytes after the damage.
+
+
+def _truncated(members: Members, rng: random.Random) -> bytes:
+    whole = tar_bytes(members)
+    return whole[: rng.randrange(len(whole) - 10_240)]  # tarfile pads archives to a multiple of 10,240 bytes
+
+
+def _flipped_header(members: Members, rng: random.Random) -> bytes:
+    content = bytearray(tar_bytes(members))
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        offset = rng.choice(archive.getmembers()).offset
+    content[offset + rng.randrange(500)] ^= 1 << rng.randrange(8)  # the last 12 bytes of a header are padding
+    return bytes(content)
+
+
+def _missing_member(members: Members, rng: random.Random) -> bytes:
+    lost = rng.randrange(len(members))
+    return tar_bytes(members[:lost] + members[lost + 1 :])
+
+
+def _missing_sample(members: Members, rng: random.Random) -> bytes:
+    lost = 2 * rng.randrange(len(members) // 2)
+    return tar_bytes(members[:lost] + members[lost + 2 :])
+
+
+def _wrong_label(members: Members, rng: random.Random) -> bytes:
+    place = 1 + 2 * rng.randrange(len(members) // 2)
+    wrong = [
+        label for label in (b"0", b"1", b"2", b"3", b"-1", b"", b"x", b"999999999999") if label != members[place][1]
+    ]
+    return tar_bytes([*members[:place], (members[place][0], rng.choice(wrong)), *members[place + 1 :]])
+
+
+def _foreign_path(members: Members, rng: random.Random) -> bytes:
+    place = rng.randrange(len(members))
+    name, content = members[place]
+    foreign = [f"../../{name}", f"/tmp/{name}", f"{name}\x01.jpg", ".jpg", "other/" + name, name.replace(".", "_.")]
+    return tar_bytes([*members[:place], (rng.choice(foreign), content), *members[place + 1 :]])
+
+
+def _repeated_sample(members: Members, rng: random.Random) -> bytes:
+    place = rng.randrange(len(members))
+    return tar_bytes([*members, members[place]])
+
+
+def _cut_image(members: Members, rng: random.Random) -> bytes:
+    place = 2 * rng.randrange(len(members) // 2)
+    name, content = members[place]
+    cut = rng.choice([b"", content[: rng.randrange(20)], b"<html>404</html>", bytes(len(content))])
+    return tar_bytes([*members[:place], (name, cut), *members[place + 1 :]])
+
+
+DAMAGE: dict[str, Callable[[Members, random.Random], bytes]] = {
+    "truncated": _truncated,
+    "flipped bit in a header": _flipped_header,
+    "missing member": _missing_member,
+    "missing sample": _missing_sample,
+    "wrong label": _wrong_label,
+    "foreign path": _foreign_path,
+    "repeated member": _repeated_sample,
+    "cut or replaced image": _cut_image,
+}
+
+
+def silent_losses(root: Path) -> list[str]:
+    """Samples of `sound_shards` that `root` lacks or has changed, if neither the index nor the decoder said so."""
+    expected = {
+        name: (content, int(label))
+        for members in sound_shards().values()
+        for (name, content), (_, label) in zip(members[::2], members[1::2], strict=True)
+    }
+    try:
+        source = read_shards(root, workers=1)
+    except ConfigError as error:
+        return [] if str(root) in str(error) else [f"the message does not name the shard: {error}"]
+    losses = []
+    for split in (source.train, source.val):
+        for index in range(len(split)):
+            name = split.name(index).partition(".tar/")[2]
+            content, label = expected.pop(name, (b"", -1))
+            try:
+                data = split.read(index)
+                Encoded(data).decode()
+            except BadImage:
+                continue  # named and counted by the loader
+            if data != content or split.labels[index] != label:
+                losses.append(f"{name} changed")
+    return losses + [f"{name} lost" for name in expected]
+
+
+def damage_one(root: Path, kind: str, rng: random.Random) -> None:
+    """Write sound shards with a manifest, and damage one of them."""
+    shards = sound_shards()
+    write(root, shards)
+    name = rng.choice(sorted(shards))
+    (root / name).write_bytes(DAMAGE[kind](shards[name], rng))
