@@ -84,10 +84,10 @@ def sample_name(class_name: str, index: int, file_name: str) -> str:
 def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     """Write a shard, unless it exists. Returns its number of images."""
     if path.exists():
-        content = index_shard(str(path), by_folder=True)
-        if content.problems:
-            raise RuntimeError(f"{content.problems[0]}: delete the shard")
-        return len(content.images)
+        known = index_shard(str(path), by_folder=True)
+        if known.problems:
+            raise RuntimeError(f"{known.problems[0]}; delete the shard")
+        return len(known.images)
     temporary = path.with_name(f".{path.name}.part")
     count = 0
     with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
