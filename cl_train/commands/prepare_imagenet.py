@@ -4,6 +4,8 @@
         val=ILSVRC2012_img_val.tar devkit=ILSVRC2012_devkit_t12.tar.gz
     cl-train prepare_imagenet verify data.root=/datasets/imagenet deep=true
     cl-train prepare_imagenet resize data.root=/datasets/imagenet out=/datasets/small max_side=400
+    cl-train prepare_imagenet shards data.root=/datasets/imagenet out=/datasets/imagenet-wds
+    cl-train prepare_imagenet parquet data.root=/datasets/imagenet-1k/data out=/datasets/imagenet
 
 After an interruption the same command continues.
 Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusable input, 130 interrupted.
@@ -56,6 +58,27 @@ class ResizeSettings:
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
 
 
+@dataclass
+class ShardsSettings:
+    """Copy a folder into tar shards for data=shards and WebDataset."""
+
+    root: str = setting("", ROOT, key="data.root", required=True)
+    workers: int | None = setting(None, WORKERS, minimum=1, key="data.workers")
+    out: str = setting("", "folder for the shards", required=True)
+    images_per_shard: int = setting(1000, "images in each shard", minimum=1)
+    seed: int = setting(0, "of the order in which images are dealt to shards", minimum=0)
+
+
+@dataclass
+class ParquetSettings:
+    """Copy the Hugging Face parquet files of ImageNet into a folder or tar shards."""
+
+    root: str = setting("", "folder with train-*.parquet and validation-*.parquet", key="data.root", required=True)
+    workers: int | None = setting(None, WORKERS, minimum=1, key="data.workers")
+    out: str = setting("", "folder to write to", required=True)
+    to: str = setting("folder", "what to write", choices=("folder", "shards"))
+
+
 def tars(settings: TarsSettings) -> int:
     from cl_train.imagenet.archives import unpack
 
@@ -85,11 +108,38 @@ def resize(settings: ResizeSettings) -> int:
     return 0
 
 
+def shards(settings: ShardsSettings) -> int:
+    from cl_train.imagenet.shards import write_shards
+
+    images, bad = write_shards(
+        Path(settings.root).expanduser(),
+        Path(settings.out).expanduser(),
+        images_per_shard=settings.images_per_shard,
+        seed=settings.seed,
+        workers=settings.workers,
+    )
+    print(f"{settings.out}: {sum(images.values()):,} images in {len(images):,} shards")
+    for line in bad:
+        print(f"left out: {line}")
+    return 1 if bad else 0
+
+
+def parquet(settings: ParquetSettings) -> int:
+    from cl_train.imagenet.parquet import unpack_parquet
+
+    root, out = Path(settings.root).expanduser(), Path(settings.out).expanduser()
+    for split, images in unpack_parquet(root, out, to=settings.to, workers=settings.workers).items():
+        print(f"{out}: {images:,} {split} images")
+    return 0
+
+
 # A task is a function of its settings that returns the exit code; a new one needs a line here.
 TASKS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "tars": (TarsSettings, tars),
     "verify": (VerifySettings, verify),
     "resize": (ResizeSettings, resize),
+    "shards": (ShardsSettings, shards),
+    "parquet": (ParquetSettings, parquet),
 }
 
 

@@ -72,8 +72,15 @@ def setting(
 class DataConfig:
     """Where images come from and how they are loaded."""
 
-    name: str = setting("sample", "the data set", choices=("sample", "imagenet", "folder", "imagenette", "synthetic"))
-    root: str | None = setting(None, "folder that holds train/<class>/* and val/<class>/*")
+    name: str = setting(
+        "sample", "the data set", choices=("sample", "imagenet", "folder", "shards", "imagenette", "synthetic")
+    )
+    root: str | None = setting(
+        None, "folder that holds train/<class>/* and val/<class>/*; data=shards: folder or brace pattern of tar files"
+    )
+    shuffle: str = setting(
+        "full", "data=shards: full permutes all images; shards reads shard after shard", choices=("full", "shards")
+    )
     image_size: int = setting(224, "side of the training crop, pixels", minimum=8, maximum=4096)
     val_resize: int | None = setting(
         None, "validation: short side before the centre crop, pixels; null = 256/224 of image_size", minimum=8

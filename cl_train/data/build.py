@@ -17,9 +17,10 @@ from cl_train.data.image_loader import default_workers
 from cl_train.data.imagenette import ensure_imagenette
 from cl_train.data.images import ImageReader, ImageSettings, WorkerTimes
 from cl_train.data.loader import HostLoader, LoaderSettings
-from cl_train.data.order import permutation
+from cl_train.data.order import permutation, shard_permutation
 from cl_train.data.sample import ensure_sample
-from cl_train.data.source import ImageSource
+from cl_train.data.shards import read_shards
+from cl_train.data.source import ImageSource, Indices
 from cl_train.data.synthetic import SyntheticData
 from cl_train.system.distributed import Dist
 
@@ -92,7 +93,12 @@ def _image_data(
     )
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
     readers = [ImageReader(split, images, training=split is source.train) for split in (source.train, source.val)]
-    train = HostLoader(readers[0], settings, bad_images, lambda epoch: permutation(seed, epoch, len(source.train)))
+    shards = source.train_shards if cfg.shuffle == "shards" else None
+
+    def order(epoch: int) -> Indices:
+        return shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(source.train))
+
+    train = HostLoader(readers[0], settings, bad_images, order)
     val = HostLoader(readers[1], settings, bad_images, order=None)
     _check_size(train, settings)
     _check_memory(train.shared_bytes + val.shared_bytes, cfg.prefetch)
@@ -138,6 +144,8 @@ def available_bytes() -> int | None:
 
 
 def _source(cfg: DataConfig) -> ImageSource:
+    if cfg.name == "shards":
+        return read_shards(_root(cfg))
     return read_folder(_root(cfg), cache=True)
 
 

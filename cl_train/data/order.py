@@ -6,12 +6,14 @@ resumed run could disagree about (Salmon et al., "Parallel random numbers: as ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cl_train.data.source import Indices
 
 # The last counter word separates the streams, so that no two purposes share a number.
-_ORDER, _SAMPLE, _BATCH = 1, 2, 3
+_ORDER, _SAMPLE, _BATCH, _SHARDS = 1, 2, 3, 4
 
 
 def permutation(seed: int, epoch: int, count: int) -> Indices:
@@ -21,6 +23,17 @@ def permutation(seed: int, epoch: int, count: int) -> Indices:
     """
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]).random_raw(count)
     return np.argsort(words, kind="stable")
+
+
+def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: int = 8192) -> Indices:
+    """The order of the training images in `epoch` if storage favours long reads: shards are permuted as a whole, then
+    each image moves by less than `window` places. Images of one shard stay near each other, so each shard must hold a
+    mixture of all classes."""
+    count = sum(map(len, shards))
+    words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS]).random_raw(len(shards) + count)
+    order = np.concatenate([shards[shard] for shard in np.argsort(words[: len(shards)], kind="stable")])
+    shift = words[len(shards) :] >> np.uint64(11)  # 53 bits, which a float64 holds exactly
+    return order[np.argsort(np.arange(count) + shift * (window / 2**53), kind="stable")]
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:

@@ -32,6 +32,7 @@ from cl_train.data.decode import BadImage
 from cl_train.data.source import ImageSource, Indices
 from cl_train.data.tar import open_tar, read_member, regular_files
 from cl_train.system.files import cache_folder
+from cl_train.system.locks import lock_file
 from cl_train.system.process_pool import map_in_processes
 
 MANIFEST = "shards.json"
@@ -42,7 +43,6 @@ _WORDNET_ID = re.compile(r"(?:.*/)?(n\d{8})[_/]")
 _ARRAYS = ("ends", "labels", "shard", "offsets", "sizes")
 _SHOWN = 10
 _MAX_LABEL = 1_000_000
-_ORDER = 4  # last word of the Philox counter; order.py uses 1 to 3
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     status.append(manifest.read_text(encoding="utf-8") if manifest.is_file() else "")
     digest = hashlib.sha256("\0".join(status).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     cache = cache_folder() / f"shards-{hashlib.sha256(os.fsencode(paths[0])).hexdigest()[:16]}.npz"
-    return _load(cache, digest, shards) or _index(cache, digest, shards, _read_manifest(manifest, paths), workers)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(cache.with_suffix(".lock"), waiting_for="the index of the shards"):  # ranks of one machine
+        return _load(cache, digest, shards) or _index(cache, digest, shards, _read_manifest(manifest, paths), workers)
 
 
 def _index(
@@ -133,7 +135,6 @@ def _index(
         arrays |= {f"{name}_{field}": getattr(split, field) for field in _ARRAYS}
         arrays[f"{name}_names"] = np.frombuffer(split.names, np.uint8)
     with suppress(OSError):  # without a cache the shards are indexed at every start
-        cache.parent.mkdir(parents=True, exist_ok=True)
         temporary = cache.with_suffix(f".{os.getpid()}.npz")
         np.savez(temporary, allow_pickle=False, **arrays)
         temporary.replace(cache)
@@ -164,17 +165,6 @@ def _source(classes: tuple[str, ...], train: ShardSplit, val: ShardSplit) -> Ima
     for split in (train, val):
         digest.update(split.names + split.labels.tobytes() + split.sizes.tobytes())
     return ImageSource(classes, train, val, digest.hexdigest()[:16], train_shards=train.by_shard())
-
-
-def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: int = 8192) -> Indices:
-    """An order that reads shard after shard: shards are permuted, then images move by less than `window` places.
-
-    A pure function of its arguments. Storage that is slow at random reads sees reads within a few shards at a time; the
-    price is that images of one shard stay near each other, so shards must hold a mixture of all classes.
-    """
-    generator = np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]))
-    order = np.concatenate([shards[place] for place in np.argsort(generator.random(len(shards)), kind="stable")])
-    return order[np.argsort(np.arange(len(order)) + window * generator.random(len(order)), kind="stable")]
 
 
 # --- which files ------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def _labels_and_names(path: Path) -> tuple[list[int], list[str]]:
     except ImportError:
         raise ConfigError("reading parquet files needs pyarrow: pip install 'cl-train[parquet]'") from None
     try:
-        table = pq.read_table(path, columns=["label", "image.path"], use_threads=False).to_pydict()
+        table = pq.ParquetFile(path).read(columns=["label", "image.path"], use_threads=False).to_pydict()
         labels, names = table["label"], [image["path"] or "" for image in table["image"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: not a file with the columns image and label, or damaged ({error})") from None

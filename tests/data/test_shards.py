@@ -10,7 +10,8 @@ import pytest
 from cl_train.config.schema import ConfigError
 from cl_train.data import shards as shards_module
 from cl_train.data.decode import BadImage
-from cl_train.data.shards import expand_braces, read_shards, shard_permutation
+from cl_train.data.order import shard_permutation
+from cl_train.data.shards import expand_braces, read_shards
 from tests.data.tar_shards import DAMAGE, WNIDS, damage_one, silent_losses, sound_shards, write
 
 
