@@ -36,6 +36,7 @@ from cl_train.models.registry import build_model
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.system.environment import describe_environment, device_name
+from cl_train.system.timing import timed_s, wait_for
 from cl_train.training.setup import build_train_state
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,20 +114,6 @@ def measure_machine(rows: Rows, device: torch.device) -> None:
         flops_per_s={"half": matmul_tflops(device, half, False) * 1e12, "tf32": tf32_tflops * 1e12},
         environment=describe_environment(device),
     )
-
-
-def timed_s(work: Step, device: torch.device) -> float:
-    """Seconds of `work`; waits for the device before and after."""
-    synchronize(device)
-    started_at = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - started_at
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- variants in alternating blocks -----------------------------------------------------------------------------------
@@ -252,7 +239,7 @@ def profile_steps(rows: Rows, device: torch.device, *, ncu: bool) -> None:
     step = build_step(variant, rows.group, device)
     for _ in range(6):
         step()
-    synchronize(device)
+    wait_for(device)
     if ncu:  # it counts the bytes of each kernel, see `gpu_report.dram_bytes`
         if device.type == "cuda":
             torch.cuda.profiler.start()

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_groups import synchronize
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import load, settings_from_arguments, stop_with
 from cl_train.models.registry import build_model
@@ -28,6 +27,7 @@ from cl_train.step.precision import autocast, build_scaler, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import write_json
+from cl_train.system.timing import wait_for
 from cl_train.training.loop import train
 
 
@@ -65,7 +65,7 @@ def bare_step_ms(settings: OverheadSettings) -> float:
     started_at = 0.0
     for step in range(2 * settings.steps):
         if step == settings.steps:
-            synchronize(device)
+            wait_for(device)
             started_at = time.perf_counter()
         with autocast(precision, device):
             loss = torch.nn.functional.cross_entropy(model(images).float(), targets)
@@ -73,7 +73,7 @@ def bare_step_ms(settings: OverheadSettings) -> float:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-    synchronize(device)
+    wait_for(device)
     return 1000 * (time.perf_counter() - started_at) / settings.steps
 
 

@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.augment import image_augment, label_mix
 from cl_train.data.bad_images import BadImages
@@ -23,6 +25,7 @@ from cl_train.data.shards import read_shards
 from cl_train.data.source import ImageSource, Indices
 from cl_train.data.synthetic import SyntheticData
 from cl_train.system.distributed import Dist
+from cl_train.system.memory import available_bytes
 
 DATA_DIR = Path(__file__).resolve().parent.parent.parent / "data"
 
@@ -126,21 +129,12 @@ def _check_size(train: HostLoader, settings: LoaderSettings) -> None:
 
 def _check_memory(need: int, prefetch: int) -> None:
     """Batches lie in anonymous shared memory: the size of /dev/shm does not matter, free memory does."""
-    free = available_bytes()
+    free = available_bytes(torch.device("cpu"))
     if free is not None and need > free:
         raise ConfigError(
             f"the loader's batches need {need / 2**30:.1f} GiB of shared memory, and {free / 2**30:.1f} GiB are free:"
             f" lower batch_size or data.prefetch={prefetch}"
         )
-
-
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping, as Linux reports it; None elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _source(cfg: DataConfig) -> ImageSource:

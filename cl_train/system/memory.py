@@ -10,9 +10,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU, with what torch holds in reserve; of a CPU, what Linux can give without swapping.
+    """Free memory of a GPU and what torch reserves there; on a CPU what Linux can give without swapping.
 
-    A container's limit counts. None where the system does not say.
+    Page cache counts as available, and a container's limit applies. None if unknown.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -24,6 +24,8 @@ def available_bytes(device: torch.device) -> int | None:
         return None
     try:
         limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no limit ("max"), or another layout of the control groups
         return free
-    return max(0, min(free, limit - used))
+    cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(0, min(free, limit - used + cache))

@@ -15,9 +15,10 @@ from cl_train.comparison.alternation import is_out_of_memory, release_memory
 from cl_train.comparison.model_cost import peak_memory_of_step_gib
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.batch import Batch
-from cl_train.data.build import available_bytes, build_data
+from cl_train.data.build import build_data
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist, on_main
+from cl_train.system.memory import available_bytes
 from cl_train.system.timing import timed_s
 from cl_train.training.run_state import TrainState, tensor_bytes
 from cl_train.training.setup import build_train_state
@@ -160,11 +161,8 @@ def _extrapolated_gib(measured: list[BatchSpeed], size: int) -> float:
 
 
 def available_memory_gib(device: torch.device) -> float:
-    """What this process may still allocate. On a CPU the page cache counts as available; infinite if unknown."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return (free + torch.cuda.memory_reserved(device)) / 2**30
-    available = available_bytes()
+    """What this process may still allocate; infinite if unknown."""
+    available = available_bytes(device)
     return float("inf") if available is None else available / 2**30
 
 
