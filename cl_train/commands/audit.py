@@ -16,6 +16,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,61 +125,49 @@ def _images(settings: AuditSettings, device: torch.device, precision: Precision)
     return images
 
 
+def _loss(settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision) -> torch.Tensor:
+    from cl_train.memory_format.model_call import mean_square, output_tensors
+    from cl_train.step.precision import autocast
+
+    with autocast(precision, images.device):
+        return mean_square(output_tensors(model(images), settings.output))
+
+
 def _check_training_path(
     settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision
 ) -> list[LayoutCheck]:
-    """Trains `model` for one step, with the optimizer, EMA, MixUp and CutMix of a run."""
-    import torch
-    from torchvision.transforms import v2
-
+    """Trains `model` for one step, with the optimizer and the EMA of a run."""
     from cl_train.config.schema import OptimConfig
-    from cl_train.memory_format.audit import mean_square
     from cl_train.memory_format.audit_report import LayoutCheck
-    from cl_train.memory_format.model_call import explain_failure, output_tensors
+    from cl_train.memory_format.model_call import explain_failure
     from cl_train.memory_format.training_path import check_training_path
     from cl_train.step.ema import EMA
     from cl_train.step.optim import build_optimizer
-    from cl_train.step.precision import MasterWeights, autocast, trainable_parameters
+    from cl_train.step.precision import MasterWeights, trainable_parameters
 
-    masters = MasterWeights(model) if precision.master_weights else None
-    optimizer = build_optimizer(OptimConfig(), model, trainable_parameters(model, masters), lr=1e-3)
-    mixes = {} if settings.frames else {"mixup": v2.MixUp(num_classes=2), "cutmix": v2.CutMix(num_classes=2)}
     try:
+        masters = MasterWeights(model) if precision.master_weights else None
+        optimizer = build_optimizer(OptimConfig(), model, trainable_parameters(model, masters), lr=1e-3)
         ema = EMA(model, 0.99).module
-    except RuntimeError:  # torch.nn.utils.weight_norm's weights cannot be copied
-        ema = None
-    try:
-        with autocast(precision, images.device):
-            return check_training_path(
-                model,
-                images,
-                torch.zeros(len(images), dtype=torch.int64, device=images.device),
-                loss=lambda output, _: mean_square(output_tensors(output, settings.output)),
-                mixes=mixes,
-                ema=ema,
-                optimizer=optimizer,
-                masters=masters,
-            )
-    except Exception as error:  # an optimizer may refuse sparse gradients, or MixUp the model's input
+        step = partial(_loss, settings, model, images, precision)
+        return check_training_path(model, step, ema=ema, optimizer=optimizer, masters=masters)
+    except Exception as error:  # a model that cannot be copied, or an optimizer that refuses sparse gradients
         return [LayoutCheck("training step", "not checked", explain_failure(error))]
 
 
 def _compiled_graphs(
     settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision
 ) -> list[dict[str, Any]]:
-    from cl_train.memory_format.audit import mean_square
     from cl_train.memory_format.inductor import compiled_graphs
-    from cl_train.memory_format.model_call import explain_failure, output_tensors
-    from cl_train.step.precision import autocast
-
-    def step(compiled: nn.Module) -> torch.Tensor:
-        with autocast(precision, images.device):
-            return mean_square(output_tensors(compiled(images), settings.output))
+    from cl_train.memory_format.model_call import explain_failure
 
     try:
-        return [dataclasses.asdict(graph) for graph in compiled_graphs(model, step, settings.backward)]
+        graphs = compiled_graphs(
+            model, lambda compiled: _loss(settings, compiled, images, precision), settings.backward
+        )
     except Exception as error:  # torch.compile cannot trace every model
         raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error
+    return [dataclasses.asdict(graph) for graph in graphs]
 
 
 def measure_operators(settings: AuditSettings) -> None:

@@ -45,6 +45,11 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
     return tensors
 
 
+def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A loss whose gradient has the output's strides; the gradient of a plain mean is expanded (stride 0)."""
+    return torch.stack([tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]).sum()
+
+
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Subclasses of dict and dataclasses count as containers, as nested as they are."""
     if isinstance(value, torch.Tensor):

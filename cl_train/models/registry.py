@@ -28,7 +28,7 @@ def model_names() -> list[str]:
 
 
 def usual_image_size(name: str) -> int:
-    """Pixels a side that `name` was made for: 299 of inception_v3, 224 of all others."""
+    """Height and width in pixels that a model was designed for."""
     return 299 if name == "inception_v3" else 224
 
 
@@ -47,14 +47,17 @@ def check_model(name: str, weights: str | None = None) -> None:
             raise ConfigError(f"model={name}: timm has no such model{near}")
     elif name not in model_names():
         raise ConfigError(
-            f"model={name}: torchvision has no classification model of that name{suggest(name, model_names())} "
+            f"model={name}: torchvision has no such classification model{suggest(name, model_names())} "
             "(timm's are model=timm/<name>, your own model=package.module:function)"
         )
-    if weights is not None and _is_file(weights) and not Path(weights).is_file():
-        raise ConfigError(f"weights={weights}: no such file")
-    if weights is not None and not _is_file(weights) and ":" in name:
+    if weights is None:
+        return
+    if _is_file(weights):
+        if not Path(weights).is_file():
+            raise ConfigError(f"weights={weights}: no such file")
+    elif ":" in name:
         raise ConfigError(f"weights={weights}: a model of your own has no named weights; give a file")
-    if weights is not None and not _is_file(weights) and ":" not in name and not name.startswith("timm/"):
+    elif not name.startswith("timm/"):
         _torchvision_weights(name, weights)
 
 
@@ -70,81 +73,80 @@ def build_model(
 
     Args:
         name: a torchvision name, `timm/<name>`, or `package.module:function`, a function that takes `num_classes`.
-        weights: a weights name of the zoo (downloads them), or a file with a state dict; the classifier is replaced
-            when its number of classes differs.
-        image_size: side of the input in pixels; vision transformers are built for it.
-        keep_classifier: refuse weights of another number of classes: a new classifier has nothing to evaluate.
+        weights: the name of weights in the zoo (downloaded), or a file of weights; the classifier is replaced if its
+            number of classes differs.
+        image_size: height and width of the input in pixels; vision transformers are built for it.
+        keep_classifier: refuse weights with another number of classes, because a new classifier cannot be evaluated.
 
     Raises:
         ConfigError: unknown names, with suggestions; weights that do not fit.
     """
     check_model(name, weights)
-    from_file = weights is not None and _is_file(weights)
-    if ":" in name:
-        model = _build_user_model(name, num_classes)
-    elif name.startswith("timm/"):
-        pretrained, timm_name = weights is not None and not from_file, name.removeprefix("timm/")
-        try:
-            model = _import_timm(name).create_model(timm_name, pretrained=pretrained, num_classes=num_classes)
-        except Exception as error:  # no network for the weights, no weights of that name, a model that needs arguments
-            raise ConfigError(f"model={name} cannot be built by timm: {type(error).__name__}: {error}") from error
+    file = Path(weights) if weights is not None and _is_file(weights) else None
+    zoo_weights = weights if file is None else None
+    try:
+        if ":" in name:
+            model = _user_function(name)(num_classes=num_classes)
+        elif name.startswith("timm/"):
+            pretrained = zoo_weights is not None
+            model = _import_timm(name).create_model(name[5:], pretrained=pretrained, num_classes=num_classes)
+        else:
+            model = _build_torchvision_model(name, num_classes, zoo_weights, image_size)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's own code; an image size that a transformer cannot divide; no network
+        size = f" for images of {image_size} px" if image_size else ""
+        raise ConfigError(
+            f"model={name} cannot be built{size} and {num_classes} classes: {explain_failure(error)}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    if file is not None:
+        is_new = load_weights_file(model, file)
     else:
-        try:
-            model = _build_torchvision_model(name, num_classes, None if from_file else weights, image_size)
-        except (AssertionError, ValueError) as error:  # a size that is no multiple of a transformer's patches
-            raise ConfigError(f"model={name} cannot be built for images of {image_size} px ({error})") from error
-    is_new = False
-    if from_file:
-        assert weights is not None
-        is_new = load_weights_file(model, Path(weights))
-    elif weights is not None:
-        is_new = num_classes != _zoo_classes(name, weights)
+        is_new = zoo_weights is not None and num_classes != _zoo_classes(name, zoo_weights)
     if is_new and keep_classifier:
         raise ConfigError(f"weights={weights} have another number of classes than the data ({num_classes})")
     return model
 
 
-def _zoo_classes(name: str, weights: str) -> int:
-    """Classes of a zoo's pretrained weights."""
-    if name.startswith("timm/"):
-        return int(_import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes)
-    return len(_torchvision_weights(name, weights).meta["categories"])
-
-
 def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *, training: bool = True) -> None:
-    """Refuse an image size (or a batch of one) that a zoo model cannot take, in milliseconds and without memory.
+    """Refuse an image size (or a batch of one) that a zoo model cannot take, without allocating memory.
 
-    Shapes alone are computed, on the meta device; a user's own model may hold what that device lacks and is not tried.
+    Only shapes are computed, on the meta device; a user's own model may not run there and is not checked.
 
     Raises:
         ConfigError: with torch's reason.
     """
     if ":" in name:
         return
-    shapes_only = copy_model(model, "meta").train(training)
     try:
-        shapes_only(torch.empty(batch_size, 3, image_size, image_size, device="meta"))
+        copy_model(model, "meta").train(training)(torch.empty(batch_size, 3, image_size, image_size, device="meta"))
     except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        purpose = "train on" if training else "evaluate"
         raise ConfigError(
-            f"model={name} cannot {purpose} batches of {batch_size} images of {image_size} px ({reason}); "
-            "change data.image_size or batch_size"
+            f"model={name} cannot {'train on' if training else 'evaluate'} {batch_size} images of {image_size} px; "
+            f"change data.image_size or batch_size ({explain_failure(error)})"
         ) from error
 
 
 def _build_torchvision_model(name: str, num_classes: int, weights: str | None, image_size: int | None) -> nn.Module:
+    if weights is not None:
+        model = torchvision.models.get_model(name, weights=_torchvision_weights(name, weights))
+        replace_classifier(model, num_classes)
+        return model
     options: dict[str, Any] = {}
-    if name in ("inception_v3", "googlenet") and weights is None:
-        # Said outright because torchvision warns that the default of init_weights will change.
-        options |= {"init_weights": True, "aux_logits": True}
-    if name.startswith("vit_") and weights is None and image_size is not None:
-        options["image_size"] = image_size
-    if weights is None:
-        return torchvision.models.get_model(name, num_classes=num_classes, **options)
-    model = torchvision.models.get_model(name, weights=_torchvision_weights(name, weights), **options)
-    replace_classifier(model, num_classes)
-    return model
+    if name in ("inception_v3", "googlenet"):
+        options = {"init_weights": True, "aux_logits": True}  # torchvision warns if init_weights is not given
+    elif name.startswith("vit_") and image_size is not None:
+        options = {"image_size": image_size}
+    return torchvision.models.get_model(name, num_classes=num_classes, **options)
+
+
+def _zoo_classes(name: str, weights: str) -> int:
+    """The number of classes of a zoo's pretrained weights."""
+    if name.startswith("timm/"):
+        return int(_import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes)
+    return len(_torchvision_weights(name, weights).meta["categories"])
 
 
 def _torchvision_weights(name: str, weights: str) -> Any:
@@ -153,10 +155,8 @@ def _torchvision_weights(name: str, weights: str) -> Any:
         return choices.DEFAULT
     if weights not in choices.__members__:
         known = ["DEFAULT", *choices.__members__]
-        raise ConfigError(
-            f"weights={weights}: neither a file nor weights of {name}{suggest(weights, known)} "
-            f"(there are {', '.join(known)})"
-        )
+        near = suggest(weights, known)
+        raise ConfigError(f"weights={weights}: not a file, nor weights of {name}{near} (there are {', '.join(known)})")
     return choices[weights]
 
 
@@ -232,7 +232,7 @@ def load_weights_file(model: nn.Module, path: Path) -> bool:
         raise ConfigError(
             f"weights={path} do not fit the model: the file lacks {len(absent)} of its tensors"
             f" ({', '.join(sorted(absent)[:3])}) and has {len(unexpected)} others ({', '.join(unexpected[:3])}); "
-            f"cl-train convert {path} OUT.pth entry=... prefix=... selects an entry and removes a prefix"
+            f"cl-train convert {path} out=... entry=... prefix=... selects an entry and removes a prefix"
         )
     if new_head:
         log.info("weights=%s: new classifier, the number of classes differs (%s)", path, ", ".join(sorted(new_head)))
@@ -254,7 +254,7 @@ def _import_timm(name: str) -> Any:
 def _user_function(name: str) -> Callable[..., nn.Module]:
     module_name, _, function_name = name.partition(":")
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the user's package lies where they stand
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's own code does when it is imported
@@ -265,15 +265,3 @@ def _user_function(name: str) -> Callable[..., nn.Module]:
         near = suggest(function_name, [known for known in vars(module) if not known.startswith("_")])
         raise ConfigError(f"model={name}: module '{module_name}' has no function '{function_name}'{near}")
     return function
-
-
-def _build_user_model(name: str, num_classes: int) -> nn.Module:
-    try:
-        model = _user_function(name)(num_classes=num_classes)
-    except Exception as error:  # the function is the user's
-        raise ConfigError(
-            f"model={name} failed; it must be a function that takes num_classes: {explain_failure(error)}"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
-    return model

@@ -1,9 +1,9 @@
-"""Files of weights: reading them without running code, unwrapping what training scripts put around them, writing them.
+"""Files of weights: read without running code, unwrapped from what training scripts put around them, and written.
 
 Readable are files of `torch.save` (a state dict, or a checkpoint that holds one), checkpoints of cl_train, and
-safetensors. Files are written with contiguous tensors, so that equal weights are equal bytes and safetensors accepts
-them; the memory format that the model is meant for is recorded beside them. A program (TorchScript, `torch.export`)
-runs code when it is loaded, so it is refused here; see `program_file.py`.
+safetensors. Tensors are written contiguous, so that equal weights are equal bytes; the memory format that the model is
+meant for is recorded beside them. Programs (TorchScript, `torch.export`) run code when they are loaded; they are
+refused here, see `program_file.py`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from cl_train.system.torch_file import UnreadableFile, read_torch_file
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program"]
 
+PROGRAMS = ("TorchScript", "exported program")
 RECORD = "memory_format"  # the key under which each kind of file records the memory format
 ENTRIES = ("state_dict", "model_state_dict", "model", "module", "model_ema", "state_dict_ema", "ema_state_dict", "ema")
 PREFIXES = ("module.", "_orig_mod.")  # of DDP and of torch.compile
-EXTRA_STATE = "_extra_state"  # the end of the key of `Module.get_extra_state`
 
 
 @dataclass
-class Weights:
-    """The weights in a file.
+class SavedModel:
+    """The content of a file.
 
-    `state`: parameters and buffers by name, and the modules' extra state. `taken`: the entry and the prefix that were
-    removed, for messages. `recorded`: the memory format that the file names; None if it names none. `stored`: that of
-    its tensors. `metadata`: of a checkpoint of cl_train.
+    `state`: parameters, buffers and the modules' extra state, by name. `recorded`: the memory format that the file
+    names, if any. `taken`: the entry and the prefix that were removed, for messages. `metadata`: of a checkpoint of
+    cl_train. `program`: a ScriptModule or an ExportedProgram.
     """
 
     kind: Kind
     state: dict[str, Any]
-    taken: str = ""
     recorded: str | None = None
+    taken: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    program: Any = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -51,15 +52,12 @@ class Weights:
 
     @property
     def stored(self) -> str:
+        """The memory format of the tensors in the file."""
         return memory_format_of(value for value in self.tensors.values() if value.is_floating_point())
 
 
 def kind_of(path: Path) -> Kind:
-    """What a file is, by its members and its first bytes; nothing in it is executed.
-
-    Raises:
-        ConfigError: no such file.
-    """
+    """What a file is, by its suffix and its members; nothing in it is executed."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".safetensors":
@@ -77,7 +75,7 @@ def kind_of(path: Path) -> Kind:
     return "checkpoint" if comment.startswith(b"sha256:") else "state dict"
 
 
-def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = None) -> Weights:
+def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = None) -> SavedModel:
     """Read a file of weights to the CPU. No code in the file runs, and its size bounds the memory used.
 
     Args:
@@ -88,47 +86,41 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
         ConfigError: no such file, a program, more than tensors and plain types, a damaged file, no such entry.
     """
     kind = kind_of(path)
-    if kind in ("TorchScript", "exported program"):
-        raise ConfigError(
-            f"{path}: a program ({kind}), and loading it runs its code. If you trust its source, take its weights with "
-            f"cl-train convert {path} weights.safetensors trust=true"
-        )
     metadata: dict[str, Any] = {}
-    if kind == "safetensors":
-        content, recorded = _read_safetensors(path)
-    else:
-        try:
+    try:
+        if kind in PROGRAMS:
+            raise ConfigError(
+                f"{path}: a program ({kind}), whose code runs when it is loaded. If you trust its source, take its "
+                f"weights with: cl-train convert {path} out=weights.safetensors trust=true"
+            )
+        if kind == "safetensors":
+            content, recorded = _read_safetensors(path)
+        else:
             content = checkpoint_file.load(path) if kind == "checkpoint" else read_torch_file(path)
-        except (UnreadableFile, OSError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
-        except checkpoint_file.CheckpointError as error:
-            raise ConfigError(str(error)) from error
-        metadata = _mapping(_mapping(content).get("facts"))
-        recorded = metadata.get(RECORD)
+            metadata = _mapping(_mapping(content).get("facts"))
+            recorded = metadata.get(RECORD)
+    except (UnreadableFile, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except checkpoint_file.CheckpointError as error:
+        raise ConfigError(str(error)) from error
     state, taken = _find_state(content, path, entry)
-    if recorded is None:
-        recorded = _mapping(_mapping(getattr(state, "_metadata", None)).get("")).get(RECORD)
+    recorded = recorded or _mapping(_mapping(getattr(state, "_metadata", None)).get("")).get(RECORD)
     renamed, removed = _without_prefix(state, path, prefix)
-    return Weights(kind, renamed, ", ".join(filter(None, (taken, removed))), recorded, metadata)
+    return SavedModel(kind, renamed, recorded, ", ".join(filter(None, (taken, removed))), metadata)
 
 
-def write_weights(weights: Weights, path: Path, memory_format: str) -> None:
-    """Write the weights contiguous, with `memory_format` recorded: safetensors if the suffix says so, else torch.save.
-
-    Raises:
-        ConfigError: safetensors cannot hold extra state that is no tensor.
-    """
+def write_weights(saved: SavedModel, path: Path, memory_format: str) -> None:
+    """Write the weights with `memory_format` recorded, as safetensors if the suffix says so, else with torch.save."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".safetensors":
-        state = OrderedDict(to_contiguous_state(weights.state))
+        state = OrderedDict(to_contiguous_state(saved.state))
         state._metadata = OrderedDict({"": {"version": 1, RECORD: memory_format}})  # type: ignore[attr-defined]
         torch.save(state, path)
         return
-    plain = [name for name, value in weights.state.items() if not isinstance(value, torch.Tensor)]
-    if plain:
-        raise ConfigError(f"{path}: safetensors holds tensors only, and {plain[0]} is none; write a .pth file instead")
-    separate = {name: value.clone() for name, value in to_contiguous_state(weights.tensors).items()}  # no tied tensors
-    _safetensors(path).torch.save_file(separate, path, metadata={"format": "pt", RECORD: memory_format})
+    if len(saved.tensors) < len(saved.state):
+        raise ConfigError(f"{path}: safetensors cannot hold the extra state of a module; write a .pth file")
+    untied = {name: value.clone() for name, value in to_contiguous_state(saved.tensors).items()}
+    _safetensors(path).torch.save_file(untied, path, metadata={"format": "pt", RECORD: memory_format})
 
 
 def _safetensors(path: Path) -> Any:
@@ -146,47 +138,41 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], str | None]:
             recorded = (file.metadata() or {}).get(RECORD)
         return safetensors.torch.load_file(path), recorded
     except Exception as error:  # SafetensorError, and others for headers with odd types or sizes
-        raise ConfigError(f"{path}: cannot be read as safetensors: {str(error)[:200]}") from error
+        raise UnreadableFile(str(error)[:200]) from error
 
 
 def _mapping(value: object) -> dict[str, Any]:
-    """`value` if it is a dict: nothing in a file has to be what it seems."""
     return value if isinstance(value, dict) else {}
 
 
 def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[str, Any], str]:
-    """The state dict inside a checkpoint, through at most three levels, and the names of the entries."""
-    names: list[str] = []
-    state = _mapping(content)
+    """The state dict inside a checkpoint, at most three entries deep, and the names of the entries."""
+    state, names, others = _mapping(content), list[str](), list[str]()
     if entry is not None:
-        if not _mapping(state.get(entry)):
-            known = [str(name) for name, value in state.items() if isinstance(value, dict)]
+        known = [str(name) for name, value in state.items() if isinstance(value, dict)]
+        if entry not in known:
             raise ConfigError(f"{path}: entry={entry}: no such entry{suggest(entry, known)} (there are {known[:10]})")
-        names, state = [entry], state[entry]
-    others: list[str] = []
+        state, names = state[entry], [entry]
     for _ in range(3):
         found = [name for name in ENTRIES if _mapping(state.get(name))]
         if not found:
             break
-        others += found[1:]
-        names.append(found[0])
         state = state[found[0]]
+        names, others = [*names, found[0]], [*others, *found[1:]]
     if not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise ConfigError(f"{path}: holds no tensors by name; entry=NAME selects the entry with the weights")
-    if not names:
-        return state, ""
-    taken = f"entry '{'.'.join(names)}'"
-    return state, f"{taken} (entry= could also take {', '.join(others)})" if others else taken
+    taken = f"entry '{'.'.join(names)}'" if names else ""
+    return state, f"{taken} (not {', '.join(others)})" if others else taken
 
 
 def _without_prefix(state: dict[str, Any], path: Path, prefix: str | None) -> tuple[dict[str, Any], str]:
-    """The tensors and the extra state by their names in the model, and what was removed from the names."""
-    kept = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor) or str(k).endswith(EXTRA_STATE)}
+    """Tensors and extra state by their names in the model, and what was removed from the names."""
+    kept = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor) or str(k).endswith("_extra_state")}
     if prefix is not None:
         chosen = {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}
         if not chosen:
             raise ConfigError(f"{path}: no name begins with prefix={prefix} (the first is {next(iter(kept))})")
-        return chosen, f"{len(chosen)} of {len(kept)} names, those with the prefix '{prefix}'"
+        return chosen, f"the {len(chosen)} of {len(kept)} names with the prefix '{prefix}'"
     removed = ""
     while found := next((p for p in PREFIXES if all(name.startswith(p) for name in kept)), None):
         kept = {name.removeprefix(found): value for name, value in kept.items()}

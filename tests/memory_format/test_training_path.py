@@ -20,6 +20,7 @@ from cl_train.memory_format.audit_report import LayoutCheck
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.inductor import compiled_graphs
 from cl_train.memory_format.training_path import check_training_path, stride_match
+from cl_train.step.precision import MasterWeights, cast_model, resolve_precision, trainable_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,13 +50,9 @@ class Pointwise(nn.Module):
         return self.layers(x)
 
 
-def loss_of_images(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return (output * output).sum()
-
-
-def look(model: nn.Module, **options: Any) -> dict[str, LayoutCheck]:
+def check(model: nn.Module, **options: Any) -> dict[str, LayoutCheck]:
     images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    found = check_training_path(model, images, torch.zeros(2), loss=loss_of_images, **options)
+    found = check_training_path(model, lambda: model(images).square().sum(), **options)
     return {item.what: item for item in found}
 
 
@@ -63,11 +60,8 @@ def test_a_sound_run_keeps_everything() -> None:
     model = Pointwise()
     convert(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    found = look(model, ema=copy.deepcopy(model), optimizer=optimizer, mixes={"flip": lambda x, y: (x.flip(3), y)})
+    found = check(model, ema=copy.deepcopy(model), optimizer=optimizer)
     assert {what: item.outcome for what, item in found.items()} == {
-        "batch": "kept",
-        "flip": "kept",
-        "gradient of the loss": "kept",
         "gradients (DDP buckets)": "kept",
         "EMA weights": "kept",
         "optimizer: exp_avg": "kept",
@@ -75,15 +69,14 @@ def test_a_sound_run_keeps_everything() -> None:
     }
 
 
-def test_losses_around_the_model_are_found() -> None:
+def test_stale_strides_around_the_model_are_found() -> None:
     model = Pointwise()
-    stale = copy.deepcopy(model)  # an average made before converting
+    stale = copy.deepcopy(model)  # an EMA made before converting
     convert(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)  # as a file has it
-    found = look(model, ema=stale, optimizer=optimizer, mixes={"bad": lambda x, y: (x.contiguous(), y)})
-    assert found["bad"].outcome == "lost"
+    found = check(model, ema=stale, optimizer=optimizer)
     assert found["EMA weights"].outcome == "lost"
     assert "layers.0.weight" in found["EMA weights"].detail
     assert "1 spurious" in found["EMA weights"].detail and "1 real" in found["EMA weights"].detail
@@ -97,27 +90,39 @@ def test_gradients_in_another_layout_are_real_mismatches() -> None:
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.contiguous())
         parameter.grad = torch.zeros(parameter.shape)  # accumulates into what is there
-    assert look(model)["gradients (DDP buckets)"].outcome == "lost"
+    assert check(model)["gradients (DDP buckets)"].outcome == "lost"
 
 
-def decisions(model: nn.Module, backward: bool, size: int = 32) -> list[tuple[str, bool, str]]:
+def test_the_optimizer_state_of_master_weights_is_checked_for_every_parameter() -> None:
+    precision = resolve_precision("fp16_o2", torch.device("cpu"))
+    model = cast_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)), precision)
+    convert(model)
+    masters = MasterWeights(model)
+    optimizer = torch.optim.SGD(trainable_parameters(model, masters).values(), lr=0.1, momentum=0.9)
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float16).to(memory_format=torch.channels_last)
+    step = lambda: model(images).float().square().mean()  # noqa: E731
+    found = {item.what: item for item in check_training_path(model, step, optimizer=optimizer, masters=masters)}
+    assert found["optimizer: momentum_buffer"].detail.startswith("6 equal")
+    assert found["fp32 master weights"].outcome == "kept"
+
+
+def decisions(model: nn.Module, backward: bool, size: int = 32) -> list[tuple[str, bool]]:
     x = torch.randn(2, 3, size, size)
     graphs = compiled_graphs(model, lambda compiled: compiled(x).square().mean(), backward)
     assert [graph.graph for graph in graphs] == list(range(len(graphs)))
-    return [(graph.direction, graph.channels_last, graph.reason) for graph in graphs]
+    return [(graph.direction, graph.channels_last) for graph in graphs]
 
 
 @pytest.mark.filterwarnings("ignore")  # of inductor and oneDNN about themselves
 def test_what_inductor_decides() -> None:
     model = nn.Sequential(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3, groups=2))
-    assert [(way, chosen) for way, chosen, _ in decisions(model, True)] == [("forward", True), ("backward", True)]
-    assert [(way, chosen) for way, chosen, _ in decisions(nn.Flatten(), False)] == [("inference", False)]
+    assert decisions(model, True) == [("forward", True), ("backward", True)]
+    assert decisions(nn.Flatten(), False) == [("inference", False)]
     torch.backends.mkldnn.enabled = False  # as on a GPU: inductor's own rules
     try:
-        (_, laid_out, reason), _ = decisions(model, True)
-        assert not laid_out and "grouped convolution" in reason
+        assert not any(laid_out for _, laid_out in decisions(model, True))  # a grouped convolution
         wide = nn.Sequential(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3))
-        assert all(laid_out for _, laid_out, _ in decisions(wide, True))
+        assert all(laid_out for _, laid_out in decisions(wide, True))
     finally:
         torch.backends.mkldnn.enabled = True
 
@@ -135,7 +140,6 @@ def test_the_command_tells_all(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert report["totals"]["lost"] == 33 and report["step_ms"] > 0
     around = {item["what"]: item["outcome"] for item in report["training_path"]}
-    assert around["batch"] == around["mixup"] == around["cutmix"] == "kept"
     assert around["optimizer: momentum_buffer"] == around["EMA weights"] == "kept"
     assert [graph["direction"] for graph in report["compiled"]] == ["forward", "backward"]
 

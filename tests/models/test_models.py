@@ -76,7 +76,7 @@ def test_a_timm_model() -> None:
 
 def test_an_image_too_small_for_the_model_is_refused_at_once() -> None:
     model = build_model("alexnet", num_classes=3)
-    with pytest.raises(ConfigError, match=r"cannot train on batches of 4 images of 32 px .*data.image_size"):
+    with pytest.raises(ConfigError, match=r"4 images of 32 px.*data.image_size"):
         check_input(model, "alexnet", 4, 32)
     check_input(model, "alexnet", 4, 64)
     assert next(model.parameters()).device.type == "cpu"
@@ -130,7 +130,7 @@ def not_a_model(num_classes: int) -> list[nn.Module]:
 
 
 def test_a_size_that_a_transformer_cannot_cut_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vit_b_16 cannot be built for images of 100 px"):
+    with pytest.raises(ConfigError, match="100 px"):
         build_model("vit_b_16", num_classes=10, image_size=100)
 
 
