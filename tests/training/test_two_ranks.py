@@ -1,0 +1,92 @@
+"""Two ranks under torchrun on gloo: they stay equal, stop together, and only rank 0 needs the run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import write_images
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("two-ranks")
+    write_images(folder / "images", {"train": 16, "val": 7})
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *("-m", "tests.training.two_ranks", str(folder)),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+Ranks = tuple[Path, list[dict[str, Any]]]
+
+
+def records(folder: Path, kind: str) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_gradients_are_reduced_in_every_step_of_a_static_graph(ranks: Ranks) -> None:
+    for found in ranks[1]:
+        assert found["weights_stay_equal_with_a_static_graph"] == [True] * 4
+
+
+def test_ranks_draw_different_random_numbers_and_each_is_saved(ranks: Ranks) -> None:
+    folder, (first, second) = ranks
+    assert first["dropout_differs"]["code"] == 0
+    assert first["dropout_differs"]["next"] != second["dropout_differs"]["next"]
+    saved = torch.load(folder / "dropout" / "checkpoints" / "step-00000001.pt", weights_only=True)["progress"]["ranks"]
+    assert len(saved) == 2 and not torch.equal(saved[0]["random"]["cpu"], saved[1]["random"]["cpu"])
+
+
+def test_rank_0_alone_reads_the_checkpoint(ranks: Ranks) -> None:
+    folder, found = ranks
+    assert [rank["resume_reads_on_rank_0_alone"] for rank in found] == [[0, 0], [0, 0]]
+    assert records(folder / "resumed", "train") == [1, 2, 3, 4, 5, 6]
+
+
+def test_ranks_with_other_settings_are_refused_alike(ranks: Ranks) -> None:
+    folder, (first, second) = ranks
+    assert first["other_settings_are_refused"] == second["other_settings_are_refused"]
+    assert "settings" in first["other_settings_are_refused"] and "rank 1" in first["other_settings_are_refused"]
+    assert not (folder / "other" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("case", "steps"), [("training", 2), ("evaluation", 6)])
+def test_a_signal_to_one_rank_stops_both_after_saving(ranks: Ranks, case: str, steps: int) -> None:
+    folder, found = ranks
+    assert [rank[f"a_signal_to_rank_1_in_{case}"] for rank in found] == [143, 143]
+    run = folder / f"in-{case}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("interrupted", steps)
+    assert (run / "checkpoints" / f"step-{steps:08d}.pt").is_file() and records(run, "val") == []
+
+
+def test_usr1_to_any_rank_saves_and_training_continues(ranks: Ranks) -> None:
+    folder, found = ranks
+    assert [rank["usr1_to_rank_1_saves"] for rank in found] == [0, 0]
+    names = {path.name for path in (folder / "usr1" / "checkpoints").iterdir()}
+    assert names == {"step-00000002.pt", "step-00000006.pt"}
+
+
+def test_the_evaluated_module_is_not_compiled(ranks: Ranks) -> None:
+    assert all(all(found["evaluation_is_eager_with_compile"]) for found in ranks[1])

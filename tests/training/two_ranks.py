@@ -1,0 +1,130 @@
+"""Runs of `train` on two ranks, started by `torchrun ... -m tests.training.two_ranks FOLDER` from test_two_ranks.py.
+
+Each rank writes what it saw to FOLDER/rank-<n>.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import load
+from cl_train.data.batch import Batch
+from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import gather_objects, processes
+from cl_train.training import checkpoints, preflight, setup
+from cl_train.training.loop import train
+
+RANK = int(os.environ["RANK"])
+
+
+def fresh_group() -> None:
+    """Every process group needs keys of its own in the ranks' store, as after a restart by torchrun."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1)
+
+
+def settings(folder: Path, **changes: Any) -> Config:
+    data = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0}
+    words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2, "batch_size": 8}
+    return load({**words, "log_every": 1, "tensorboard": False, "data": data, **changes})
+
+
+def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
+    """The pass on blank images runs backward on the model itself, as on a GPU; then four steps."""
+    cfg = settings(folder, ddp_static_graph=True, channels_last=True)
+    precision = resolve_precision("fp32", torch.device("cpu"))
+    original = preflight.copy.deepcopy
+    preflight.copy.deepcopy = lambda model: model
+    equal = []
+    with processes("cpu", 60.0) as dist:
+        torch.manual_seed(0)
+        state = setup.build_train_state(cfg, precision, 3, dist, lr=0.5)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + dist.rank)
+            images = torch.randn(8, 3, 32, 32, generator=generator).to(memory_format=torch.channels_last)
+            state.train_step([Batch(images, torch.randint(3, (8,), generator=generator))])
+            sums = gather_objects([parameter.sum().item() for parameter in state.model.parameters()], dist)
+            equal.append(sums[0] == sums[1])
+    preflight.copy.deepcopy = original
+    return equal
+
+
+def dropout_differs(folder: Path) -> Any:
+    code = train(settings(folder, max_steps=1), folder / "dropout")
+    return {"code": code, "next": torch.rand(1).item()}
+
+
+def resume_reads_on_rank_0_alone(folder: Path) -> Any:
+    """Rank 1 has no access to the run folder, as on another node without a shared disk."""
+    first = train(settings(folder, max_steps=3), folder / "resumed")
+    if RANK == 1:
+        checkpoints.load_for_resume = _forbidden  # type: ignore[assignment]
+    fresh_group()
+    second = train(settings(folder, resume="auto"), folder / "resumed")
+    return [first, second]
+
+
+def _forbidden(*arguments: object) -> None:
+    raise AssertionError("rank 1 must not read")
+
+
+def other_settings_are_refused(folder: Path) -> Any:
+    try:
+        train(settings(folder, optim={"lr": 0.1 + RANK}), folder / "other")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def a_signal_to_rank_1_in_training(folder: Path) -> Any:
+    return train(settings(folder, model="tests.networks:terminated_in_training"), folder / "in-training")
+
+
+def a_signal_to_rank_1_in_evaluation(folder: Path) -> Any:
+    cfg = settings(folder, model="tests.networks:terminated_in_evaluation", batch_size=4)
+    return train(cfg, folder / "in-evaluation")
+
+
+def usr1_to_rank_1_saves(folder: Path) -> Any:
+    every = {"every_epochs": 0, "keep": 9}
+    cfg = settings(folder, model="tests.networks:asked_to_save", checkpoint=every, evaluate_every=-1)
+    return train(cfg, folder / "usr1")
+
+
+def evaluation_is_eager_with_compile(folder: Path) -> Any:
+    """`compile=true` compiles DDP's module in training, and not the module inside, which is evaluated."""
+    cfg = settings(folder, compile=True)
+    with processes("cpu", 60.0) as dist:
+        state = setup.build_train_state(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
+        return [state.model._compiled_call_impl is None, state.parts.model._compiled_call_impl is not None]
+
+
+CASES: list[Callable[[Path], Any]] = [
+    weights_stay_equal_with_a_static_graph,
+    dropout_differs,
+    resume_reads_on_rank_0_alone,
+    other_settings_are_refused,
+    a_signal_to_rank_1_in_training,
+    a_signal_to_rank_1_in_evaluation,
+    usr1_to_rank_1_saves,
+    evaluation_is_eager_with_compile,
+]
+
+
+def main(folder: Path) -> None:
+    found = {}
+    for case in CASES:
+        fresh_group()
+        found[case.__name__] = case(folder)
+    (folder / f"rank-{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
