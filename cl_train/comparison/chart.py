@@ -25,7 +25,7 @@ def write_chart(pairs: Sequence[Pair], labels: Sequence[str], path: Path) -> boo
     sides = {(pair.baseline, pair.candidate) for pair in pairs}
     baseline, candidate = sides.pop() if len(sides) == 1 else ("baseline", "candidate")
     low, high = _limits(pairs)
-    figure = Figure(figsize=(9.6, 2.2 + 0.8 * len(pairs)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7.5, 1.9 + 0.62 * len(pairs)), dpi=130, layout="constrained")
     figure.suptitle(_title(pairs, baseline, candidate), fontsize=13, fontweight="bold")
     axes = figure.subplots()
     axes.set(xscale="log", xlim=(low, high), ylim=(len(pairs) - 0.4, -0.6))
@@ -38,19 +38,22 @@ def write_chart(pairs: Sequence[Pair], labels: Sequence[str], path: Path) -> boo
     ticks = [tick for tick in _TICKS if low <= tick <= high]
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(pairs)), [textwrap.fill(label, 28) for label in labels], fontsize=11)
+    axes.set_yticks(range(len(pairs)), [textwrap.fill(label, 20) for label in labels], fontsize=11)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
+    plain = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
     for row, pair in enumerate(pairs):
         colour, interval = COLOURS[pair.verdict], pair.interval
         if interval is None or not pair.is_comparable:
-            reason = textwrap.fill(f"not comparable: {pair.notes[0]}", 84, max_lines=3)
-            axes.text(math.sqrt(low * high), row, reason, ha="center", va="center", fontsize=9, color=colour)
+            reason = textwrap.fill(f"not comparable: {pair.notes[0]}", 62, max_lines=2)
+            axes.text(
+                math.sqrt(low * high), row, reason, ha="center", va="center", fontsize=9, color=colour, bbox=plain
+            )
             continue
         axes.plot([max(interval.low, low), min(interval.high, high)], [row, row], color=colour, lw=5)
         axes.plot([interval.ratio], [row], "o", color=colour, markersize=11)
         words = f"{interval.ratio:.2f}x [{interval.low:.2f}, {interval.high:.2f}] {pair.verdict.replace('_', ' ')}"
-        axes.text(interval.ratio, row - 0.2, words, ha="center", va="bottom", fontsize=10.5, color=colour)
+        axes.text(interval.ratio, row - 0.2, words, ha="center", va="bottom", color=colour, bbox=plain)
     figure.savefig(path)
     return True
 
@@ -69,4 +72,4 @@ def _limits(pairs: Sequence[Pair]) -> tuple[float, float]:
     shown = [pair.interval for pair in pairs if pair.interval and pair.is_comparable]
     low = min([0.8, *(max(interval.low, interval.ratio / 2) for interval in shown)])
     high = max([1.25, *(min(interval.high, interval.ratio * 2) for interval in shown)])
-    return low / 1.08, high * 1.08
+    return low / 1.15, high * 1.2

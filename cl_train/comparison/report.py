@@ -12,7 +12,7 @@ from typing import Any
 from cl_train.comparison.chart import write_chart
 from cl_train.comparison.dashboard import write_dashboard
 from cl_train.comparison.pairs import Pair, compare_runs, compare_two
-from cl_train.comparison.run_records import Run, read_run, read_runs_inside
+from cl_train.comparison.run_records import Run, read_run
 from cl_train.comparison.sweep_plan import read_sweep, runs_of_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.system.files import write_json, write_text
@@ -71,10 +71,14 @@ def compare_folders(
         failed = [FailedJob(job.number, " ".join(job.overrides), why) for job, why in unfinished]
         by = by or sweep.compare_by
     else:
-        runs, unreadable = read_runs_inside(first)
-        failed = [FailedJob(number, name, why) for number, (name, why) in enumerate(unreadable)]
+        runs = []
+        for number, path in enumerate(sorted(first.glob("*/metrics.jsonl"))):
+            try:
+                runs.append(read_run(path.parent))
+            except ConfigError as error:
+                failed.append(FailedJob(number, path.parent.name, str(error)))
         if len(runs) + len(failed) < 2:
-            raise ConfigError(f"{first}: a comparison needs at least two runs, there is {len(runs)}")
+            raise ConfigError(f"{first}: neither a sweep (sweep.json) nor a folder of two or more runs")
     by = by or "channels_last"
     if len(folders) == 2:
         pairs = [compare_two(runs[0], runs[1], by, parity_failures)]

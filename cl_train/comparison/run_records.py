@@ -15,15 +15,8 @@ import yaml
 from cl_train.config.schema import ConfigError
 
 # Fields of summary.json and the settings that they report.
-_SETTING_OF = {
-    "model": "model",
-    "channels_last_requested": "channels_last",
-    "precision": "precision",
-    "compile": "compile",
-    "image_size": "data.image_size",
-    "seed": "seed",
-    "epochs": "epochs",
-}
+_SETTING_OF = {name: name for name in ("model", "precision", "compile", "seed", "epochs")}
+_SETTING_OF |= {"channels_last_requested": "channels_last", "image_size": "data.image_size"}
 _LAYOUTS = {"contiguous": "false", "channels_last": "true"}
 
 
@@ -62,7 +55,7 @@ def read_run(folder: Path) -> Run:
         ConfigError: not a run folder, a damaged file or a value of the wrong type, or no window was finished.
     """
     try:
-        records, problems = _read_records((folder / "metrics.jsonl").read_text(encoding="utf-8"))
+        windows, problems = _read_windows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
         config = _read_config(folder / "config.yaml")
         summary = _read_summary(folder / "summary.json")
     except FileNotFoundError:
@@ -70,7 +63,6 @@ def read_run(folder: Path) -> Run:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{folder} cannot be read as a run folder: {reason[:300]}") from None
-    windows = [record for record in records if record.get("kind", "train") == "train"]
     if not windows:
         raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
     settings = {setting: summary[name] for name, setting in _SETTING_OF.items() if summary.get(name) is not None}
@@ -80,7 +72,7 @@ def read_run(folder: Path) -> Run:
     measured = [window for window in windows if not window.get("warmup")]
     waits_pct = [window["data_wait_pct"] for window in measured if window.get("data_wait_pct") is not None]
     times = [window["time"] for window in windows if window.get("time") is not None]
-    problems += _contradictions(summary, config) + _repeated_steps(windows) + _changes(records)
+    problems += _contradictions(summary, config) + _changes(windows)
     return Run(
         folder=folder,
         settings=settings,
@@ -95,24 +87,6 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def read_runs_inside(folder: Path) -> tuple[list[Run], list[tuple[str, str]]]:
-    """The runs in the folders directly inside `folder`, and name and reason of those that cannot be read.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-    if not found:
-        raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of runs (*/metrics.jsonl)")
-    runs, unreadable = [], []
-    for path in found:
-        try:
-            runs.append(read_run(path))
-        except ConfigError as error:
-            unreadable.append((path.name, str(error)))
-    return runs, unreadable
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -124,13 +98,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         if depth > 9 or isinstance(event, yaml.AliasEvent):  # aliases can expand without limit
             raise ValueError("config.yaml has aliases or deep nesting, which no run writes")
     settings = yaml.safe_load(text) or {}
-    if not isinstance(settings, dict):
+    if not isinstance(settings, dict) or not str(settings).isprintable():
         raise ValueError("config.yaml has no settings")
-    flat = _flat(settings)
-    for key, value in flat.items():
-        if not f"{key}{value}".isprintable():
-            raise ValueError(f"config.yaml: {key!r} has control characters")
-    return flat
+    return _flat(settings)
 
 
 def _flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -141,42 +111,35 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"summary.json: {error}") from None
-    if not isinstance(summary, dict):
-        raise ValueError("summary.json is not an object")
     _check(summary, _SUMMARY, "summary.json")
-    return summary
+    return dict(summary)
 
 
-def _read_records(text: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records, and a problem if a line other than the last is unreadable: a killed run leaves the last one torn."""
+def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records of training, and the unreadable lines but for the last, which a killed process leaves incomplete."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    records, problems = [], []
+    windows, problems = [], []
     for number, line in lines:
+        where = f"metrics.jsonl, line {number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            if number != lines[-1][0]:
-                problems.append(f"line {number} of metrics.jsonl cannot be read")
+            problems += [f"{where} cannot be read"] if number != lines[-1][0] else []
             continue
-        if not isinstance(record, dict):
-            raise ValueError(f"metrics.jsonl, line {number} is not a record")
-        if record.get("kind", "train") == "train":
-            _check(record, _WINDOW, f"metrics.jsonl, line {number}", required=("step", "images_per_s"))
-        records.append(record)
-    return records, problems
+        if not isinstance(record, dict) or record.get("kind", "train") == "train":
+            _check(record, _WINDOW, where, required=("step", "images_per_s"))
+            windows.append(record)
+    return windows, problems
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
 def _is_amount(value: Any) -> bool:
-    """A number from 0 to far beyond any that a run records."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e12
 
 
@@ -210,11 +173,13 @@ _SUMMARY: Rules = {
 }
 
 
-def _check(document: dict[str, Any], rules: Rules, where: str, required: Sequence[str] = ()) -> None:
+def _check(document: Any, rules: Rules, where: str, required: Sequence[str] = ()) -> None:
     """
     Raises:
         ValueError: a value of the wrong type or size; a missing one, or null, is unknown unless it is required.
     """
+    if not isinstance(document, dict):
+        raise ValueError(f"{where} is {repr(document)[:80]}")
     for name, is_valid in rules.items():
         value = document.get(name)
         if not is_valid(value) and (value is not None or name in required):
@@ -228,9 +193,8 @@ def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> list[str
     """A run that failed or was killed, and facts that contradict the settings."""
     if not summary:
         return ["no summary.json: the run was killed or has not ended"]
-    problems = []
-    if summary.get("status") not in ("completed", "interrupted", None):
-        problems.append(f"status {summary['status']}")
+    status = summary.get("status")
+    problems = [] if status in ("completed", "interrupted", None) else [f"status {status}"]
     reported = [(name, setting, summary.get(name)) for name, setting in _SETTING_OF.items()]
     reported.append(("memory_format", "channels_last", _LAYOUTS.get(str(summary.get("memory_format")))))
     for name, setting, value in reported:
@@ -240,18 +204,14 @@ def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> list[str
     return problems
 
 
-def _repeated_steps(windows: Sequence[dict[str, Any]]) -> list[str]:
-    """Two processes wrote at the same time."""
-    repeated = [after["step"] for before, after in pairwise(windows) if after["step"] <= before["step"]]
-    return [f"step {repeated[0]} is recorded twice or out of order"] if repeated else []
-
-
-def _changes(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Facts that changed when the run was resumed: each process of a run writes a record of kind `start`."""
-    starts = [record for record in records if record.get("kind") == "start"]
-    return [
-        f"{name} changed from {repr(before[name])[:80]} to {repr(after.get(name))[:80]} when the run was resumed"
-        for before, after in pairwise(starts)
-        for name in before
-        if name not in ("time", "step") and before[name] != after.get(name)
-    ]
+def _changes(windows: Sequence[dict[str, Any]]) -> list[str]:
+    """Two processes wrote at the same time, or the run was resumed in another way."""
+    problems = []
+    for before, after in pairwise(windows):
+        if after["step"] <= before["step"] and not problems:
+            problems.append(f"step {after['step']} is recorded twice or out of order")
+        for name in ("memory_format", "precision", "world_size", "device_name"):
+            if name in before and name in after and before[name] != after[name]:
+                values = f"{repr(before[name])[:80]} before, {repr(after[name])[:80]} after"
+                problems.append(f"{name} changed at step {after['step']}: {values}")
+    return problems

@@ -221,6 +221,8 @@ def read_window(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
         )
         nonfinite = [step for steps_of_rank in gather_objects(own, dist) for step in steps_of_rank]
     record = {
+        # What a resumed run may change: a comparison refuses runs in which it did.
+        **{name: run.summary[name] for name in ("memory_format", "precision", "world_size", "device_name")},
         "epoch": progress.epoch,
         "loss": loss / (len(steps) * dist.world_size),
         "top1": 100 * correct1 / images,

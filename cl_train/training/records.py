@@ -25,6 +25,7 @@ from torchvision.utils import make_grid
 
 from cl_train.system.append_file import AppendFile
 from cl_train.system.files import write_json, write_text
+from cl_train.system.run_folder import sweep_jobs
 
 TENSORBOARD_TAGS = {
     "loss": "loss",
@@ -43,6 +44,8 @@ TENSORBOARD_TAGS = {
 class Tracker:
     """Writes the records of one run.
 
+    In a sweep, TensorBoard gets the images of the first job only, and the comparison writes the HPARAMS table.
+
     Args:
         folder: the run folder; None = do nothing.
         tensorboard: write events directly into `folder`, so that TensorBoard names the run after the folder.
@@ -57,6 +60,7 @@ class Tracker:
         if folder is None:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
+        self._sweep = sweep_jobs(folder)
         self.rewind(resumed_step, is_closed=is_closed)
         if tensorboard:
             self._events = _EventFile(folder, purge_step=resumed_step + 1)
@@ -104,7 +108,7 @@ class Tracker:
         Args:
             images: float [N, 3, H, W], normalised by `mean` and `std`.
         """
-        if self._events is None:
+        if self._events is None or (self._sweep and self._folder and self._sweep[0] != self._folder.name):
             return
         pixels = images[:32].float().cpu() * torch.tensor(std).view(1, 3, 1, 1) + torch.tensor(mean).view(1, 3, 1, 1)
         self._events.add([image("first_batch", make_grid(pixels.clamp(0, 1), nrow=8), dataformats="CHW")])
@@ -118,7 +122,7 @@ class Tracker:
         if self._folder is None:
             return
         self._metrics.flush()
-        if self._events is not None and settings is not None:
+        if self._events is not None and settings is not None and not self._sweep:
             self._events.add_hparams(summary, settings)
         write_json(self._folder / "summary.json", finite_or_null(summary), indent=2)
 

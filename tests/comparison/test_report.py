@@ -116,12 +116,12 @@ def test_tensorboard_has_one_run_per_side_the_text_the_chart_and_a_table(report:
     assert {"custom_scalars__config__", "comparison/text_summary"} <= set(root.Tags()["tensors"])
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
         events = EventAccumulator(str(tmp_path / side)).Reload()
-        points = events.Scalars("speed/resnet18/median")
+        points = events.Scalars("sides/speed/resnet18/median")
         assert [point.step for point in points] == list(range(20, 140, 10))
         assert points[0].value == pytest.approx(speed, rel=0.01)
-        [low, high] = [events.Scalars(f"speed/resnet18/{part}")[0].value for part in ("low", "high")]
+        [low, high] = [events.Scalars(f"sides/speed/resnet18/{part}")[0].value for part in ("low", "high")]
         assert low <= points[0].value <= high and low < high
-        assert events.Scalars("loss/resnet18/median")
+        assert events.Scalars("sides/loss/resnet18/median")
     run = EventAccumulator(str(tmp_path / "run1")).Reload()
     assert run.Scalars("summary/speed_up")[0].value == pytest.approx(1.5, rel=0.01)
 
@@ -133,6 +133,10 @@ def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[-1].endswith("comparison.md")
     assert (tmp_path / "out" / "comparison.json").is_file()
     assert [pair.verdict for pair in compare_folders([tmp_path]).pairs] == ["faster"], "a folder of runs"
+    (folder_of().write(tmp_path / "c") / "metrics.jsonl").write_text("")
+    report = compare_folders([tmp_path])
+    assert [pair.verdict for pair in report.pairs] == ["faster"]
+    assert [job.overrides for job in report.failed] == ["c"]
     with pytest.raises(ConfigError):
         compare_folders([first, first])
     with pytest.raises(ConfigError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cl_train.comparison.run_records import read_run, read_runs_inside
+from cl_train.comparison.run_records import read_run
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import to_yaml
 from tests.comparison.run_folders import folder_of
@@ -75,14 +75,3 @@ def test_an_impossible_speed_is_refused_with_its_line(tmp_path: Path, speed: Any
 def test_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         read_run(tmp_path)
-
-
-def test_runs_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    folder_of().write(tmp_path / "a")
-    folder_of().write(tmp_path / "b")
-    (tmp_path / "b" / "metrics.jsonl").write_text("")
-    runs, unreadable = read_runs_inside(tmp_path)
-    assert [run.folder.name for run in runs] == ["a"]
-    assert [name for name, _ in unreadable] == ["b"]
-    with pytest.raises(ConfigError):
-        read_runs_inside(tmp_path / "a")
