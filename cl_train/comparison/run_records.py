@@ -98,9 +98,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         if depth > 9 or isinstance(event, yaml.AliasEvent):  # aliases can expand without limit
             raise ValueError("config.yaml has aliases or deep nesting, which no run writes")
     settings = yaml.safe_load(text) or {}
-    if not isinstance(settings, dict) or not str(settings).isprintable():
-        raise ValueError("config.yaml has no settings")
-    return _flat(settings)
+    flat = _flat(settings) if isinstance(settings, dict) else {"\n": settings}
+    if not all(f"{key}{value}".isprintable() for key, value in flat.items()):
+        raise ValueError("config.yaml has no settings, or one with control characters")
+    return flat
 
 
 def _flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -169,7 +170,7 @@ _SUMMARY: Rules = {
     **dict.fromkeys(("precision", "device", "device_name"), _is_text),
     **dict.fromkeys(("world_size", "global_batch_size", "image_size", "seed", "epochs"), _is_count),
     **dict.fromkeys(("data_wait_pct", "peak_memory_gib", "others_pct"), _is_amount),
-    "environment": lambda value: isinstance(value, dict) and str(value).isprintable(),
+    "environment": lambda value: isinstance(value, dict) and "".join(map(str, [*value, *value.values()])).isprintable(),
 }
 
 
@@ -206,7 +207,7 @@ def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> list[str
 
 def _changes(windows: Sequence[dict[str, Any]]) -> list[str]:
     """Two processes wrote at the same time, or the run was resumed in another way."""
-    problems = []
+    problems: list[str] = []
     for before, after in pairwise(windows):
         if after["step"] <= before["step"] and not problems:
             problems.append(f"step {after['step']} is recorded twice or out of order")
