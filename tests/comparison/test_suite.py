@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def settings(**changes: Any) -> BenchmarkSettings:
     return replace(
         BenchmarkSettings(
-            model=["squeezenet1_1"], batch_size=[2], image_size=32, precision=["fp32"], device="cpu",
+            model=["tests.networks:small"], batch_size=[2], image_size=32, precision=["fp32"], device="cpu",
             time_limit_s=0.1, target_ci=5.0, detail=False, parity=False,
         ),
         **changes,
@@ -71,7 +71,7 @@ def test_a_model_that_fails_leaves_the_results_of_the_others(monkeypatch: pytest
         return original(*arguments)
 
     monkeypatch.setattr(suite, "measure", fails_once)
-    first, second = run_suite(settings(model=["squeezenet1_1", "squeezenet1_0"]))["results"]
+    first, second = run_suite(settings(model=["tests.networks:small", "tests.networks:without_batchnorm"]))["results"]
     assert "wrong size" in first["error"] and second["pairs"]
 
 
