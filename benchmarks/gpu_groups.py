@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_plan import BLOCKS_S, Group, Variant, all_groups, has_time_for, tiny_groups
+from benchmarks.matmul_rate import matmul_tflops
 from benchmarks.roofline import Machine, roofline
 from benchmarks.timm_loop import timm_step
 from cl_train.comparison.alternation import alternate, release_memory
-from cl_train.comparison.model_cost import matmul_tflops
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.validation import load
 from cl_train.data.batch import Batch

@@ -6,7 +6,7 @@
     cl-train zoo model=timm                  ten families of timm
     cl-train zoo 'model=resnet*,timm/convnext_atto' device=cuda precision=fp16 batch_size=256
 
-Writes zoo-<precision>-<device>-torch<version>.json, .md and .csv after each model; the same command continues.
+Writes zoo-<precision>-<device>-torch<version>.json and .md after each model; the same command continues.
 Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage.
 """
 
@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
         zoo.add_row(path, table, row)
         print(f"{row['model']}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)", flush=True)
     bad = [row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False]
-    print(f"written: {path} and .md, .csv; " + (f"failed: {', '.join(bad)}" if bad else "every model passed"))
+    print(f"written: {path} and .md; " + (f"failed: {', '.join(bad)}" if bad else "every model passed"))
     return 1 if bad else 0
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cl_train.comparison.model_cost import peak_memory_of_step_gib
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.data.batch import Batch
 from cl_train.memory_format.convert import convert
@@ -21,6 +20,7 @@ from cl_train.step.cuda_graph import CudaRecorder, GraphedCall, HostRecorder, ma
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step, update_weights
+from cl_train.system.memory import peak_memory_of_step_gib
 from cl_train.system.timing import step_times_s
 
 LossFunction = Callable[[Any], torch.Tensor]

@@ -1,17 +1,14 @@
 """Many models in both memory formats: each converted, checked for parity, audited and timed. One row per model.
 
-The rows are kept in a JSON file as they are measured, and written as Markdown and CSV.
+The rows are kept in a JSON file as they are measured, and written as Markdown.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import time
-import warnings
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,18 +141,18 @@ def _speeds(model: nn.Module, options: ZooOptions, size: int) -> dict[str, Any]:
     precision = resolve_precision(options.precision, device)
     rows: dict[str, Any] = {}
     for mode in ("train", "infer"):
-        workload = Workload(options.batch_size, (3, size, size), precision, device, mode=mode)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            workload = replace(workload, cuda_graph=device.type == "cuda")
+        for cuda_graph in (True, False) if device.type == "cuda" else (False,):
+            workload = Workload(
+                options.batch_size, (3, size, size), precision, device, mode=mode, cuda_graph=cuda_graph
+            )
             try:
                 done = benchmark_layouts(model, workload, time_limit_s=options.time_limit_s)
             except ConfigError:
-                if not workload.cuda_graph:
+                if not cuda_graph:
                     raise
-                workload = replace(workload, cuda_graph=False)  # a forward pass that cannot be recorded
-                done = benchmark_layouts(model, workload, time_limit_s=options.time_limit_s)
-        rows[mode] = {**done.to_dict(), "cuda_graph": workload.cuda_graph}
+                continue  # a step that cannot be recorded is measured eager
+            rows[mode] = {**done.to_dict(), "cuda_graph": cuda_graph}
+            break
     return rows
 
 
@@ -203,59 +200,37 @@ def open_table(path: Path, options: dict[str, Any], environment: dict[str, Any])
 
 
 def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
-    """Add a row, or replace that of the same model, and write .json, .md and .csv."""
+    """Add a row, or replace that of the same model, and write .json and .md."""
     others = [known for known in table["rows"] if known["model"] != row["model"]]
     table["rows"] = sorted([*others, row], key=lambda known: known["model"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [_flat(row, with_speed=table["options"]["speed"]) for row in table["rows"]]
     options, environment = table["options"], table["environment"]
     title = f"torch {environment['torch']}, {environment['device_name']}, {options['precision']}"
     text = (
         f"# channels_last, model by model: {title}\n\n"
-        "parity: both layouts compute the same. lost: operators that received channels_last and returned contiguous, "
-        "with the number of calls. moved: bytes moved to change the layout, of all bytes of a training step.\n\n"
-        f"{markdown_table(rows)}\n"
+        "lost: operators that received channels_last and returned contiguous, with the number of calls. moved: bytes "
+        "moved to change the layout, of all bytes of a training step. GiB: contiguous / channels_last.\n\n"
+        f"{markdown_table([_flat(row, options['speed']) for row in table['rows']])}\n"
     )
     write_json(path, table)
     write_text(path.with_suffix(".md"), text)
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path.with_suffix(".csv"), out.getvalue())
 
 
 def is_done(table: dict[str, Any], model: str) -> bool:
     return any(row["model"] == model and "error" not in row for row in table["rows"])
 
 
-def _flat(row: dict[str, Any], *, with_speed: bool) -> dict[str, Any]:
+def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
     """The same columns for every row, also where a model failed."""
-    audited, parity = row.get("audit", {}), row.get("parity", {})
-    flat: dict[str, Any] = {
-        "model": row["model"],
-        "px": row.get("image_size"),
-        "convolutions": row.get("convolutions"),
-        "converted": row.get("converted"),
-        "parity": {True: "passed", False: "FAILED", None: "not run"}[parity.get("passed")],
-        "kept": audited.get("kept"),
-        "lost forward": _listed(audited.get("lost_forward")),
-        "lost backward": _listed(audited.get("lost_backward")),
-        "restored": audited.get("restored"),
-        "moved %": audited.get("moved_pct"),
-    }
+    audited, flat = row.get("audit", {}), {name: row.get(name) for name in ("model", "image_size", "convolutions")}
+    flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[row.get("parity", {}).get("passed")]
+    for column in ("lost_forward", "lost_backward"):
+        flat[column.replace("_", " ")] = ", ".join(f"{name} {count}" for name, count in audited.get(column, {}).items())
+    flat["moved %"] = audited.get("moved_pct")
     for mode in ("train", "infer") if with_speed else ():
-        speeds = row.get(mode, {}).get("speeds", [{}, {}])
-        pair = row.get(mode, {}).get("pairs", [{}])[0]
-        flat |= {
-            f"{mode} contiguous images/s": speeds[0].get("images_per_s"),
-            f"{mode} channels_last images/s": speeds[1].get("images_per_s"),
-            f"{mode} ratio": pair.get("ratio"),
-            f"{mode} ci95": "-".join(f"{bound:.2f}" for bound in pair.get("ci95", [])),
-            f"{mode} GiB": " / ".join(f"{one['peak_memory_gib']:.2f}" for one in speeds if one),
-        }
+        speeds, pairs = row.get(mode, {}).get("speeds", []), row.get(mode, {}).get("pairs", [{}])
+        flat[f"{mode} images/s"] = speeds[-1]["images_per_s"] if speeds else None
+        flat[f"{mode} ratio"] = pairs[0].get("ratio")
+        flat[f"{mode} ci95"] = "-".join(f"{bound:.2f}" for bound in pairs[0].get("ci95", []))
+        flat[f"{mode} GiB"] = " / ".join(f"{speed['peak_memory_gib']:.2f}" for speed in speeds)
     return {**flat, "verdict": row.get("verdict") or f"error: {row.get('error')}"}
-
-
-def _listed(counts: dict[str, int] | None) -> str:
-    return ", ".join(f"{operator} {count}" for operator, count in (counts or {}).items())

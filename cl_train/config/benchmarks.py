@@ -30,8 +30,6 @@ class BenchmarkSettings:
     target_ci: float = setting(0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0)
     time_limit_s: float = setting(60.0, "seconds per combination, without warm-up and compilation", above=0)
     parity: bool = setting(True, "first check that the layouts compute the same")
-    detail: bool = setting(True, "time by kind of layer: forward, backward and optimizer")
-    baseline: str | None = setting(None, "file of an earlier result; fail if a speed-up fell below it")
     out: str | None = setting(None, "file for the result as JSON")
     json: bool = setting(False, "print the result as JSON")
 

@@ -1,10 +1,14 @@
-"""How much memory this process may still use."""
+"""How much memory this process may still use, and how much a step needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cl_train.system.timing import wait_for
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -29,3 +33,28 @@ def available_bytes(device: torch.device) -> int | None:
         return free
     cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
     return max(0, min(free, limit - used + cache))
+
+
+def peak_memory_of_step_gib(
+    step: Callable[[], object], own_bytes: int, other_bytes: int, device: torch.device
+) -> float:
+    """Peak memory in GiB of a process with this step alone. Call it after warm-up: autotuning's workspace is left out.
+
+    On a GPU the allocator's peak less `other_bytes`, what its other models hold. On a CPU `own_bytes`, what this model
+    holds between steps, and the peak of torch's allocations within a step (without oneDNN's scratch memory).
+    """
+    if device.type == "cuda":
+        wait_for(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        wait_for(device)
+        return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return (own_bytes + peak) / 2**30

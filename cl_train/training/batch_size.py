@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from cl_train.comparison.alternation import is_out_of_memory, release_memory
-from cl_train.comparison.model_cost import peak_memory_of_step_gib
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.batch import Batch
 from cl_train.data.build import build_data
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist, on_main
-from cl_train.system.memory import available_bytes
+from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
 from cl_train.system.timing import timed_s
 from cl_train.training.run_state import TrainState, tensor_bytes
 from cl_train.training.setup import build_train_state

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from cl_train.comparison import alternation, paired
-from cl_train.comparison import model_cost as costs
 from cl_train.comparison.alternation import alternate
 from cl_train.comparison.paired import benchmark_layouts, compare_layouts
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
@@ -210,34 +209,6 @@ def test_compiled_copies_are_compared() -> None:
         pytest.skip("no C++ compiler")
     done = compare_layouts(network(), 4, image_size=16, compile=True, time_limit_s=0.5)
     assert all(speed.images_per_s > 0 for speed in done.speeds)
-
-
-# --- costs ------------------------------------------------------------------------------------------------------------
-
-
-def test_flops_of_a_known_layer() -> None:
-    convolution = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, groups=4, bias=False), nn.Flatten(), nn.Linear(8 * 36, 5))
-    expected = 2 * 8 * 9 * 36 + 2 * 5 * 8 * 36  # of a grouped convolution on 6x6, and of the linear layer
-    assert costs.flops_per_image(convolution, (4, 6, 6), "infer") == expected
-    assert costs.flops_per_image(convolution, (4, 6, 6), "train") == 3 * expected
-    assert costs.flops_per_image(convolution, (3, 6, 6), "train") is None
-
-
-def test_peak_memory_of_a_known_allocation() -> None:
-    def step() -> None:
-        first = torch.empty(2**22)  # 16 MiB
-        del first
-        torch.empty(2**21)
-
-    assert costs.peak_memory_of_step_gib(step, 2**30, 0, CPU) == pytest.approx(1 + 16 / 1024, rel=1e-3)
-
-
-def test_time_by_kind_of_layer() -> None:
-    table = costs.time_by_kind(TimedModel(network(), CONTIGUOUS, workload()).step, CPU)
-    assert table["convolution"]["forward"] > 0 and table["convolution"]["backward"] > 0
-    assert table["convolution"]["optimizer"] == 0
-    assert table["optimizer"]["optimizer"] > 0
-    assert {"normalisation", "linear"} <= table.keys()
 
 
 def test_drift_of_three_layouts_is_measured_against_the_first() -> None:
