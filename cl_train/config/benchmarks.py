@@ -48,8 +48,6 @@ class LoaderBenchmarkSettings:
     batch_size: int = setting(64, "images per batch", minimum=1)
     images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
     rounds: int = setting(5, "interleaved rounds, after one warm-up round", minimum=1)
-    others: bool = setting(True, "also the torchvision reference, timm, FFCV and DALI where they are installed")
-    device: str = setting("auto", "device of the copy that is timed", choices=DEVICES)
     gpu_images_per_s: float = setting(5400.0, "rate of the training; says how many cores feed it", above=0)
     out: str | None = setting(None, "file for the result as JSON")
     json: bool = setting(False, "print the result as JSON")

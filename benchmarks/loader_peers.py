@@ -1,0 +1,177 @@
+"""Our loader against its peers on the same files: torchvision's reference, timm, DALI on the CPU, FFCV.
+
+    python -m benchmarks.loader_peers data.root=/datasets/imagenet data.workers=8 out=results/loader-peers.json
+
+Runs what is installed, set up as each project's documentation does. Also measures the collate alone against a copy of
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+
+from cl_train.comparison.loader_speed import (
+    Load,
+    Pipeline,
+    deliver,
+    loads_of,
+    measure,
+    ours,
+    table,
+    torchvision_reference,
+)
+from cl_train.config.benchmarks import LoaderBenchmarkSettings
+from cl_train.config.validation import settings_from_arguments
+from cl_train.data.collate import channels_last_collate
+from cl_train.data.folder import read_folder
+from cl_train.system.files import write_json
+
+_FFCV_QUALITY = 90
+_DECODED_FILES = 256
+
+
+def main(words: list[str]) -> int:
+    settings = settings_from_arguments(LoaderBenchmarkSettings, words)
+    load = loads_of(settings)[-1]
+    pipelines = [torchvision_reference(load), ours(load), ours(load, decoder="pillow"), decoding_only(load)]
+    missing: dict[str, str] = {}
+    for name, (module, build) in PEERS.items():
+        try:
+            importlib.import_module(module)
+            pipelines.append(build(load))
+        except Exception as error:  # another project's installation: the other pipelines are still worth measuring
+            missing[name] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
+    result = measure(pipelines, settings)
+    result |= {"missing": missing, "collate_to_memcpy": collate_to_memcpy(settings.batch_size, settings.image_size)}
+    print(table(result))
+    if settings.out:
+        write_json(Path(settings.out), result)
+    print(json.dumps(result))
+    return 0
+
+
+def decoding_only(load: Load) -> Pipeline:
+    """libjpeg-turbo on whole files in memory, one core: the limit of a loader that decodes whole images."""
+    split = read_folder(load.root).train
+    sources = [split.read(index) for index in range(0, len(split), max(1, len(split) // _DECODED_FILES))]
+
+    def run() -> int:
+        for data in sources:
+            simplejpeg.decode_jpeg(data, "RGB", strict=False)
+        return len(sources)
+
+    return Pipeline("decoding only", 1, run)
+
+
+def timm(load: Load) -> Pipeline:
+    """timm's training loader: uint8 batches from its fast_collate, as its GPU prefetcher takes them."""
+    data, collate = importlib.import_module("timm.data"), importlib.import_module("timm.data.loader").fast_collate
+    loader = data.create_loader(
+        data.create_dataset("", str(load.root / "train"), is_training=True),
+        (3, load.image_size, load.image_size),
+        load.batch_size,
+        is_training=True,
+        use_prefetcher=False,
+        collate_fn=collate,
+        num_workers=load.workers,
+        persistent_workers=True,
+        color_jitter=0.0,
+        device=torch.device("cpu"),
+    )
+    loader.dataset.transform.transforms[-2:] = [_as_uint8]  # in place of ToTensor and Normalize
+    return Pipeline("timm", load.workers, lambda: deliver(loader, load.images))
+
+
+def _as_uint8(image: Any) -> np.ndarray[Any, Any]:
+    """uint8 [3, H, W], as timm's transform for its prefetcher gives them."""
+    return np.rollaxis(np.array(image, dtype=np.uint8), 2)
+
+
+def dali(load: Load) -> Pipeline:
+    """NVIDIA DALI on the CPU: fused decode of the random crop, antialiased resize, flip."""
+    library, fn = importlib.import_module("nvidia.dali"), importlib.import_module("nvidia.dali.fn")
+
+    def define() -> Any:
+        data, labels = fn.readers.file(file_root=str(load.root / "train"), random_shuffle=True, name="files")
+        images = fn.decoders.image_random_crop(
+            data, device="cpu", random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+        )
+        images = fn.resize(images, size=[load.image_size] * 2, antialias=True)
+        return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+
+    make = library.pipeline_def(define, batch_size=load.batch_size, num_threads=load.workers, device_id=None, seed=0)
+    pipeline = make()
+    pipeline.build()
+
+    def run() -> int:
+        seen = 0
+        while seen < load.images:
+            pipeline.run()
+            seen += load.batch_size
+        return seen
+
+    return Pipeline("DALI on the CPU", load.workers, run)
+
+
+def ffcv(load: Load) -> Pipeline:
+    """FFCV on the same pictures, which its writer compresses again (quality 90) into its own format first."""
+    from torchvision.datasets import ImageFolder
+
+    fields, decoders, loading, transforms, writer = (
+        importlib.import_module(f"ffcv.{name}")
+        for name in ("fields", "fields.decoders", "loader", "transforms", "writer")
+    )
+    folder = tempfile.TemporaryDirectory()
+    file = f"{folder.name}/train.beton"
+    columns = {"image": fields.RGBImageField(write_mode="jpg", jpeg_quality=_FFCV_QUALITY), "label": fields.IntField()}
+    pictures = ImageFolder(str(load.root / "train"))
+    writer.DatasetWriter(file, columns, num_workers=load.workers).from_indexed_dataset(pictures)
+    crop = decoders.RandomResizedCropRGBImageDecoder((load.image_size, load.image_size))
+    steps = [crop, transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.ToTorchImage()]
+    loader = loading.Loader(
+        file,
+        batch_size=load.batch_size,
+        num_workers=load.workers,
+        order=loading.OrderOption.RANDOM,
+        pipelines={"image": steps, "label": [decoders.IntDecoder(), transforms.ToTensor()]},
+        drop_last=True,
+    )
+    return Pipeline("FFCV", load.workers, lambda: deliver(loader, load.images), folder.cleanup)
+
+
+PEERS: dict[str, tuple[str, Callable[[Load], Pipeline]]] = {
+    "timm": ("timm", timm),
+    "DALI on the CPU": ("nvidia.dali", dali),
+    "FFCV": ("ffcv", ffcv),
+}
+
+
+def collate_to_memcpy(batch_size: int, size: int, rounds: int = 30) -> float:
+    """Rate of `channels_last_collate` on uint8 images / rate of one copy of the same bytes."""
+    images = [torch.randint(0, 256, (size, size, 3), dtype=torch.uint8).permute(2, 0, 1) for _ in range(batch_size)]
+    samples = [(image, 0) for image in images]
+    source = torch.stack([image.permute(1, 2, 0) for image in images])
+    ratios = []
+    for _ in range(rounds):
+        started_at = time.perf_counter()
+        channels_last_collate(samples)
+        middle = time.perf_counter()
+        source.clone()
+        ratios.append((time.perf_counter() - middle) / (middle - started_at))
+    return round(median(ratios), 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
