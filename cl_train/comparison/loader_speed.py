@@ -66,7 +66,8 @@ def benchmark(settings: LoaderBenchmarkSettings) -> dict[str, Any]:
         ConfigError: no such folder, or fewer images than one batch.
     """
     loads = loads_of(settings)
-    result = measure([torchvision_reference(loads[-1]), *(ours(load) for load in loads)], settings)
+    own = [ours(load) for load in loads]  # refuses a folder that is none
+    result = measure([torchvision_reference(loads[-1]), *own], settings)
     rows = [row for row in result["rows"] if row["pipeline"] == "cl_train"]
     per_core = max(row["images_per_s"] / min(result["cores"], row["workers"]) for row in rows)
     needed = settings.gpu_images_per_s
