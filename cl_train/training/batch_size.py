@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -41,23 +43,6 @@ class BatchSpeed:
     peak_memory_gib: float
 
 
-@dataclass(frozen=True)
-class BatchSizeSearch:
-    """The smallest batch size whose speed is within 2 % of the best, and all that were measured, in ascending order."""
-
-    chosen: BatchSpeed
-    measured: tuple[BatchSpeed, ...]
-    stopped_by: str  # "memory", "time" or "images"
-
-    def __str__(self) -> str:
-        largest = self.measured[-1]
-        fits = "that fits" if self.stopped_by == "memory" else f"measured, limited by {self.stopped_by},"
-        return (
-            f"{self.chosen.batch_size} ({self.chosen.images_per_s:.1f} images/s, {self.chosen.peak_memory_gib:.2f} GiB)"
-            f"; the largest {fits} is {largest.batch_size} ({largest.images_per_s:.1f} images/s)"
-        )
-
-
 def settle_batch_size(cfg: Config, dist: Dist) -> Config:
     """`cfg` with a number instead of `batch_size=auto`. Rank 0 measures, and all ranks use its result.
 
@@ -72,29 +57,34 @@ def settle_batch_size(cfg: Config, dist: Dist) -> Config:
 
 
 def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
-    device = dist.device
-    alone = Dist(0, 0, 1, device)
-    data = build_data(cfg.data, cfg.augment, batch_size=1, seed=cfg.seed, dist=alone)
-    images, classes = data.train_images, data.num_classes
-    data.close()
+    device, alone = dist.device, Dist(0, 0, 1, dist.device)
+    with closing(build_data(cfg.data, cfg.augment, batch_size=1, seed=cfg.seed, dist=alone)) as data:
+        images, classes = data.train_images, data.num_classes
     largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
         raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
-    limit_gib = MARGIN * available_memory_gib(device)
+    available = available_bytes(device)
+    limit_gib = math.inf if available is None else MARGIN * available / 2**30
     tf32 = resolve_precision(cfg.precision, device).tf32
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), kernel_selection(tf32=tf32, autotune=not cfg.deterministic):
-        found = search(
-            _measurement(cfg, classes, alone),
-            largest=largest,
-            limit_gib=limit_gib,
-            time_limit_s=TIME_LIMIT_S[device.type],
-        )
+        measure = _measurement(cfg, classes, alone)
+        measured = search(measure, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
+    del measure
     release_memory(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    log.info("batch_size=auto, %.1f GiB available: %s", limit_gib, found)
-    return found.chosen.batch_size
+    tried = ", ".join(
+        f"{item.batch_size}: {item.images_per_s:.1f} ({item.peak_memory_gib:.2f} GiB)" for item in measured
+    )
+    chosen = smallest_of_the_fastest(measured)
+    log.info("batch_size=auto: %d; images/s with %.1f GiB available: %s", chosen, limit_gib, tried)
+    return chosen
+
+
+def smallest_of_the_fastest(measured: list[BatchSpeed]) -> int:
+    best = max(item.images_per_s for item in measured)
+    return next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best)
 
 
 def search(
@@ -104,16 +94,14 @@ def search(
     limit_gib: float,
     time_limit_s: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> BatchSizeSearch:
-    """Double the batch size from 8 while it fits.
+) -> list[BatchSpeed]:
+    """Double the batch size from 8 while it fits; returns the sizes that fit, in ascending order.
 
     A size whose memory, extrapolated from the last two, exceeds the limit is not tried: running out of memory is slow,
     and on a CPU the system ends the process.
 
     Args:
         measure: runs steps at a batch size; may run out of memory.
-        largest: the largest batch size to try.
-        limit_gib: a larger peak does not fit.
 
     Raises:
         ConfigError: not even two images fit.
@@ -130,26 +118,21 @@ def search(
             if not is_out_of_memory(error):
                 raise
             return False
-        if result.peak_memory_gib > limit_gib:
-            return False
-        measured.append(result)
-        return True
+        if result.peak_memory_gib <= limit_gib:
+            measured.append(result)
+        return result.peak_memory_gib <= limit_gib
 
-    size, stopped_by = min(FIRST, largest), "images"
+    size = min(FIRST, largest)
     while not fits(size):
-        size, stopped_by = size // 2, "memory"
+        size = largest = size // 2
         if size < SMALLEST:
             raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
-    while stopped_by == "images" and size < largest:
-        seconds = clock() - started_at
+    while size < largest:
         size = min(2 * size, largest)
-        if seconds * (1 + size / sum(item.batch_size for item in measured)) > time_limit_s:
-            stopped_by = "time"
-        elif not fits(size):
-            stopped_by = "memory"
-    best = max(item.images_per_s for item in measured)
-    chosen = next(item for item in measured if item.images_per_s >= AS_FAST * best)
-    return BatchSizeSearch(chosen, tuple(measured), stopped_by)
+        seconds = (clock() - started_at) * (1 + size / sum(item.batch_size for item in measured))
+        if seconds > time_limit_s or not fits(size):
+            break
+    return measured
 
 
 def _extrapolated_gib(measured: list[BatchSpeed], size: int) -> float:
@@ -157,12 +140,6 @@ def _extrapolated_gib(measured: list[BatchSpeed], size: int) -> float:
     first, second = measured[-2:]
     per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
     return second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
-
-
-def available_memory_gib(device: torch.device) -> float:
-    """What this process may still allocate; infinite if unknown."""
-    available = available_bytes(device)
-    return float("inf") if available is None else available / 2**30
 
 
 def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], BatchSpeed]:
@@ -193,6 +170,8 @@ def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], Batc
 
 
 def _state_bytes(state: TrainState) -> int:
-    masters = [] if state.parts.masters is None else list(state.parts.masters.masters.values())
-    optimizer = [dict(values) for values in state.parts.optimizer.state.values()]
-    return tensor_bytes([*state.model.parameters(), *state.model.buffers(), *masters, *optimizer])
+    optimizer = state.parts.optimizer
+    masters = list(state.parts.masters.masters.values()) if state.parts.masters else []
+    return tensor_bytes(
+        [*state.model.parameters(), *state.model.buffers(), *masters, *map(dict, optimizer.state.values())]
+    )

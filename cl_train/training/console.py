@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
-
-log = logging.getLogger(__name__)
 
 
 class EpochAverages:
@@ -60,25 +55,8 @@ def console_line(window: dict[str, Any], averages: EpochAverages, step_in_epoch:
     )
 
 
-class TimeLeft:
-    """How long the rest of the run takes at the pace so far, evaluations and checkpoints included."""
-
-    def __init__(self, step: int, last_step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._first_step, self._last_step = step, last_step
-        self._clock = clock
-        self._started_at = clock()
-
-    def text(self, step: int) -> str:
-        """`1:02:03 left of the run`; empty before the first step."""
-        done = step - self._first_step
-        if done <= 0:
-            return ""
-        seconds = (self._clock() - self._started_at) / done * (self._last_step - step)
-        return f"{tqdm.format_interval(seconds)} left of the run"
-
-
 class ProgressBar:
-    """A bar on a terminal; nothing elsewhere, and nothing on ranks other than 0."""
+    """A bar on a terminal, with the time that is left; nothing elsewhere, and nothing on ranks other than 0."""
 
     def __init__(self, description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> None:
         self._bar = tqdm(
@@ -86,21 +64,14 @@ class ProgressBar:
             total=total,
             initial=done,
             unit=unit,
+            smoothing=0,  # the time left follows the average pace, evaluations and checkpoints included
             leave=False,
             disable=not (shown and sys.stdout is not None and sys.stdout.isatty()),
             file=sys.stdout,
         )
 
-    def update(self, note: str = "") -> None:
-        self._bar.update()
-        if note:
-            self._bar.set_postfix_str(note, refresh=False)
-
-    def log_line(self, line: str) -> None:
-        """Log `line` above the bar."""
-        self._bar.clear()
-        log.info("%s", line)
-        self._bar.refresh()
+    def show(self, done: int) -> None:
+        self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
         self._bar.close()

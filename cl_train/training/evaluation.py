@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def _until_signal(
     Ranks may have different numbers of batches: each takes part in the agreement until all have finished.
     """
     iterator = iter(batches)
-    while True:
+    for number in count(1):
         batch = next(iterator, None)
         stop, unfinished = agree([signals.stop or 0, int(batch is not None)], dist)
         if stop:
@@ -81,6 +82,6 @@ def _until_signal(
         if not unfinished:
             return
         if bar is not None:
-            bar.update()
+            bar.show(number)
         if batch is not None:
             yield batch

@@ -22,7 +22,6 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.models import registry as models
 from cl_train.step.optim import set_lr
-from cl_train.step.schedule import lr_at
 from cl_train.system.distributed import (
     agree,
     broadcast_object,
@@ -35,7 +34,7 @@ from cl_train.system.heartbeat import watch_ranks
 from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
-from cl_train.training.console import EpochAverages, ProgressBar, TimeLeft, console_line
+from cl_train.training.console import EpochAverages, ProgressBar, console_line
 from cl_train.training.evaluation import Interrupted, evaluate_exactly
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
 from cl_train.training.profiling import profile
@@ -100,7 +99,7 @@ def train(cfg: Config, folder: Path) -> int:
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
         signals.__enter__()
         plan, state = run.plan, run.state
-        time_left = TimeLeft(run.progress.step, plan.last_step)
+        bar = ProgressBar("training", plan.last_step, run.progress.step, shown=dist.is_main)
 
         if cfg.evaluate_only:
             record_evaluation(run, evaluate(run))
@@ -109,9 +108,6 @@ def train(cfg: Config, folder: Path) -> int:
             first_batch = progress.step_in_epoch * cfg.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
             averages = EpochAverages()
-            bar = ProgressBar(
-                f"epoch {progress.epoch}", plan.steps_per_epoch, progress.step_in_epoch, shown=dist.is_main
-            )
             run.meter.start()
             while not plan.is_epoch_end(progress):
                 waiting_since = time.perf_counter()
@@ -119,24 +115,17 @@ def train(cfg: Config, folder: Path) -> int:
                 wait_s = time.perf_counter() - waiting_since
                 if progress.step == 0:
                     run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
-                lr = lr_at(
-                    progress.step,
-                    cfg.schedule,
-                    lr=plan.lr,
-                    steps_per_epoch=plan.steps_per_epoch,
-                    total_steps=plan.total_steps,
-                )
-                set_lr(state.parts.optimizer, lr)
+                set_lr(state.parts.optimizer, run.lr_at(progress.step))
                 run.window.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
                     state.ema.update(state.model, state.parts.masters)
                 run.meter.tick(plan.global_batch_size, wait_s)
                 profile_step()
-                bar.update(time_left.text(progress.step))
+                bar.show(progress.step)
 
                 if plan.is_log_due(progress):
-                    must_roll_back = close_window(run, averages, bar, cfg.amp.min_scale)
+                    must_roll_back = close_window(run, averages, cfg.amp.min_scale)
                     if must_roll_back:
                         break
 
@@ -147,12 +136,12 @@ def train(cfg: Config, folder: Path) -> int:
                         run.checkpoints.save(progress, run.window)
                 if run.stop:
                     break
-            bar.close()
             batches.close()  # batches prepared ahead would count as the evaluation's
             if must_roll_back:
                 roll_back(run)
             elif not run.stop:
                 close_epoch(run, averages, save_now=bool(save_now))
+        bar.close()
         return finish(run, cfg)
 
 
@@ -174,7 +163,7 @@ def write_failure(run: Run) -> ExitCallback:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-def close_window(run: Run, averages: EpochAverages, bar: ProgressBar, min_loss_scale: float) -> bool:
+def close_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bool:
     """Log the window, and decide on its non-finite steps. Returns whether to roll back.
 
     Raises:
@@ -185,8 +174,7 @@ def close_window(run: Run, averages: EpochAverages, bar: ProgressBar, min_loss_s
     run.last_window = record
     averages.add(record)
     run.tracker.write("train", run.progress.step, record)
-    if run.dist.is_main:
-        bar.log_line(console_line(record, averages, run.progress.step_in_epoch, run.plan.steps_per_epoch))
+    log.info("%s", console_line(record, averages, run.progress.step_in_epoch, run.plan.steps_per_epoch))
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
     must_roll_back = run.nonfinite.must_roll_back(nonfinite)
     if nonfinite:
@@ -296,9 +284,8 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
         result = evaluated[kind]
         run.summary[kind] = result
         run.tracker.write(kind, run.progress.step, {"epoch": run.progress.epoch, **result})
-        if run.dist.is_main:
-            line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(**result)
-            log.info("%s%s", line, "" if kind == "val" else " (EMA)")
+        line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(**result)
+        log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
 
 def advise_on_waiting(run: Run, averages: EpochAverages) -> None:
@@ -328,7 +315,7 @@ def finish(run: Run, cfg: Config) -> int:
     """
     run.checkpoints.store.wait(final=True)
     check_skipped_share(run.progress.skipped_steps, run.progress.step)
-    skipped_images = sum(gather_objects(run.data.bad_images.skipped, run.dist))
+    skipped_images = warn_of_bad_images(run)
     run.summary |= results(run) | {
         "status": "interrupted" if run.stop else "completed",
         "others_pct": run.load.others_pct(),
@@ -339,9 +326,19 @@ def finish(run: Run, cfg: Config) -> int:
     if cfg.data.name == "synthetic":  # without a loader the computation alone is measured
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
     run.tracker.write_summary(run.summary, hparams_of(run.summary, run.plan.batch_size, run.plan.lr))
-    if run.dist.is_main:
-        log.info("%s", closing_line(run.summary, run.folder))
+    log.info("%s", closing_line(run.summary, run.folder))
     return 128 + run.stop if run.stop else 0
+
+
+def warn_of_bad_images(run: Run) -> int:
+    """Name the first images that were skipped; returns how many were, over all ranks and epochs."""
+    bad = run.data.bad_images
+    ranks = gather_objects((bad.skipped, bad.reasons), run.dist)
+    reasons = {name: reason for _, of_rank in ranks for name, reason in of_rank.items()}
+    if reasons and run.dist.is_main:
+        first = "; ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:3])
+        log.warning("%d images cannot be read and were skipped: %s%s", len(reasons), first, " ..." * (len(reasons) > 3))
+    return sum(skipped for skipped, _ in ranks)
 
 
 def results(run: Run) -> dict[str, Any]:

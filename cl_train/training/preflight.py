@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.config.schema import ConfigError
 from cl_train.data.batch import DeviceFormat
 from cl_train.step.precision import Precision, autocast
@@ -27,45 +27,41 @@ def check_model_trains(
     image_size: int,
     num_classes: int,
 ) -> None:
-    """Run forward and backward once on blank images. Call it before `model` is wrapped in DDP, whose hooks would count
-    the pass. Weights, statistics and random numbers stay as they are.
+    """Run forward and backward once on blank images. Weights, statistics and random numbers stay as they are.
 
     On a GPU with the whole batch, to find one that does not fit. On a CPU with two images, and for a user's own model
     only: models of the zoo have been run on the meta device.
 
+    Args:
+        model: not wrapped in DDP, whose hooks would count the pass.
+
     Raises:
-        TrainingFault: the batch does not fit; the message has a size that does.
+        TrainingFault: the batch does not fit into memory.
         ConfigError: the model cannot take the images, or has fewer outputs than there are classes.
     """
     on_gpu = batch_format.device.type == "cuda"
     if not on_gpu and ":" not in model_name:
         return
-
-    def try_step(model: nn.Module, batch_size: int) -> None:
-        blank_step(model, precision, batch_format, (batch_size, 3, image_size, image_size), num_classes)
-
     try:
-        if on_gpu:
-            check_batch_fits(lambda size: try_step(model, size), batch_size, batch_format.device)
-            torch.cuda.reset_peak_memory_stats(batch_format.device)
-            return
-        try:
-            copied = copy.deepcopy(model)  # a user's model may count its calls
-        except Exception:  # it holds tensors with a gradient, open files or locks; it is not checked
-            return
-        try_step(copied, min(batch_size, 2))
-    except (TrainingFault, torch.OutOfMemoryError):
-        raise
+        tried = model if on_gpu else copy.deepcopy(model)  # a user's model may count its calls
+    except Exception:  # it holds tensors with a gradient, open files or locks, and is not checked
+        return
+    shape = (batch_size if on_gpu else min(batch_size, 2), 3, image_size, image_size)
+    try:
+        blank_step(tried, precision, batch_format, shape, num_classes)
     except Exception as error:  # any exception of the user's code
+        if is_out_of_memory(error):
+            raise TrainingFault(
+                f"batch_size={batch_size}: {memory_problem(error, batch_format.device)}. Use a smaller batch_size or "
+                "batch_size=auto; accumulate_steps keeps the global batch"
+            ) from None
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         raise ConfigError(
             f"model={model_name} cannot train on {image_size} px images: {type(error).__name__}: {error} "
-            f"({_last_line_outside_torch(error)})"
+            f"({frames[-1].filename}:{frames[-1].lineno})"
         ) from error
-
-
-def _last_line_outside_torch(error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    return f"{frames[-1].filename}:{frames[-1].lineno}"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(batch_format.device)
 
 
 def blank_step(
@@ -95,43 +91,6 @@ def blank_step(
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
         restore_random_state(generators, device)
-
-
-def check_batch_fits(try_step: Callable[[int], object], batch_size: int, device: torch.device) -> None:
-    """Run one step, and if it does not fit, find a batch size that does by trying.
-
-    Args:
-        try_step: runs one step on a batch of the given size and leaves the run's state as it was.
-
-    Raises:
-        TrainingFault: the batch does not fit.
-    """
-    try:
-        try_step(batch_size)
-        return
-    except torch.OutOfMemoryError as error:
-        problem = memory_problem(error, device)
-    fits = largest_that_fits(try_step, batch_size, device)
-    advice = f"batch_size={fits} was tried and fits" if fits else "not even batch_size=1 fits"
-    raise TrainingFault(
-        f"batch_size={batch_size}: {problem}. {advice}; accumulate_steps keeps the global batch, and a smaller "
-        "data.image_size or another precision needs less"
-    )
-
-
-def largest_that_fits(try_step: Callable[[int], object], batch_size: int, device: torch.device) -> int:
-    """The largest of batch * 3/4, 1/2, 3/8, 1/4, ... (multiples of 8 from 8 on) that can be run; 0 if none."""
-    shares = (share * 0.5**halvings for halvings in range(24) for share in (0.75, 0.5))
-    sizes = {int(batch_size * share) // 8 * 8 or int(batch_size * share) for share in shares}
-    for size in sorted(sizes & set(range(1, batch_size)), reverse=True):
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        try:
-            try_step(size)
-        except torch.OutOfMemoryError:
-            continue
-        return size
-    return 0
 
 
 def memory_problem(error: BaseException, device: torch.device) -> str:

@@ -7,8 +7,10 @@ import logging
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 import torch
+from tqdm import tqdm
 
 from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.data.bad_images import BadImageError
@@ -26,7 +28,7 @@ class RunLog:
     """Context manager: log to the console and, from `open_file` on, to `train.log`; log the error that ends the run."""
 
     def __init__(self) -> None:
-        self._console = logging.StreamHandler(sys.stdout)
+        self._console = _Console(sys.stdout)
         self._console.setFormatter(logging.Formatter("%(message)s"))
         self._handlers: list[logging.Handler] = []
 
@@ -57,6 +59,14 @@ class RunLog:
         for handler in self._handlers:
             log.removeHandler(handler)
             handler.close()
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Lines appear above the progress bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(self.stream):
+            super().emit(record)
 
 
 class _LogFile(logging.Handler):

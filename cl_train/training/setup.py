@@ -13,6 +13,7 @@ import os
 import random
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +53,7 @@ from cl_train.step.precision import (
     trainable_parameters,
     warnings_for,
 )
-from cl_train.step.schedule import scaled_lr
+from cl_train.step.schedule import lr_at, scaled_lr
 from cl_train.step.train_step import StepParts, StepSums, train_step
 from cl_train.system.checkpoint_store import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
@@ -89,6 +90,7 @@ class Run:
     load: MachineLoad
     nonfinite: NonFinitePolicy
     buffers: BufferBackup
+    lr_at: Callable[[int], float]  # the learning rate of a step
     progress: Progress
     window: list[StepSums]  # the steps since the last log line
     summary: dict[str, Any]  # becomes summary.json
@@ -148,6 +150,9 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         load=load,
         nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
         buffers=BufferBackup(*state.evaluated_modules),
+        lr_at=partial(
+            lr_at, cfg=cfg.schedule, lr=plan.lr, steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps
+        ),
         progress=progress,
         window=window,
         summary=summary,
@@ -455,11 +460,9 @@ def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any
 
 
 def announce(summary: dict[str, Any], precision: Precision, dist: Dist, folder: Path) -> None:
-    if not dist.is_main:
-        return
     ranks = f"{dist.world_size} process{'es' * (dist.world_size > 1)}"
     log.info("%s on %s, %s", summary["model"], summary["device_name"], ranks)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
-    for line in warnings_for(precision, dist.device):
+    for line in warnings_for(precision, dist.device) if dist.is_main else []:
         log.warning("%s", line)
     log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())

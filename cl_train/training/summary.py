@@ -46,15 +46,12 @@ def speed(windows: list[Window]) -> dict[str, Any]:
         return {}
     seconds = sum(window.seconds for window in windows)
     waited = sum(window.data_wait_pct * window.seconds for window in windows) / seconds
-    images_per_s = dataclasses.asdict(spread([window.images_per_s for window in windows]))
+    images_per_s = spread([window.images_per_s for window in windows])
     step_ms = spread([window.step_ms for window in windows])
+    end_to_end = {name: round(value, 2) for name, value in images_per_s.items()}
     return {
-        "images_per_s": {
-            "end_to_end": {name: round(value, 2) for name, value in images_per_s.items()},
-            "compute": None,
-            "loader": None,
-        },
-        "step_ms": {"median": round(step_ms.median, 3), "p95": round(step_ms.p95, 3)},
+        "images_per_s": {"end_to_end": end_to_end, "compute": None, "loader": None},
+        "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
         "data_wait_pct": round(waited, 2),
     }
 

@@ -26,16 +26,6 @@ class Window:
     warmup: bool  # excluded from averages
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and 5th and 95th percentile over windows."""
-
-    median: float
-    p5: float
-    p95: float
-    windows: int
-
-
 class ThroughputMeter:
     """Counts images between calls of `window`. Before each, the caller waits for the device.
 
@@ -95,9 +85,12 @@ class ThroughputMeter:
         return [window for window in self.windows if not window.warmup] or self.windows
 
 
-def spread(values: list[float]) -> Spread:
-    """Median and percentiles (linear interpolation) of at least one value."""
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0], 1)
-    percentiles = statistics.quantiles(values, n=20, method="inclusive")
-    return Spread(statistics.median(values), percentiles[0], percentiles[-1], len(values))
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and 5th and 95th percentile (linear interpolation) of at least one value, and their number."""
+    percentiles = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
+    return {
+        "median": statistics.median(values),
+        "p5": percentiles[0],
+        "p95": percentiles[-1],
+        "windows": len(values),
+    }

@@ -1,39 +1,48 @@
-"""The batch size that is suggested when a batch does not fit into memory."""
+"""The pass on blank images: what it refuses, and that it leaves no trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from torch import nn
 
+from cl_train.config.schema import ConfigError
+from cl_train.data.batch import DeviceFormat
+from cl_train.step.precision import resolve_precision
 from cl_train.training.nonfinite import TrainingFault
-from cl_train.training.preflight import check_batch_fits, largest_that_fits
+from cl_train.training.preflight import blank_step, check_model_trains
+from tests.networks import small, too_few_outputs
 
 CPU = torch.device("cpu")
+FORMAT = DeviceFormat(CPU, torch.float32, torch.channels_last)
 
 
-def limited(fits: int, tried: list[int]) -> Callable[[int], None]:
-    def try_step(size: int) -> None:
-        tried.append(size)
-        if size > fits:
-            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB. GPU 0 has ...")
-
-    return try_step
+class OutOfMemory(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB. GPU 0 has ...")
 
 
-@pytest.mark.parametrize(
-    ("fits", "found"), [(255, 192), (200, 192), (130, 128), (100, 96), (9, 8), (3, 3), (1, 1), (0, 0)]
-)
-def test_the_suggested_batch_was_tried(fits: int, found: int) -> None:
-    tried: list[int] = []
-    assert largest_that_fits(limited(fits, tried), 256, CPU) == found
-    assert tried == sorted(set(tried), reverse=True) and (found in tried or found == 0)
+def check(model: nn.Module, name: str = "tests.networks:small") -> None:
+    precision = resolve_precision("fp32", CPU)
+    check_model_trains(model, precision, FORMAT, model_name=name, batch_size=64, image_size=32, num_classes=3)
 
 
-def test_a_batch_that_does_not_fit_is_named_with_one_that_does() -> None:
-    check_batch_fits(lambda size: None, 64, CPU)
-    with pytest.raises(TrainingFault, match=r"batch_size=64.*batch_size=48"):
-        check_batch_fits(limited(50, []), 64, CPU)
-    with pytest.raises(TrainingFault, match="not even batch_size=1 fits"):
-        check_batch_fits(limited(0, []), 64, CPU)
+def test_a_batch_that_does_not_fit_is_named() -> None:
+    with pytest.raises(TrainingFault, match=r"batch_size=64.*20\.00 MiB.*batch_size=auto"):
+        check(OutOfMemory())
+
+
+def test_a_model_with_too_few_outputs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 outputs for 3 classes"):
+        check(too_few_outputs(3))
+    check(too_few_outputs(3), "resnet18")  # the zoo's models are not run here
+
+
+def test_a_blank_step_leaves_no_trace() -> None:
+    model = small(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    numbers = torch.get_rng_state()
+    blank_step(model, resolve_precision("fp32", CPU), FORMAT, (2, 3, 32, 32), 3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), numbers)
