@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.comparison.alternation import MIN_ROUNDS, release_memory
+from cl_train.comparison.alternation import release_memory
 from cl_train.comparison.paired import Comparison, benchmark_layouts, workload_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, Workload
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.names import name_of
 from cl_train.models.copies import copy_model
@@ -30,6 +30,7 @@ from cl_train.system.files import cache_folder, write_json
 log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
+CPU_BATCH = 8  # images at most in an eager step on a CPU, so that enough steps fit into the time limit
 NOISY_WIDTH = 0.2  # of a ratio's interval: without a difference, one this wide is no measurement
 _FORMAT_VERSION = 2
 
@@ -77,8 +78,7 @@ def choose_memory_format(
     reason.
 
     Args:
-        batch_size: images per device and step. On a CPU where a step takes so long that the time limit would be
-            exceeded, a smaller batch is measured; the reason says so.
+        batch_size: images per device and step; eager on a CPU at most 8 are measured.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
         precision: auto, fp32, tf32, bf16, fp16 or fp16_o2.
         device: default: where the model is.
@@ -91,8 +91,8 @@ def choose_memory_format(
         ConfigError: an impossible argument.
     """
     workload = workload_of(
-        model, batch_size, image_size, precision, device, optimizer, compile=compile, compile_mode=compile_mode,
-        cuda_graph=cuda_graph,
+        model, batch_size, image_size, precision, device, compile=compile, compile_mode=compile_mode,
+        cuda_graph=cuda_graph, optim=OptimConfig(name=optimizer),
     )  # fmt: skip
     key = _cache_key(model, workload)
     path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
@@ -106,7 +106,9 @@ def choose_memory_format(
     except ConfigError as error:
         return _contiguous(f"the layouts cannot be measured: {error}")
     finally:
-        _forget_memory(workload.device)
+        release_memory(workload.device)
+        if workload.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(workload.device)  # the run's peak must not include this measurement's
     choice = replace(choice, seconds=round(time.perf_counter() - started_at, 2))
     if choice.conclusive:
         _write(path, key, choice)
@@ -117,19 +119,13 @@ def _contiguous(reason: str, *, conclusive: bool = True) -> Choice:
     return Choice(torch.contiguous_format, "full", f"contiguous: {reason}", 0.0, conclusive=conclusive)
 
 
-def _forget_memory(device: torch.device) -> None:
-    """The run's peak memory must not include this measurement's."""
-    release_memory(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def _measure(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
     convolutions = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     if not any(isinstance(module, convolutions) for module in model.modules()):
         return _contiguous("the model has no convolutions")
     layouts = _layouts(model, workload)
-    measured = replace(workload, batch_size=_affordable_batch(model, workload, len(layouts), time_limit_s))
+    is_slow = workload.device.type == "cpu" and not workload.compile
+    measured = replace(workload, batch_size=min(workload.batch_size, CPU_BATCH if is_slow else workload.batch_size))
     done = benchmark_layouts(model, measured, layouts, time_limit_s=0.75 * time_limit_s)  # warm-up takes about the rest
     faster = [speed for speed in done.speeds if speed.verdict == "faster"]
     best = max(faster, key=lambda speed: speed.images_per_s, default=done.speeds[0])
@@ -152,20 +148,6 @@ def _layouts(model: nn.Module, workload: Workload) -> list[Layout]:
     full, conv = (convert(copy_model(model, "meta"), mode) for mode in ("full", "conv"))
     is_same = {change.name for change in full.changed} == {change.name for change in conv.changed}
     return [CONTIGUOUS, CHANNELS_LAST] + ([] if is_same or workload.compile else [CHANNELS_LAST_CONV])
-
-
-def _affordable_batch(model: nn.Module, workload: Workload, layouts: int, time_limit_s: float) -> int:
-    """The run's batch, or on a slow CPU the largest halving of it for which the least number of rounds fits."""
-    if workload.device.type == "cuda" or workload.compile:
-        return workload.batch_size
-    steps = layouts * (4 + 2 * MIN_ROUNDS)  # warm-up and memory, then A B B A
-    probe = min(workload.batch_size, 4)
-    probed = benchmark_layouts(model, replace(workload, batch_size=probe), [CONTIGUOUS], time_limit_s=0.0, block_s=0.0)
-    image_s = probed.speeds[0].step_ms / 1000 / probe
-    batch_size = workload.batch_size
-    while batch_size > probe and image_s * batch_size * steps > time_limit_s:
-        batch_size //= 2
-    return batch_size
 
 
 def _reason(done: Comparison, batch_size: int) -> str:

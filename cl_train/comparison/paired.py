@@ -15,19 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from cl_train.comparison.alternation import MIN_ROUNDS, alternate, is_out_of_memory, release_memory
 from cl_train.comparison.statistics import Interval, verdict_of
-from cl_train.comparison.timed_model import (
-    CHANNELS_LAST,
-    CONTIGUOUS,
-    Layout,
-    LossFunction,
-    TimedModel,
-    Workload,
-)
-from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
+from cl_train.config.schema import ConfigError
 from cl_train.memory_format.model_call import explain_failure
+from cl_train.models.copies import device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 
@@ -69,15 +64,14 @@ class Comparison:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
 
-    def of(self, layout: Layout) -> LayoutSpeed:
-        return next(speed for speed in self.speeds if speed.layout == layout.name)
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; the ratios as in the comparison of a sweep."""
-        first = self.speeds[0]
+        """Plain values; `pairs` has the keys of a sweep's comparison."""
+        plain = asdict(self)
+        for speed in plain["speeds"]:
+            del speed["ratio"], speed["verdict"]
         pairs = [
             {
-                "baseline": first.layout,
+                "baseline": self.speeds[0].layout,
                 "candidate": speed.layout,
                 "ratio": round(speed.ratio.ratio, 4),
                 "ci95": [round(speed.ratio.low, 4), round(speed.ratio.high, 4)],
@@ -86,10 +80,7 @@ class Comparison:
             }
             for speed in self.speeds[1:]
         ]
-        names = ("layout", "images_per_s", "step_ms", "peak_memory_gib")
-        speeds = [{name: _rounded(getattr(speed, name)) for name in names} for speed in self.speeds]
-        plain = asdict(self)
-        return {**{name: _rounded(plain[name]) for name in plain if name != "speeds"}, "speeds": speeds, "pairs": pairs}
+        return {**plain, "speeds": list(plain["speeds"]), "pairs": pairs}
 
     def __str__(self) -> str:
         lines = []
@@ -105,10 +96,6 @@ class Comparison:
         if self.others_pct is not None and self.others_pct >= BUSY_PCT:
             lines.append(f"  other processes took {self.others_pct:.0f} % of the cores: measure on a quiet machine")
         return "\n".join(lines)
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def compare_layouts(
@@ -163,27 +150,15 @@ def workload_of(
     image_size: int | tuple[int, ...],
     precision: str,
     device: torch.device | str | None,
-    optimizer: str = "sgd",
     **more: Any,
 ) -> Workload:
-    """A `Workload` from plain values; `more` are its other fields.
-
-    Raises:
-        ConfigError: an impossible value.
-    """
+    """A `Workload` from plain values; `more` are its other fields."""
     if more.get("mode", "train") not in ("train", "infer"):
         raise ConfigError(f"mode={more['mode']}: must be train or infer")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: must be at least 1")
-    if device is None:
-        device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    device = torch.device(device)
+    on = torch.device(device) if device is not None else device_of(model)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if more.get("batch") is not None:
-        leaves = torch.utils._pytree.tree_leaves(more["batch"])
-        batch_size = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
-    resolved = resolve_precision(precision, device)
-    return Workload(batch_size, shape, resolved, device, optim=OptimConfig(name=optimizer), **more)
+    sizes = [len(leaf) for leaf in tree_leaves(more.get("batch")) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return Workload(sizes[0] if sizes else batch_size, shape, resolve_precision(precision, on), on, **more)
 
 
 def benchmark_layouts(
@@ -239,8 +214,7 @@ def measurement_state(workload: Workload) -> Iterator[None]:
 def _compare(
     timed: list[TimedModel], target_ci: float, time_limit_s: float, min_rounds: int, block_s: float, requested: int
 ) -> Comparison:
-    slowest_s = max(model.warm_up() for model in timed)
-    steps = max(1, min(100, round(block_s / slowest_s)))
+    steps = max(1, min(100, round(block_s / max(model.warm_up() for model in timed))))
     load = MachineLoad()
     # The median step of a block: an interruption on a shared machine is not the layout's.
     blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
@@ -249,14 +223,10 @@ def _compare(
     is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
     speeds = []
     for index, ratio in enumerate(done.speed_ratios()):
-        step_s = done.median_s(index)
+        verdict = "not_comparable" if index and is_too_busy else verdict_of(ratio)
+        step_s, peak_gib = done.median_s(index), timed[index].peak_memory_gib(timed)
         speed = LayoutSpeed(
-            layout=timed[index].layout.name,
-            images_per_s=workload.batch_size / step_s,
-            step_ms=1000 * step_s,
-            peak_memory_gib=timed[index].peak_memory_gib(timed),
-            ratio=ratio,
-            verdict="not_comparable" if index and is_too_busy else verdict_of(ratio),
+            timed[index].layout.name, workload.batch_size / step_s, 1000 * step_s, peak_gib, ratio, verdict
         )
         speeds.append(speed)
     return Comparison(

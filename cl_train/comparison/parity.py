@@ -20,6 +20,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from cl_train.comparison.parity_run import Record, Task, run_step
 from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.model_call import explain_failure
-from cl_train.models.copies import copy_model
+from cl_train.models.copies import copy_model, device_of
 from cl_train.step.precision import Precision, resolve_precision
 from cl_train.system.memory import available_bytes
 
@@ -47,7 +48,7 @@ class Check:
     """One compared tensor. Errors are relative L2 distances to the reference, the contiguous float64 run."""
 
     what: str  # "input of", "output of", "gradient of", "statistics of" a module or parameter; "result 0"; "loss"
-    computed_in: str  # "fp64" or the precision under test
+    computed_in: str  # "torch.float64" or the precision under test
     contiguous_error: float
     channels_last_error: float
     allowed_error: float
@@ -132,9 +133,7 @@ def check_parity(
     Raises:
         ConfigError: the model does not run on this batch in the contiguous layout, or needs more memory than there is.
     """
-    if device is None:
-        device = next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    device = torch.device(device)
+    device = torch.device(device) if device is not None else device_of(model)
     if batch is None:
         batch = torch.randn(
             fitting_shape(model, image_size, batch_size, device), generator=torch.Generator().manual_seed(seed)
@@ -155,63 +154,57 @@ def check_parity(
 
 
 def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Precision, batch: str) -> ParityReport:
-    exact_dtype, exact, note = torch.float64, EXACT, ""
+    report = partial(ParityReport, precision=precision.name, batch=batch)
+    fp32, exact_dtype, exact, note = Precision("fp32"), torch.float64, EXACT, ""
     try:
-        reference = run_step(task, CONTIGUOUS, Precision("fp32"), torch.float64)
+        reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
     except Exception as error:  # a model that creates or expects fp32 tensors
         exact_dtype, exact = torch.float32, EXACT_FP32
         note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
-        reference = plain if precision.name == "fp32" else run_step(task, CONTIGUOUS, Precision("fp32"), torch.float32)
+        reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
     try:
-        converted = run_step(task, layout, Precision("fp32"), exact_dtype)
+        converted = run_step(task, layout, fp32, exact_dtype)
         rounded = run_step(task, layout, precision)
     except Exception as error:
-        where = f"its own code, which does not run in channels_last: {explain_failure(error)}"
-        return ParityReport(False, precision.name, batch, where, note=note)
-    name = "fp64" if exact_dtype == torch.float64 else "fp32"
-    checks = _compare(reference, reference, converted, lambda kind, error: exact, name)
-    if isinstance(checks, str) or not all(check.passed for check in checks):
-        repeated = run_step(task, CONTIGUOUS, Precision("fp32"), exact_dtype)
-        again = _compare(reference, reference, repeated, lambda kind, error: exact, name)
-        if isinstance(again, str) or not all(check.passed for check in again):
+        return report(False, first_divergence=f"{explain_failure(error)} (it runs contiguous)", note=note)
+    checks = _compare(reference, reference, converted, lambda kind, error: exact, str(exact_dtype))
+    if not all(check.passed for check in checks):
+        repeated = run_step(task, CONTIGUOUS, fp32, exact_dtype)
+        again = _compare(reference, reference, repeated, lambda kind, error: exact, str(exact_dtype))
+        if not all(check.passed for check in again):
             why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
-            return ParityReport(None, precision.name, batch, note=why)
-    if isinstance(checks, str):
-        return ParityReport(False, precision.name, batch, checks, note=note)
+            return report(None, note=why)
     floor = math.sqrt(torch.finfo(torch.float16 if precision.name == "tf32" else precision.input_dtype).eps)
     more = _compare(reference, plain, rounded, lambda kind, error: _limit(kind, error, floor), precision.name)
-    more = [] if isinstance(more, str) else more
-    blind = [check for check in more if check.contiguous_error > BLIND]
-    checks += [check for check in more if check.contiguous_error <= BLIND]
-    if blind:
-        note = (
-            f"{len(blind)} of {len(more)} tensors were compared in float64 only: {precision.name} rounds them too far"
-        )
-    failed = [check for check in checks if not check.passed]
-    worst = max(checks, key=lambda check: check.channels_last_error / check.allowed_error, default=None)
+    visible = [check for check in more if check.contiguous_error <= BLIND]
+    if len(visible) < len(more):
+        hidden = len(more) - len(visible)
+        note = f"{hidden} of {len(more)} tensors were compared in float64 only: {precision.name} rounds too far"
+    failed = [check for check in checks + visible if not check.passed]
+    worst = max(checks + visible, key=_badness, default=None)
     first = _first_divergence(failed[0], task.model) if failed else None
-    return ParityReport(not failed, precision.name, batch, first, worst, failed, note)
+    return report(not failed, first_divergence=first, worst=worst, failed=failed, note=note)
+
+
+def _badness(check: Check) -> float:
+    return check.channels_last_error / check.allowed_error if check.allowed_error else math.inf
 
 
 def _limit(kind: str, contiguous_error: float, floor: float) -> float:
     return min(MOST, max(TOLERANCE * contiguous_error, floor, KINKS if kind == "gradients" else 0.0))
 
 
-Limit = Callable[[str, float], float]
-
-
-def _compare(reference: Record, contiguous: Record, other: Record, limit: Limit, computed_in: str) -> list[Check] | str:
-    """Checks in the order in which a difference spreads: forward, results, gradients, statistics.
-
-    Returns words where the runs computed different lists of tensors.
-    """
+def _compare(
+    reference: Record, contiguous: Record, other: Record, limit: Callable[[str, float], float], computed_in: str
+) -> list[Check]:
+    """Checks in the order in which a difference spreads: forward, results, gradients, statistics."""
     checks: list[Check] = []
     for kind in ("forward", "results", "gradients", "statistics"):
         lists = [getattr(record, kind) for record in (reference, contiguous, other)]
         names = [[name for name, _ in tensors] for tensors in lists]
-        if names[0] != names[2] or names[0] != names[1]:
-            odd = next((one for one, two in zip(names[2], names[0], strict=False) if one != two), "a missing tensor")
-            return f"the order of its computation, which depends on the layout (at {odd})"
+        if names[0] != names[2]:
+            odd = next((one for one, two in zip(names[2], names[0], strict=False) if one != two), "the last tensor")
+            return [*checks, Check(f"order of calls at {odd}", computed_in, 0.0, math.inf, 0.0)]
         rows = [
             (name, _distance(plain, truth, size), _distance(mine, truth, size))
             for (name, truth), (_, plain), (_, mine), size in zip(*lists, _sizes(lists[0], kind), strict=True)

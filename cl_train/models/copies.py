@@ -12,6 +12,11 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first tensor is; the CPU for a model without tensors."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
 def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """A deep copy of `model` on `device` (None: each tensor where it is); `model` and its layout stay as they are.
 

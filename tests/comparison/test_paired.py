@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -203,10 +204,8 @@ def test_a_planted_slowdown_is_found() -> None:
 
 @pytest.mark.slow
 def test_compiled_copies_are_compared() -> None:
-    from torch.utils import cpp_extension
-
-    if not cpp_extension.check_compiler_exists("c++") if hasattr(cpp_extension, "check_compiler_exists") else False:
-        pytest.skip("no C++ compiler")
+    if shutil.which("c++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
     done = compare_layouts(network(), 4, image_size=16, compile=True, time_limit_s=0.5)
     assert all(speed.images_per_s > 0 for speed in done.speeds)
 
@@ -214,7 +213,7 @@ def test_compiled_copies_are_compared() -> None:
 def test_drift_of_three_layouts_is_measured_against_the_first() -> None:
     done = benchmark_layouts(network(), workload(), (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV), **QUICK)
     assert [pair["baseline"] for pair in done.to_dict()["pairs"]] == ["contiguous"] * 2
-    assert done.of(CHANNELS_LAST_CONV).layout == "channels_last_conv"
+    assert done.speeds[2].layout == "channels_last_conv"
 
 
 @pytest.fixture(autouse=True)
