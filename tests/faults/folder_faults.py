@@ -1,7 +1,9 @@
 """Odd folders and environments, two runs in one folder, a folder that moves, and a long run."""
 
+import contextlib
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -81,6 +83,55 @@ def small_disks(bench: Bench, here: Path, outcome: Outcome) -> None:
             outcome.check(expect(bench, mount / "run", codes))
         finally:
             subprocess.run(["umount", "-l", str(mount)], check=False)
+
+
+def disk_full_for_a_while(bench: Bench, rounds: int, full_s: float) -> Outcome:
+    """A file system fills up in the middle of a run and has room again later: the run completes with all records."""
+    rng = random.Random(bench.seed)
+    step_ms, epoch_s = 100, 0.1 * tiny.STEPS_PER_EPOCH
+    epochs = int((full_s + 3) / epoch_s) + 2
+    settings = {"checkpoint__every_steps": 0, "checkpoint__every_epochs": epochs // 2, "epochs": epochs}
+    with Outcome(f"the run's file system full for {full_s:g} s", bench.seed) as outcome:
+        mount = bench.new_folder()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], check=False).returncode:
+            outcome.counts["left out: cannot mount"] += 1
+            outcome.check()
+            return outcome
+        try:
+            reference = bench.reference(**settings)
+            for number in range(rounds):
+                run = mount / f"full-for-a-while-{number}"
+                running = bench.start(run, "plants:slow_steps", {"PLANT_MS": str(step_ms)}, **settings)
+                wait_for(run / "metrics.jsonl", content="train")
+                time.sleep(rng.uniform(0, 1.5))
+                fill(mount / "ballast")
+                time.sleep(full_s)
+                (mount / "ballast").unlink()
+                code = running.wait(full_s + 60)
+                problems = [] if code == 0 else [f"{run.name}: exit code {code}: {running.output()[-500:]}"]
+                problems += bench.compare(run, reference) if code == 0 else []
+                outcome.check(*problems, *(steps_of_events(run, epochs) if code == 0 else []))
+                shutil.rmtree(run)
+        finally:
+            subprocess.run(["umount", "-l", str(mount)], check=False)
+    return outcome
+
+
+def fill(ballast: Path) -> None:
+    """Take all the room of a file system; a record that is written meanwhile leaves no gap."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        for size in (2**16, 2**12, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"x" * size):
+                    pass
+
+
+def steps_of_events(run: Path, epochs: int) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        events = EventAccumulator(str(run)).Reload()
+    steps = [event.step for event in events.Scalars("train/loss")]
+    return [] if steps == list(range(2, epochs * tiny.STEPS_PER_EPOCH + 1, 2)) else [f"events have steps {steps}"]
 
 
 def shared_or_moved_run_folder(bench: Bench) -> Outcome:

@@ -15,7 +15,12 @@ from checkpoint_faults import (
     truncated_checkpoint,
 )
 from config_fuzz import misspelt_settings, wrong_setting_values
-from folder_faults import long_run_stays_bounded, odd_folders_and_environments, shared_or_moved_run_folder
+from folder_faults import (
+    disk_full_for_a_while,
+    long_run_stays_bounded,
+    odd_folders_and_environments,
+    shared_or_moved_run_folder,
+)
 from image_faults import fuzzed_images, odd_imagenet_files
 from interrupt_faults import (
     kill_in_evaluation,
@@ -29,6 +34,7 @@ from rank_faults import (
     hang_one_of_two_ranks,
     kill_one_of_two_ranks,
     kill_torchrun_agent,
+    nodes_without_a_shared_folder,
     rank_fails_under_torchrun,
     resume_with_other_number_of_ranks,
 )
@@ -79,6 +85,7 @@ _FAULTS = (
     Fault(stop_signal_in_evaluation, (1,), (5,), slow=True),
     Fault(resume_at_every_step, ((1, 6, 12), (0,)), (_ALL_STEPS, (0, 1, 3)), slow=True),
     Fault(resume_with_other_layout_or_precision, (False,), (True,), slow=True),
+    Fault(disk_full_for_a_while, (1, 1.0), (5, 30.0), slow=True),
     Fault(disk_full_in_training_run, (False,), (True,), slow=True),
     Fault(nan_in_loss_or_gradient, (False,), (True,), slow=True),
     Fault(loss_scale_collapse, (False,), (True,), slow=True),
@@ -87,6 +94,7 @@ _FAULTS = (
     Fault(hang_one_of_two_ranks, (1,), (5,), slow=True),
     Fault(rank_fails_under_torchrun, (False,), (True,), slow=True),
     Fault(kill_torchrun_agent, (1,), (10,), slow=True),
+    Fault(nodes_without_a_shared_folder, slow=True),
     Fault(resume_with_other_number_of_ranks, (False,), (True,), slow=True),
     Fault(images_seen_per_epoch, (20,), (500,)),
     Fault(fuzzed_images, (300,), (100_000,), slow=True),

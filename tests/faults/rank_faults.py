@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -272,6 +273,33 @@ def agent_killed(bench: Bench, reference: Path, number: int, signum: int, wait_s
     if torchrun(bench, run).process.wait(120) != 0:
         return [*problems, f"{run.name} did not resume"]
     return problems + bench.compare(run, reference)
+
+
+def nodes_without_a_shared_folder(bench: Bench) -> Outcome:
+    """Two agents, the second with a private run folder: a resumed run continues from rank 0's checkpoint."""
+    with Outcome("resume=auto on two nodes without a shared folder", bench.seed) as outcome:
+        if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+            outcome.counts["left out: cannot unshare"] += 1
+            outcome.check()
+            return outcome
+        reference, run = two_ranks(bench), bench.folder / "two-nodes"
+        plant = {"PLANT_STEP": "7", "PLANT_SIGNAL": str(int(signal.SIGTERM))}
+        finish(start_ranks(bench, run, 2, "plants:signal_after_save", plant, batch_size=4))
+        words = tiny.words(bench.images, run, rank_timeout_s=TORCHRUN_TIMEOUT_S, batch_size=4)
+        environment = os.environ | {"PYTHONPATH": f"{HERE}:{tiny.REPOSITORY}", "OMP_NUM_THREADS": "1"}
+        launcher = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1"
+        launcher += f" --master-port={free_port()} --node-rank="
+        program = shlex.join([str(tiny.REPOSITORY / "train.py"), *words])
+        agents = []
+        for node, private in enumerate(("", f"mount -t tmpfs tmpfs {shlex.quote(str(run))} && ")):
+            with (bench.folder / f"two-nodes-{node}.log").open("wb") as log:
+                command = ["unshare", "-m", "sh", "-c", f"{private}exec {launcher}{node} {program}"]
+                agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        codes = [agent.wait(120) for agent in agents]
+        output = (bench.folder / "two-nodes-0.log").read_text(errors="replace")
+        # Not bit by bit: another number of processes per machine is another number of threads.
+        outcome.check(*([f"{codes}: {output[-1500:]}"] if codes != [0, 0] else close_losses(run, reference, 1e-4)))
+    return outcome
 
 
 def restarted_by_torchrun(bench: Bench, reference: Path) -> list[str]:
