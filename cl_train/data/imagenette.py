@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError
+from cl_train.system.locks import lock_file
 
 FOLDER = "imagenette2-320"  # as in the archive
 
@@ -27,8 +27,7 @@ def ensure_imagenette(root: Path, *, download: bool) -> Path:
     from torchvision.datasets import Imagenette
 
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank fetches, the others wait
+    with lock_file(root / ".lock", waiting_for="Imagenette"):
         try:
             Imagenette(str(root), split="train", size="320px", download=not (root / FOLDER / "train").is_dir())
         except (OSError, RuntimeError) as error:

@@ -7,7 +7,6 @@ augmentation, and neither a constant guess nor the mean colour says anything abo
 
 from __future__ import annotations
 
-import fcntl
 import io
 import multiprocessing
 import os
@@ -26,6 +25,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from cl_train.data.decode import Pixels
+from cl_train.system.child_process import end_with_parent
+from cl_train.system.locks import lock_file
 
 Field = npt.NDArray[np.floating[Any]]
 Pattern = Callable[[Field, Field, np.random.Generator], Field]  # coordinates in periods -> 0..1
@@ -198,7 +199,8 @@ def write_sample(folder: Path, form: SampleForm = SampleForm(), processes: int |
     if count == 1:
         _write_share(folder, form, 0, 1)
         return
-    with warnings.catch_warnings(), ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    with warnings.catch_warnings(), ProcessPoolExecutor(count, fork, initializer=end_with_parent) as pool:
         warnings.simplefilter("ignore", DeprecationWarning)  # fork of a threaded process; the children only draw
         for future in [pool.submit(_write_share, folder, form, share, count) for share in range(count)]:
             future.result()
@@ -213,8 +215,7 @@ def ensure_sample(folder: Path, form: SampleForm = SampleForm()) -> Path:
     if _is_current(marker):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(folder.parent / f".{folder.name}.lock", waiting_for="the sample data"):
         if _is_current(marker):  # another process was faster
             return folder
         start = time.monotonic()

@@ -60,7 +60,7 @@ def generate_sample(folder: str) -> None:
 
 def resize_images(source: str, folder: str) -> None:
     """In a child."""
-    resize_folder(source, folder, max_side=24, workers=2)
+    resize_folder(Path(source), Path(folder), max_side=24, workers=2)
 
 
 def kill_while_generating_sample(bench: Bench, kills: int) -> Outcome:
@@ -90,8 +90,9 @@ def kill_preparation(
 ) -> Outcome:
     rng = random.Random(bench.seed)
     with Outcome(what, bench.seed) as outcome:
-        started = time.monotonic()
         assert prepare(0).wait() == 0
+        started = time.monotonic()
+        assert prepare(-1).wait() == 0
         duration = time.monotonic() - started
         for number in range(1, kills + 1):
             run = prepare(number)
