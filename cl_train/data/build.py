@@ -25,9 +25,12 @@ from cl_train.data.shards import read_shards
 from cl_train.data.source import ImageSource, Indices
 from cl_train.data.synthetic import SyntheticData
 from cl_train.system.distributed import Dist
+from cl_train.system.files import cache_folder
 from cl_train.system.memory import available_bytes
 
-DATA_DIR = Path(__file__).resolve().parent.parent.parent / "data"
+_CHECKOUT = Path(__file__).resolve().parents[2]
+# For generated and downloaded data: in the checkout, or for an installed package in the user's cache.
+DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
 
 
 class Data(Protocol):

@@ -1,0 +1,86 @@
+"""The wheel alone is enough: installed, outside the checkout, with its configuration and data."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("cl_train", "conf"):
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source" / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517"]
+    subprocess.run([*pip, "-w", str(folder), str(folder / "source")], check=True, timeout=300)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`cl-train` of an environment that holds the wheel and sees the packages it depends on."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
+    python = folder / "env/bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=300)
+    packages = next((folder / "env/lib").glob("python*/site-packages"))
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    (folder / "work").mkdir()
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+        program = [str(folder / "env/bin/cl-train"), *words]
+        return subprocess.run(
+            program, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_configuration_types_and_licence(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"cl_train/conf/config.yaml", "cl_train/py.typed", "cl_train/imagenet/synsets.txt"} <= set(names)
+    packed = {name for name in names if name.startswith("cl_train/") and name.endswith(".py")}
+    assert packed == {str(path.relative_to(ROOT)) for path in (ROOT / "cl_train").rglob("*.py")}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_commands_of_the_wheel(cl_train: Run, tmp_path: Path) -> None:
+    trained = cl_train("train", "channels_last=true", "experiment=smoke", "max_steps=4", f"hydra.run.dir={tmp_path}/a")
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads((tmp_path / "a/summary.json").read_text())["status"] == "completed"
+    small = ["data.image_size=64", "batch_size=2", "precision=fp32"]
+    audited = cl_train("audit", "model=resnet18", "measure=false", f"out={tmp_path}/audit.json", *small)
+    assert audited.returncode == 0 and (tmp_path / "audit.json").is_file(), audited.stderr
+    fast = ["model=squeezenet1_1", "time_limit_s=0.5", "detail=false", "parity=false"]
+    measured = cl_train("benchmark", *fast, *small, f"out={tmp_path}/benchmark.json")
+    assert measured.returncode == 0 and "channels_last" in measured.stdout.splitlines()[-1], measured.stderr
+
+
+@pytest.mark.slow
+def test_sweep_and_comparison_of_the_wheel(cl_train: Run, tmp_path: Path) -> None:
+    words = ["-m", "channels_last=true,false", "experiment=smoke", "data=synthetic", "max_steps=6", "log_every=1"]
+    swept = cl_train("train", *words, "data.synthetic_images=96", "warmup_steps=1", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert swept.returncode == 0, swept.stdout + swept.stderr
+    compared = cl_train("compare", f"{tmp_path}/sweep", f"out={tmp_path}/report")
+    assert compared.returncode == 0, compared.stderr
+    assert json.loads((tmp_path / "report/comparison.json").read_text())["pairs"]
