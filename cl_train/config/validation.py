@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 
 T = TypeVar("T")
+MAX_LENGTH = 4096  # of a value; the longest path of Linux
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,8 @@ def checked_value(value: Any, setting: Setting) -> Any:
         value = _converted(value, setting.base_type)
     except (ValueError, OverflowError):
         raise ConfigError(f"{setting.key}={show(value)}: needs {type_name(setting)}") from None
+    if len(str(value)) > MAX_LENGTH:
+        raise ConfigError(f"{setting.key}={str(value)[:40]}...: longer than {MAX_LENGTH:,} characters")
     items = value if isinstance(value, list) else [value]
     problems = [problem for item in items for problem in _range_problems(item, setting)]
     if problems:
@@ -365,8 +368,8 @@ def to_yaml(cfg: object) -> str:
 
 
 def stop_with(error: ConfigError) -> typing.NoReturn:
-    """Print the problems, one line each, and leave with exit code 2. Under torchrun rank 0 alone speaks."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print the problems, one line each, and exit with code 2. Under torchrun only rank 0 prints."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0":
         print(f"configuration error{'s' if len(error.problems) > 1 else ''}:", file=sys.stderr)
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)

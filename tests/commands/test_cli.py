@@ -120,3 +120,12 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
 def test_a_console_that_cannot_be_written_to_is_no_error(line: str) -> None:
     done = shell(line)
     assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["| head -1; exit ${PIPESTATUS[0]}", ">/dev/full", ">&-"])
+def test_a_run_goes_on_without_its_console(end: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = shell(f"TRAIN experiment=smoke data=synthetic max_steps=6 hydra.run.dir={run} {end}")
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "Logging error" not in done.stderr, done.stderr
+    assert '"status": "completed"' in (run / "summary.json").read_text()

@@ -157,6 +157,7 @@ def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path) -> None:
     done = run_program("model=resnt50", f"hydra.run.dir={tmp_path}/run")
     assert done.returncode == 2 and "did you mean" in done.stderr and "resnet50" in done.stderr
@@ -180,6 +181,7 @@ def test_tab_completion_answers() -> None:
     assert done.returncode == 0 and "optim=adamw" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "images" / "train").mkdir(parents=True)
     done = run_program("data=folder", f"data.root={tmp_path}/images", f"hydra.run.dir={tmp_path}/run")
@@ -230,3 +232,16 @@ def test_a_value_is_read_in_the_type_of_its_setting() -> None:
 def test_settings_say_what_they_affect_in_a_comparison() -> None:
     known = {key: item.metadata["affects"] for key, item in setting_fields(Config).items()}
     assert (known["batch_size"], known["seed"], known["checkpoint.keep"]) == ("speed", "loss", "nothing")
+
+
+def test_a_value_of_any_length_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_command_line(["weights=" + "x" * 200_000])
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_half_a_launcher_is_refused_in_one_line(variables: dict[str, str], tmp_path: Path) -> None:
+    done = run_program(f"hydra.run.dir={tmp_path}/run", **variables)
+    assert done.returncode == 2 and "torchrun" in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 2 and not (tmp_path / "run").exists()
