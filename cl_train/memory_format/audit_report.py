@@ -107,21 +107,25 @@ class LayoutReport:
                 by_operator[call.operator].append(call)
             for operator, calls in by_operator.items():
                 lines.append(
-                    f"{_count(calls)} x {_short(operator)} ({direction}) returned contiguous: "
-                    f"{self._share_pct(calls):.1f} % of the step's bytes ({_places(calls)}). {_advice(calls[0])}"
+                    f"{self._sum(calls, f'{_short(operator)} ({direction}) returned contiguous')}. {_advice(calls[0])}"
                 )
         restored = self.of("restored")
         if not lines:
             lines.append("no operator loses channels_last" + ("" if restored else ", and none has to restore it"))
         if restored:
-            lines.append(
-                f"{_count(restored)} x a contiguous input was converted to channels_last: "
-                f"{self._share_pct(restored):.1f} % of the step's bytes ({_places(restored)})"
-            )
+            lines.append(self._sum(restored, "a contiguous input was converted to channels_last"))
         if self.copy_ms is not None and self.step_ms:
             pct = 100 * self.copy_ms / self.step_ms
             lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
         return lines
+
+    def _sum(self, calls: list[Call], what: str) -> str:
+        """The number of calls, their share of the bytes, and the first two lines of code with a module each."""
+        places = {call.source or "no Python line": call.module or "(top)" for call in reversed(calls)}
+        listed = [f"{source} in {module}" for source, module in reversed(places.items())]
+        more = f"; and {len(listed) - 2} more lines" if len(listed) > 2 else ""
+        share = f"{self._share_pct(calls):.1f} % of the step's bytes"
+        return f"{_count(calls)} x {what}: {share} ({'; '.join(listed[:2])}{more})"
 
     def _share_pct(self, calls: list[Call]) -> float:
         moved = sum(call.moved_bytes * call.count for call in calls)
@@ -219,18 +223,6 @@ def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
 
 def _count(calls: list[Call]) -> int:
     return sum(call.count for call in calls)
-
-
-def _places(calls: list[Call]) -> str:
-    """The first two lines of code, each with a module that runs it."""
-    modules: dict[str, set[str]] = defaultdict(set)
-    for call in calls:
-        modules[call.source or "no Python line"].add(call.module or "(top)")
-    places = [
-        f"{source} in {min(names)}" + (f" and {len(names) - 1} more modules" if len(names) > 1 else "")
-        for source, names in modules.items()
-    ]
-    return "; ".join(places[:2]) + (f"; and {len(places) - 2} more lines" if len(places) > 2 else "")
 
 
 def _short(operator: str) -> str:

@@ -34,7 +34,6 @@ class _Origin:
     module_type: str = ""
     source: str = ""
     line: str = ""
-    channels_last_shapes: frozenset[tuple[int, ...]] = frozenset()
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -94,18 +93,12 @@ class OperatorRecorder(TorchDispatchMode):
                 return _Origin(self._parameters.get(id(parameter), ""), "Parameter", "accumulating gradients")
             origin = self._origins.get(node._sequence_nr(), _Origin())
             return replace(origin, source=source, line=line) if source else origin  # a custom function's own backward
-        module, module_type = self._modules[-1] if self._modules else ("", "")
-        shapes = frozenset(tuple(tensor.shape) for tensor, layout in images if layout == "channels_last")
-        self._channels_last_shapes |= shapes
-        origin = _Origin(module, module_type, source, line, shapes)
+        self._channels_last_shapes |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
+        origin = _Origin(*(self._modules[-1] if self._modules else ("", "")), source, line)
         # Autograd created this call's node just before dispatching it. A call without a node of its own (inside a
         # custom autograd function) belongs to the node before.
         newest = torch._C._autograd._get_sequence_nr() - 1
-        known = self._origins.get(newest)
-        if known is not None and (known.module, known.source) == (module, source):
-            self._origins[newest] = replace(known, channels_last_shapes=known.channels_last_shapes | shapes)
-        for sequence in range(self._last_node + 1, newest + 1):
-            self._origins[sequence] = origin
+        self._origins.update(dict.fromkeys(range(self._last_node + 1, newest + 1), origin))
         self._last_node = max(self._last_node, newest)
         return origin
 
@@ -126,7 +119,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._record_regrouping_copy(function, backward, origin, inputs, outputs)
             return
         self._image_formats.update((_storage(tensor), classify(tensor)) for tensor in produced)
-        outcome = _outcome(images, produced, origin.channels_last_shapes if backward else frozenset())
+        outcome = _outcome(images, produced, self._channels_last_shapes if backward else set())
         if outcome is None:
             return
         call = _call(function, backward, origin, outcome, produced[0])
@@ -180,16 +173,14 @@ class OperatorRecorder(TorchDispatchMode):
         return list(merged.values())
 
 
-def _outcome(
-    images: Images, outputs: list[torch.Tensor], activation_shapes: frozenset[tuple[int, ...]]
-) -> Outcome | None:
-    """`activation_shapes`: in backward, the shapes of the channels_last inputs of the forward call."""
+def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple[int, ...]]) -> Outcome | None:
+    """`activations`: in backward, the shapes that were channels_last in forward."""
     before = [layout for _, layout in images]
     after = {classify(tensor) for tensor in outputs}
     if "contiguous" in after:
         if "channels_last" in before:
             return "lost"
-        gradients = any(tuple(t.shape) in activation_shapes and classify(t) == "contiguous" for t in outputs)
+        gradients = any(tuple(t.shape) in activations and classify(t) == "contiguous" for t in outputs)
         if gradients and "contiguous" not in before:
             return "lost"
         return "ambiguous" if before and set(before) == {"ambiguous"} else "contiguous"
