@@ -1,4 +1,4 @@
-"""Our loader against its peers on the same files: torchvision's reference, timm, DALI on the CPU, FFCV.
+"""Our loader against its peers on the same files: torchvision's reference, timm, DALI on the CPU.
 
     python -m benchmarks.loader_peers data.root=/datasets/imagenet data.workers=8 out=results/loader-peers.json
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,6 @@ from cl_train.data.collate import channels_last_collate
 from cl_train.data.folder import read_folder
 from cl_train.system.files import write_json
 
-_FFCV_QUALITY = 90
 _DECODED_FILES = 256
 
 
@@ -125,36 +123,9 @@ def dali(load: Load) -> Pipeline:
     return Pipeline("DALI on the CPU", load.workers, run)
 
 
-def ffcv(load: Load) -> Pipeline:
-    """FFCV on the same pictures, which its writer compresses again (quality 90) into its own format first."""
-    from torchvision.datasets import ImageFolder
-
-    fields, decoders, loading, transforms, writer = (
-        importlib.import_module(f"ffcv.{name}")
-        for name in ("fields", "fields.decoders", "loader", "transforms", "writer")
-    )
-    folder = tempfile.TemporaryDirectory()
-    file = f"{folder.name}/train.beton"
-    columns = {"image": fields.RGBImageField(write_mode="jpg", jpeg_quality=_FFCV_QUALITY), "label": fields.IntField()}
-    pictures = ImageFolder(str(load.root / "train"))
-    writer.DatasetWriter(file, columns, num_workers=load.workers).from_indexed_dataset(pictures)
-    crop = decoders.RandomResizedCropRGBImageDecoder((load.image_size, load.image_size))
-    steps = [crop, transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.ToTorchImage()]
-    loader = loading.Loader(
-        file,
-        batch_size=load.batch_size,
-        num_workers=load.workers,
-        order=loading.OrderOption.RANDOM,
-        pipelines={"image": steps, "label": [decoders.IntDecoder(), transforms.ToTensor()]},
-        drop_last=True,
-    )
-    return Pipeline("FFCV", load.workers, lambda: deliver(loader, load.images), folder.cleanup)
-
-
 PEERS: dict[str, tuple[str, Callable[[Load], Pipeline]]] = {
     "timm": ("timm", timm),
     "DALI on the CPU": ("nvidia.dali", dali),
-    "FFCV": ("ffcv", ffcv),
 }
 
 
