@@ -8,15 +8,11 @@ augmentation, and neither a constant guess nor the mean colour says anything abo
 from __future__ import annotations
 
 import io
-import multiprocessing
-import os
 import shutil
 import sys
-import time
-import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +21,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from cl_train.data.decode import Pixels
-from cl_train.system.child_process import end_with_parent
 from cl_train.system.locks import lock_file
+from cl_train.system.process_pool import map_in_processes
 
 Field = npt.NDArray[np.floating[Any]]
 Pattern = Callable[[Field, Field, np.random.Generator], Field]  # coordinates in periods -> 0..1
@@ -169,7 +165,8 @@ def _encode(pixels: Pixels, number: int, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def _write_image(folder: Path, split: str, label: int, number: int, form: SampleForm) -> None:
+def _write_image(folder: Path, form: SampleForm, job: tuple[str, int, int]) -> None:
+    split, label, number = job
     rng = np.random.Generator(np.random.Philox(key=[form.seed, split == "val"], counter=[0, label, number, 0]))
     name = sorted(PATTERNS)[label]
     width, height = _SIZES[int(rng.choice(len(_SIZES), p=_SIZE_SHARES))]
@@ -179,38 +176,19 @@ def _write_image(folder: Path, split: str, label: int, number: int, form: Sample
     (folder / split / name / f"{name}_{number:05d}.JPEG").write_bytes(_encode(pixels, odd, form.quality))
 
 
-def _write_share(folder: Path, form: SampleForm, share: int, shares: int) -> None:
-    jobs = [
-        (split, label, number)
-        for split, count in (("train", form.train_per_class), ("val", form.val_per_class))
-        for label in range(len(PATTERNS))
-        for number in range(count)
-    ]
-    for split, label, number in jobs[share::shares]:
-        _write_image(folder, split, label, number, form)
-
-
 def write_sample(folder: Path, form: SampleForm = SampleForm(), processes: int | None = None) -> None:
     """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for the same form, for any number of processes."""
-    for split in ("train", "val"):
-        for name in PATTERNS:
+    jobs = []
+    for split, count in (("train", form.train_per_class), ("val", form.val_per_class)):
+        for label, name in enumerate(sorted(PATTERNS)):
             (folder / split / name).mkdir(parents=True, exist_ok=True)
-    count = processes or len(os.sched_getaffinity(0))
-    if count == 1:
-        _write_share(folder, form, 0, 1)
-        return
-    fork = multiprocessing.get_context("fork")
-    with warnings.catch_warnings(), ProcessPoolExecutor(count, fork, initializer=end_with_parent) as pool:
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork of a threaded process; the children only draw
-        for future in [pool.submit(_write_share, folder, form, share, count) for share in range(count)]:
-            future.result()
+            jobs += [(split, label, number) for number in range(count)]
+    for _ in map_in_processes(partial(_write_image, folder, form), jobs, processes, description="sample", unit="img"):
+        pass
 
 
 def ensure_sample(folder: Path, form: SampleForm = SampleForm()) -> Path:
-    """Generate the sample where it is missing, and return its folder.
-
-    Safe for several runs and ranks at once: the first takes a lock, writes a temporary folder and renames it.
-    """
+    """Generate the sample if it is missing; returns its folder. Safe for several runs and ranks at once."""
     marker = folder / "VERSION"
     if _is_current(marker):
         return folder
@@ -218,15 +196,13 @@ def ensure_sample(folder: Path, form: SampleForm = SampleForm()) -> Path:
     with lock_file(folder.parent / f".{folder.name}.lock", waiting_for="the sample data"):
         if _is_current(marker):  # another process was faster
             return folder
-        start = time.monotonic()
-        print(f"Generating the sample data in {folder} ...", file=sys.stderr, flush=True)
+        print(f"Generating the sample data in {folder}", file=sys.stderr, flush=True)
         temporary = folder.parent / f".{folder.name}.writing"
         shutil.rmtree(temporary, ignore_errors=True)
         write_sample(temporary, form)
         (temporary / "VERSION").write_text(VERSION + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-        print(f"Generated the sample data in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return folder
 
 
