@@ -87,7 +87,7 @@ def _stack(images: list[Any]) -> Tensor:
     arrays = [np.asarray(image) for image in images]
     shape = (len(arrays), *arrays[0].shape, 1)[:4]  # a grey PIL image gives [H, W]
     batch = _empty(shape, torch.from_numpy(np.empty(0, arrays[0].dtype)).dtype)
-    np.stack(arrays, out=batch.numpy().reshape(len(arrays), *arrays[0].shape))
+    np.concatenate(arrays, out=batch.numpy().reshape(-1, *arrays[0].shape[1:]))
     return batch.permute(0, 3, 1, 2)
 
 
@@ -96,7 +96,8 @@ def _stack_tensors(views: list[Tensor]) -> Tensor:
     batch = _empty((len(views), *views[0].shape), views[0].dtype)
     channels = views[0].shape[2]
     if channels > _FEW_CHANNELS or all(view.stride(2) == 1 for view in views):
-        return torch.stack(views, out=batch)
+        torch.cat(views, out=batch.view(-1, *views[0].shape[1:]))
+        return batch
     for row, view in zip(batch, views, strict=True):
         for channel in range(channels):  # from planes, one strided copy of all channels takes twice as long
             row[:, :, channel].copy_(view[:, :, channel])
