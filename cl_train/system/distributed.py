@@ -102,18 +102,13 @@ def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
     return values
 
 
-def max_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
-    """Elementwise maximum in place over the ranks."""
-    if dist.world_size > 1:
-        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-    return values
-
-
 def agree(flags: list[int], dist: Dist) -> list[int]:
     """The maximum of each flag over the ranks. It runs on the hosts and does not wait for a device."""
     if dist.world_size == 1:
         return flags
-    return [int(flag) for flag in max_over_ranks(torch.tensor(flags), dist).tolist()]
+    maxima = torch.tensor(flags)
+    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+    return [int(flag) for flag in maxima.tolist()]
 
 
 def broadcast_buffers(model: torch.nn.Module, dist: Dist) -> None:

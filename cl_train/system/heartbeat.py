@@ -64,14 +64,14 @@ def beat(store: torch.distributed.Store, rank: int, stop: threading.Event) -> No
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether a collective failed, not this rank's own work: gloo raises plain RuntimeErrors that name it."""
+    """Whether a collective failed, not this rank's own work; gloo raises plain RuntimeErrors."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
 def find_silent_ranks(dist: Dist) -> str:
     """Compare the counters over a few seconds; returns for example `rank 1 is dead or hangs`."""
     readings: list[list[int]] = []
-    # In a thread, because a stopped process keeps its connections open and never answers.
+    # In a thread, because a stopped process never answers.
     reader = threading.Thread(target=read_counters, args=(dist.world_size, readings), daemon=True)
     reader.start()
     reader.join(LISTEN_S + 3.0)

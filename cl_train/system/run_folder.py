@@ -92,16 +92,12 @@ def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[st
     if disk.f_files and not disk.f_favail:
         raise ConfigError(f"{folder}: the file system has no free inode (df -i), so no file can be created")
     free_bytes, count = disk.f_bavail * disk.f_frsize, keep + 2
-    sizes = f"{folder}: {_mib(free_bytes)} free, but {{}} of {_mib(checkpoint_bytes)}; free some space, "
+    sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free, but {{}} of {checkpoint_bytes / 2**20:,.1f} MiB; "
     if free_bytes < checkpoint_bytes:
-        raise ConfigError(sizes.format("not even one checkpoint fits") + "or choose another hydra.run.dir=FOLDER")
+        raise ConfigError(sizes.format("not even one checkpoint fits") + "free some space or choose another hydra.run.dir")
     if free_bytes < count * checkpoint_bytes:
-        return [sizes.format(f"up to {count} checkpoints exist at a time") + "or lower checkpoint.keep"]
+        return [sizes.format(f"up to {count} checkpoints exist at a time") + "free some space or lower checkpoint.keep"]
     return []
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
 
 
 def sweep_jobs(folder: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """Signals that a run acts on: SIGTERM and SIGINT ask it to save and stop, SIGUSR1 asks it to save and continue.
 
-Signals only set flags here. The loop reads them between two optimizer steps, where the state is consistent; under
-torchrun the ranks agree on the flags first (one small reduction), because all must act at the same step.
+Signals only set flags, which the loop reads between two optimizer steps, where the state is consistent.
 
 A Python signal handler runs only between two bytecodes of the main thread, which may wait for ever in a collective.
 Therefore a thread reads the signals from Python's wake-up descriptor: a second Ctrl-C ends the process even then.
@@ -73,11 +72,6 @@ class StopRequest:
             return False
         self._save.clear()
         return True
-
-    @property
-    def exit_code(self) -> int:
-        """143 after SIGTERM, 130 after SIGINT, 0 if there was no request to stop."""
-        return 128 + self.stop if self.stop is not None else 0
 
     def __enter__(self) -> StopRequest:
         global _active

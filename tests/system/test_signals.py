@@ -22,7 +22,7 @@ with StopRequest() as request:
             print("save", flush=True)
     print("stopping", flush=True)
     time.sleep(float(sys.argv[1]))
-sys.exit(request.exit_code)
+sys.exit(128 + request.stop)
 """
 
 
