@@ -31,7 +31,7 @@ from cl_train.comparison.alternation import alternate, release_memory
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.validation import load
 from cl_train.data.batch import Batch
-from cl_train.data.sample import SampleForm, ensure_sample
+from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.models.registry import build_model
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
@@ -261,7 +261,7 @@ def measure_jpegs(rows: Rows, device: torch.device) -> None:
     """train.py by the best path: on one fixed batch, then on generated JPEGs of ImageNet's size with all cores."""
     group, dry_run = rows.group, device.type == "cpu"
     root, cores = rows.folder / "images", len(os.sched_getaffinity(0))
-    ensure_sample(root, SampleForm(train_per_class=2 if dry_run else 600, val_per_class=1))
+    ensure_sample(root, SampleSpec(train_per_class=2 if dry_run else 600, val_per_class=1))
     words = [
         *(f"model={group.model}", f"device={device.type}", "channels_last=true", f"batch_size={group.batch_size}"),
         *("evaluate_every=-1", "epochs=50", "checkpoint.every_epochs=0", f"data.image_size={group.image_size}"),

@@ -68,19 +68,26 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+DATA_SETS = ("sample", "imagenet", "folder", "shards", "dataset", "imagenette", "synthetic")
+
+
 @dataclass
 class DataConfig:
     """Where images come from and how they are loaded."""
 
-    name: str = setting(
-        "sample", "the data set", choices=("sample", "imagenet", "folder", "shards", "imagenette", "synthetic")
-    )
+    name: str = setting("sample", "the data set", choices=DATA_SETS)
     root: str | None = setting(
         None, "folder that holds train/<class>/* and val/<class>/*; data=shards: folder or brace pattern of tar files"
     )
     shuffle: str = setting(
         "full", "data=shards: full permutes all images; shards reads shard after shard", choices=("full", "shards")
     )
+    dataset: str | None = setting(None, "data=dataset: package.module:function, called with (split, image_size)")
+    val_split: str | None = setting(None, "folder of the validation images; null = val, valid, validation or test")
+    val_fraction: float | None = setting(
+        None, "use this share of the training images for validation", above=0, maximum=0.9
+    )
+    extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "of image files; also .webp, .bmp, .tif, .tiff")
     image_size: int = setting(224, "side of the training crop, pixels", minimum=8, maximum=4096)
     val_resize: int | None = setting(
         None, "validation: short side before the centre crop, pixels; null = 256/224 of image_size", minimum=8

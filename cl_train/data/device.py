@@ -87,8 +87,10 @@ class Normalise:
         self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 [N, C, H, W] on the device, of any layout -> floating point [N, C, H, W]."""
+        """uint8 [N, C, H, W] on the device, of any layout -> floating point [N, C, H, W]. Floats are only cast."""
         form = self.format
+        if images.is_floating_point():
+            return images.to(form.dtype, memory_format=form.memory_format, copy=form.device.type == "cpu")
         out = torch.empty(images.shape, dtype=form.dtype, device=form.device, memory_format=form.memory_format)
         if form.device.type == "cpu":
             self._in_chunks(images, out)

@@ -8,7 +8,7 @@ from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.device import MixBatch, MixLabels, Normalise, to_device
 from cl_train.data.images import WorkerTimes
-from cl_train.data.loader import HostLoader, LoaderSettings
+from cl_train.data.loader import Loader, LoaderSettings
 
 
 class ImageData:
@@ -18,10 +18,11 @@ class ImageData:
         self,
         classes: tuple[str, ...],
         fingerprint: str,
-        train: HostLoader,
-        val: HostLoader,
+        train: Loader,
+        val: Loader,
         settings: LoaderSettings,
         *,
+        notes: tuple[str, ...],
         bad_images: BadImages,
         mean: Sequence[float],
         std: Sequence[float],
@@ -29,6 +30,7 @@ class ImageData:
     ) -> None:
         self.classes, self.num_classes, self.fingerprint = classes, len(classes), fingerprint
         self.train_loader, self.val_loader, self.bad_images = train, val, bad_images
+        self.notes = notes
         self.train_images, self.val_images = train.samples, val.samples
         self.batches_per_epoch, self.workers = len(train), settings.workers
         self._settings, self._mix, self._mean, self._std = settings, mix, mean, std

@@ -32,6 +32,7 @@ class ImageSettings:
     flip: float  # probability
     decoder: str  # simplejpeg or pillow
     seed: int
+    formats: tuple[str, ...] = ("JPEG", "PNG")  # that Pillow may read
     augment: Callable[[Tensor, int], Tensor] | None = None  # (uint8 [3, size, size], seed) -> the same
 
 
@@ -87,7 +88,7 @@ class ImageReader:
     dtype = torch.uint8
 
     def __init__(self, split: Split, settings: ImageSettings, *, training: bool) -> None:
-        self._split, self._training, self._decoder = split, training, settings.decoder
+        self._split, self._training, self._decoder = split, training, (settings.decoder, settings.formats)
         self._transform = ImageTransform(settings)
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
         self.image_size = settings.size
@@ -104,7 +105,7 @@ class ImageReader:
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
-        pixels = Encoded(data, self._decoder).decode(self._scratch)
+        pixels = Encoded(data, *self._decoder).decode(self._scratch)
         decoded = perf_counter()
         if self._training:
             self._transform.train(row, pixels, epoch, random_index)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from cl_train.data.bad_images import BadImages
+from cl_train.data.bad_images import BadImageError, BadImages
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
 from cl_train.data.images import WorkerTimes
@@ -134,6 +134,19 @@ class _Batch:
     tasks: int
 
 
+class Loader(Protocol):
+    """One rank's batches of one split in host memory."""
+
+    samples: int  # of all ranks
+    times: WorkerTimes
+
+    @property
+    def shared_bytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]: ...
+    def close(self) -> None: ...
+
+
 class HostLoader:
     """One rank's batches of one split in host memory, from workers that live until `close`.
 
@@ -188,6 +201,8 @@ class HostLoader:
             batch = self._submitted.popleft()
             empty_rows = self._wait_for(workers, batch, wanted=batch.stream == stream)
             if batch.stream == stream:
+                if empty_rows and self._order is not None:
+                    raise BadImageError(f"no readable image among {_SUBSTITUTES} that follow each other")
                 yield self._host_batch(slots, batch, empty_rows)
                 assert stream == slots.stream[0], "another iteration over this loader has begun"
             else:

@@ -1,15 +1,14 @@
-"""The sample data: ten classes of textures, generated with ImageNet's layout, file sizes and oddities.
+"""The sample data: ten classes of textures, generated with ImageNet's layout, file sizes and odd files.
 
 A class is a pattern (stripes, rings, meshes, ...). Its period, place, angle, colours and light differ in every image,
 and each pattern looks the same after a flip or in a crop: a small network learns the classes with the usual
-augmentation, and neither a constant guess nor the mean colour says anything about them.
+augmentation, and the mean colour of an image does not give its class away.
 """
 
 from __future__ import annotations
 
 import io
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,21 +26,20 @@ from cl_train.system.process_pool import map_in_processes
 Field = npt.NDArray[np.floating[Any]]
 Pattern = Callable[[Field, Field, np.random.Generator], Field]  # coordinates in periods -> 0..1
 
-VERSION = "5"  # of the images; another version is generated anew
-TRAIN_PER_CLASS, VAL_PER_CLASS = 110, 22
+VERSION = "5"  # of the images; another version is generated again
 _SIZES = ((500, 375), (375, 500), (500, 333), (500, 400), (333, 500), (640, 480), (480, 360), (400, 300), (800, 600))
 _SIZE_SHARES = (0.45, 0.13, 0.15, 0.06, 0.05, 0.06, 0.04, 0.04, 0.02)
 
 
 @dataclass(frozen=True)
-class SampleForm:
-    """How many images, and what they look like."""
+class SampleSpec:
+    """How many images, and how they look."""
 
-    train_per_class: int = TRAIN_PER_CLASS
-    val_per_class: int = VAL_PER_CLASS
+    train_per_class: int = 110
+    val_per_class: int = 22
     scale: float = 1.0  # of both sides
     quality: int = 90
-    noise: float = 11.0  # grain, grey levels; sets the size of the files
+    noise: float = 11.0  # grain, grey levels; determines the size of the files
     seed: int = 2012
 
 
@@ -60,46 +58,26 @@ def _inside(distance: Field) -> Field:
     return (1 / (1 + np.exp(np.clip(distance * 30, -30, 30)))).astype(np.float32)
 
 
-def _rows(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    return _wave(y + np.float32(0.06 * rng.random()) * np.sin(x))
-
-
-def _columns(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    return _wave(x + np.float32(0.06 * rng.random()) * np.sin(y))
-
-
-def _diagonals(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    return _wave((x + np.float32(rng.choice([-1, 1])) * y) * np.float32(0.7))
-
-
-def _checks(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    return _wave(x / 2) + _wave(y / 2) - 2 * _wave(x / 2) * _wave(y / 2)
-
-
 def _discs(x: Field, y: Field, rng: np.random.Generator) -> Field:
     u, v = _cell(x + np.floor(y) / 2, y)  # every second row is shifted by half a cell
-    return _inside(np.sqrt(u * u + v * v) - np.float32(rng.uniform(0.26, 0.32)))
+    return _inside(np.sqrt(u * u + v * v) - rng.uniform(0.26, 0.32))
 
 
 def _rings(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    u, v = _cell(x * np.float32(0.7), y * np.float32(0.7))
-    return _inside(np.abs(np.sqrt(u * u + v * v) - np.float32(0.33)) - np.float32(0.07))
+    u, v = _cell(x * 0.7, y * 0.7)
+    return _inside(np.abs(np.sqrt(u * u + v * v) - 0.33) - 0.07)
 
 
 def _meshes(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    u, v = np.abs(np.stack(_cell(x * np.float32(0.8), y * np.float32(0.8))))
-    return _inside(np.minimum(u, v) - np.float32(rng.uniform(0.08, 0.12)))
+    u, v = np.abs(np.stack(_cell(x * 0.8, y * 0.8)))
+    return _inside(np.minimum(u, v) - rng.uniform(0.08, 0.12))
 
 
 def _mosaic(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    """Cells that are on or off by chance; the tile repeats after 64 cells, which no image reaches."""
+    """Cells that are on or off by chance; the tile repeats after 64 cells, more than an image has."""
     tile = (rng.random((64, 64)) < 0.5).astype(np.float32)
-    cells = np.floor(np.stack((y, x)) * np.float32(1.5)).astype(np.int64) % 64
+    cells = np.floor(np.stack((y, x)) * 1.5).astype(np.int64) % 64
     return tile[cells[0], cells[1]]
-
-
-def _zigzags(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    return _wave(y + np.float32(1.4) * np.abs(x / 2 - np.floor(x / 2) - np.float32(0.5)))
 
 
 def _clouds(x: Field, y: Field, rng: np.random.Generator) -> Field:
@@ -111,16 +89,16 @@ def _clouds(x: Field, y: Field, rng: np.random.Generator) -> Field:
 
 
 PATTERNS: dict[str, Pattern] = {
-    "checks": _checks,
+    "checks": lambda x, y, rng: _wave(x / 2) + _wave(y / 2) - 2 * _wave(x / 2) * _wave(y / 2),
     "clouds": _clouds,
-    "columns": _columns,
-    "diagonals": _diagonals,
+    "columns": lambda x, y, rng: _wave(x + 0.06 * rng.random() * np.sin(y)),
+    "diagonals": lambda x, y, rng: _wave((x + float(rng.choice([-1, 1])) * y) * 0.7),
     "discs": _discs,
     "meshes": _meshes,
     "mosaic": _mosaic,
     "rings": _rings,
-    "rows": _rows,
-    "zigzags": _zigzags,
+    "rows": lambda x, y, rng: _wave(y + 0.06 * rng.random() * np.sin(x)),
+    "zigzags": lambda x, y, rng: _wave(y + 1.4 * np.abs(x / 2 - np.floor(x / 2) - 0.5)),
 }
 
 
@@ -165,46 +143,51 @@ def _encode(pixels: Pixels, number: int, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def _write_image(folder: Path, form: SampleForm, job: tuple[str, int, int]) -> None:
-    split, label, number = job
-    rng = np.random.Generator(np.random.Philox(key=[form.seed, split == "val"], counter=[0, label, number, 0]))
+def _write_image(folder: Path, spec: SampleSpec, place: tuple[str, int, int]) -> None:
+    split, label, number = place
+    rng = np.random.Generator(np.random.Philox(key=[spec.seed, split == "val"], counter=[0, label, number, 0]))
     name = sorted(PATTERNS)[label]
     width, height = _SIZES[int(rng.choice(len(_SIZES), p=_SIZE_SHARES))]
-    width, height = round(width * form.scale), round(height * form.scale)
-    pixels = render(PATTERNS[name], width, height, rng, form.noise)
-    odd = label * form.train_per_class + number if split == "train" else -1
-    (folder / split / name / f"{name}_{number:05d}.JPEG").write_bytes(_encode(pixels, odd, form.quality))
+    width, height = round(width * spec.scale), round(height * spec.scale)
+    pixels = render(PATTERNS[name], width, height, rng, spec.noise)
+    odd = label * spec.train_per_class + number if split == "train" else -1
+    (folder / split / name / f"{name}_{number:05d}.JPEG").write_bytes(_encode(pixels, odd, spec.quality))
 
 
-def write_sample(folder: Path, form: SampleForm = SampleForm(), processes: int | None = None) -> None:
-    """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for the same form, for any number of processes."""
-    jobs = []
-    for split, count in (("train", form.train_per_class), ("val", form.val_per_class)):
-        for label, name in enumerate(sorted(PATTERNS)):
+def write_sample(folder: Path, spec: SampleSpec = SampleSpec(), processes: int | None = None) -> None:
+    """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for any number of processes (None: all cores)."""
+    counts = {"train": spec.train_per_class, "val": spec.val_per_class}
+    for split in counts:
+        for name in PATTERNS:
             (folder / split / name).mkdir(parents=True, exist_ok=True)
-            jobs += [(split, label, number) for number in range(count)]
-    for _ in map_in_processes(partial(_write_image, folder, form), jobs, processes, description="sample", unit="img"):
+    places = [
+        (split, label, n) for split, count in counts.items() for label in range(len(PATTERNS)) for n in range(count)
+    ]
+    write = partial(_write_image, folder, spec)
+    for _ in map_in_processes(write, places, processes, description="generating the sample data", unit="image"):
         pass
 
 
-def ensure_sample(folder: Path, form: SampleForm = SampleForm()) -> Path:
-    """Generate the sample if it is missing; returns its folder. Safe for several runs and ranks at once."""
-    marker = folder / "VERSION"
-    if _is_current(marker):
-        return folder
+def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
+    """Generate the sample if it is missing, and return its folder.
+
+    Safe for several runs and ranks at once: the first one takes a lock, writes a temporary folder and renames it.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    if _is_current(folder):
+        return folder
     with lock_file(folder.parent / f".{folder.name}.lock", waiting_for="the sample data"):
-        if _is_current(marker):  # another process was faster
+        if _is_current(folder):  # another process was faster
             return folder
-        print(f"Generating the sample data in {folder}", file=sys.stderr, flush=True)
         temporary = folder.parent / f".{folder.name}.writing"
         shutil.rmtree(temporary, ignore_errors=True)
-        write_sample(temporary, form)
+        write_sample(temporary, spec)
         (temporary / "VERSION").write_text(VERSION + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     return folder
 
 
-def _is_current(marker: Path) -> bool:
+def _is_current(folder: Path) -> bool:
+    marker = folder / "VERSION"
     return marker.is_file() and marker.read_text().strip() == VERSION

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torchvision
 from torch import nn
 
 from cl_train.config.schema import ConfigError
+from cl_train.config.user_function import user_function
 from cl_train.config.validation import suggest
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models.copies import copy_model
@@ -39,7 +38,7 @@ def check_model(name: str, weights: str | None = None) -> None:
         ConfigError: with the nearest known names.
     """
     if ":" in name:
-        _user_function(name)
+        user_function("model", name)
     elif name.startswith("timm/"):
         timm = _import_timm(name)
         if not timm.is_model(name.removeprefix("timm/").split(".")[0]):
@@ -86,7 +85,7 @@ def build_model(
     zoo_weights = weights if file is None else None
     try:
         if ":" in name:
-            model = _user_function(name)(num_classes=num_classes)
+            model = user_function("model", name)(num_classes=num_classes)
         elif name.startswith("timm/"):
             pretrained = zoo_weights is not None
             model = _import_timm(name).create_model(name[5:], pretrained=pretrained, num_classes=num_classes)
@@ -249,19 +248,3 @@ def _import_timm(name: str) -> Any:
         return importlib.import_module("timm")
     except ImportError:
         raise ConfigError(f"model={name}: timm is not installed; pip install timm") from None
-
-
-def _user_function(name: str) -> Callable[..., nn.Module]:
-    module_name, _, function_name = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's own code does when it is imported
-        what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model={name}: cannot import '{module_name}' from here ({what})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = suggest(function_name, [known for known in vars(module) if not known.startswith("_")])
-        raise ConfigError(f"model={name}: module '{module_name}' has no function '{function_name}'{near}")
-    return function

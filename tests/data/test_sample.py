@@ -10,9 +10,9 @@ from PIL import Image
 
 from cl_train.data.decode import Encoded
 from cl_train.data.folder import read_folder
-from cl_train.data.sample import PATTERNS, SampleForm, ensure_sample, write_sample
+from cl_train.data.sample import PATTERNS, SampleSpec, ensure_sample, write_sample
 
-SMALL = SampleForm(train_per_class=12, val_per_class=4, scale=0.25)
+SMALL = SampleSpec(train_per_class=12, val_per_class=4, scale=0.25)
 
 
 def contents(folder):
@@ -41,7 +41,7 @@ def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
         run.join(60)
         assert run.exitcode == 0
     assert len(contents(tmp_path / "sample")) == 160
-    assert capfd.readouterr().err.count("Generating the sample") == 1
+    assert capfd.readouterr().err.count("100%") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"sample", ".sample.lock"}
 
 

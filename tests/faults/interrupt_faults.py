@@ -18,7 +18,7 @@ from forkserver import HERE, Run
 from outcome import Outcome
 from rank_faults import finish, start_ranks
 
-from cl_train.data.sample import SampleForm, ensure_sample
+from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.imagenet.resize import resize_folder
 
 ORPHAN_S = 5.0  # how long a killed program's children may live
@@ -55,7 +55,7 @@ def orphans(session: int, outcome: Outcome) -> list[str]:
 
 def generate_sample(folder: str) -> None:
     """In a child."""
-    ensure_sample(Path(folder), SampleForm(train_per_class=20, val_per_class=4, scale=0.5))
+    ensure_sample(Path(folder), SampleSpec(train_per_class=20, val_per_class=4, scale=0.5))
 
 
 def resize_images(source: str, folder: str) -> None:

@@ -1,0 +1,31 @@
+"""Functions of the user's own code, named `package.module:function` in a setting."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import suggest
+
+
+def user_function(setting: str, name: str) -> Callable[..., Any]:
+    """The function `package.module:function`, also of a module in the working folder. Raises ConfigError."""
+    module_name, _, function_name = name.partition(":")
+    if ":" not in name:
+        raise ConfigError(f"{setting}={name}: use package.module:function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's code raises when it is imported
+        what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{setting}={name}: cannot import '{module_name}' from here ({what})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = suggest(function_name, [known for known in vars(module) if not known.startswith("_")])
+        raise ConfigError(f"{setting}={name}: module '{module_name}' has no function '{function_name}'{near}")
+    return function

@@ -1,0 +1,71 @@
+"""Datasets of a user, unknown to the package: their transforms use all three kinds of random numbers."""
+
+import random
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Tensors(Dataset):
+    classes = ("a", "b", "c")
+
+    def __init__(self, split, size, dtype=torch.float32):
+        self.count, self.size, self.dtype = (31 if split == "train" else 7), size, dtype
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        noise = torch.rand(3, self.size, self.size) + float(np.random.rand()) + random.random()
+        image = noise * 50 if self.dtype == torch.uint8 else noise
+        return image.to(self.dtype), torch.tensor(index % 3), {"extra": index}
+
+
+class Pictures(Tensors):
+    """Without transforms of its own."""
+
+    def __getitem__(self, index):
+        return Image.fromarray(np.full((40 + index, 50, 3), 5 * index, dtype=np.uint8)), index % 3
+
+
+class Arrays(Tensors):
+    def __getitem__(self, index):
+        return np.full((40 + index, 50, 3), 5 * index, dtype=np.uint8), index % 3
+
+
+class Broken(Tensors):
+    def __getitem__(self, index):
+        if index in (4, 6):
+            raise KeyError("no such row")
+        return super().__getitem__(index)
+
+
+class Stream(IterableDataset):
+    num_classes = 2
+
+    def __init__(self, split, size):
+        self.size = size
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter([(torch.full((3, self.size, self.size), float(number)), number % 2) for number in range(12)])
+
+
+def uint8(split, size):
+    return Tensors(split, size, torch.uint8)
+
+
+def another_size(split, size):
+    return Tensors(split, size + 1)
+
+
+def without_classes(split, size):
+    return torch.utils.data.TensorDataset(torch.rand(4, 3, size, size), torch.zeros(4))
+
+
+def failing(split, size):
+    raise FileNotFoundError("/nowhere")
