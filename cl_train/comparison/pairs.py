@@ -99,15 +99,17 @@ def compare_pair(
     reasons = _obstacles(first, second, by, names)
     if parity_failure is not None:
         reasons.append(parity_failure)
-    has_windows = all(len(run.images_per_s) >= MIN_WINDOWS for run in [*first, *second])
     interval = None
-    if has_windows:
+    if all(len(run.images_per_s) >= MIN_WINDOWS for run in [*first, *second]):
         interval = interval_of_runs([run.images_per_s for run in first], [run.images_per_s for run in second])
     verdict = "not_comparable" if reasons or interval is None else verdict_of(interval)
     waits_pct = [statistics.median(run.data_wait_pct for run in runs) for runs in (first, second)]
     is_loader_bound = max(waits_pct) >= LOADER_BOUND_PCT
     if is_loader_bound:
-        reasons.append(_loader_note(waits_pct, names))
+        reasons.append(
+            f"loader-bound: the step waited for its batch {waits_pct[0]:.0f} % ({names[0]}) and {waits_pct[1]:.0f} % "
+            f"({names[1]}) of the time; use more data.workers, a local disk, or data=synthetic"
+        )
         verdict = "not_comparable" if verdict == "no_difference" else verdict
     return Pair(
         held_equal=_shown(first[0], second[0], by),
@@ -119,7 +121,7 @@ def compare_pair(
         verdict=verdict,
         bottleneck="loader" if is_loader_bound else "compute",
         loss_gap=_loss_gap(first, second),
-        notes=reasons + _remarks(first, second, by) + _interval_remarks(interval, verdict),
+        notes=reasons + _remarks(first, second, by, interval, verdict),
     )
 
 
@@ -129,29 +131,22 @@ def differences(first: Run, second: Run, by: str) -> list[tuple[str, Any, Any]]:
     return [(key, one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)]
 
 
-# --- what must be equal -----------------------------------------------------------------------------------------------
-
-
-def _affects(key: str) -> str:
-    """`speed`, `loss` or `nothing`; a setting of another version of the program may affect the speed."""
-    return str(_FIELDS[key].metadata["affects"]) if key in _FIELDS else "speed"
+def _settings(run: Run, affects: str) -> dict[str, Any]:
+    """The settings that affect the "speed" (unknown ones may), or the "loss" but not the speed."""
+    return {
+        key: value
+        for key, value in run.settings.items()
+        if (_FIELDS[key].metadata["affects"] if key in _FIELDS else "speed") == affects
+    }
 
 
 def _held_equal(run: Run, by: str) -> dict[str, Any]:
     """Everything that must be equal for speeds to be compared."""
-    values = {key: value for key, value in run.settings.items() if _affects(key) == "speed" and key != "nproc"}
-    values |= {name: run.summary[name] for name in _FACTS if name in run.summary}
-    if "batch_size" not in values and "global_batch_size" in run.summary:
-        values["global_batch_size"] = run.summary["global_batch_size"]
+    values = _settings(run, "speed") | {name: run.summary[name] for name in _FACTS if name in run.summary}
+    if "batch_size" not in values:
+        values["global_batch_size"] = run.summary.get("global_batch_size")
     values |= {f"environment.{name}": value for name, value in (run.summary.get("environment") or {}).items()}
-    for key in (by, *_DEPENDENT.get(by, ())):
-        values.pop(key, None)
-    return values
-
-
-def _training_settings(run: Run) -> dict[str, Any]:
-    """Settings that affect the loss but not the speed, such as the seed."""
-    return {key: value for key, value in run.settings.items() if _affects(key) == "loss"}
+    return {key: value for key, value in values.items() if key not in (by, "nproc", *_DEPENDENT.get(by, ()))}
 
 
 def _shown(first: Run, second: Run, by: str) -> dict[str, Any]:
@@ -164,9 +159,6 @@ def _shown(first: Run, second: Run, by: str) -> dict[str, Any]:
     return shown
 
 
-# --- pairing ----------------------------------------------------------------------------------------------------------
-
-
 def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:
     """The repeats (and seeds) that both sides have: they ran next to each other, which cancels drift.
 
@@ -174,7 +166,7 @@ def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run],
     """
 
     def by_repeat(runs: list[Run]) -> dict[str, Run]:
-        return {json.dumps([run.repeat, _training_settings(run)], default=str): run for run in runs}
+        return {json.dumps([run.repeat, _settings(run, "loss")], default=str): run for run in runs}
 
     sides = by_repeat(baseline), by_repeat(candidate)
     common = [key for key in sides[0] if key in sides[1]]
@@ -194,30 +186,23 @@ def _most_similar(single: Sequence[list[Run]], by: str) -> list[tuple[list[Run],
     couples = []
     rest = sorted(single, key=lambda runs: _baseline_first(str(runs[0].settings.get(by))))
     while rest:
-        first = rest.pop(0)
-        partners = [
-            other
-            for other in rest
-            if other[0].settings.get(by) != first[0].settings.get(by)
-            and other[0].fact("model") == first[0].fact("model")
-        ]
+        baseline = rest.pop(0)
+        value, model = baseline[0].settings.get(by), baseline[0].fact("model")
+        partners = [runs for runs in rest if runs[0].settings.get(by) != value and runs[0].fact("model") == model]
         if partners:
-            best = min(partners, key=lambda other: len(differences(first[0], other[0], by)))
+            best = min(partners, key=lambda runs: len(differences(baseline[0], runs[0], by)))
             rest.remove(best)
-            couples.append((first, best))
+            couples.append((baseline, best))
     return couples
 
 
 def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     """`contiguous` and `channels_last` for layouts, else `precision=bf16`; equal names get an A and a B."""
-    names = [f"{by}={_text(run.settings.get(by))}" for run in (first, second)]
-    if by == "channels_last":
-        layouts = {"false": "contiguous", "true": "channels_last"}
-        names = [
-            layouts.get(_text(run.settings.get(by)).lower(), f"auto ({run.fact('memory_format')})")
-            for run in (first, second)
-        ]
-    return (names[0], names[1]) if names[0] != names[1] else (f"{names[0]} A", f"{names[1]} B")
+    layouts = {"false": "contiguous", "true": "channels_last"} if by == "channels_last" else {}
+    one, other = (
+        layouts.get(value, f"{by}={value}") for value in (_text(run.settings.get(by)) for run in (first, second))
+    )
+    return (one, other) if one != other else (f"{one} A", f"{other} B")
 
 
 # --- what a reader must know -----------------------------------------------------------------------------------------
@@ -235,61 +220,39 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     asked = [run.settings.get(by) for run in (baseline, candidate)]
     used = [run.summary.get(_OUTCOME.get(by, "")) for run in (baseline, candidate)]
     if None in asked:
-        obstacles.append(
-            f"{by} is unknown of {' and '.join(run.folder.name for run in runs if not run.settings.get(by))}"
-        )
+        obstacles.append(f"{by} of {(baseline, candidate)[asked.index(None)].folder.name} is unknown")
     elif asked[0] != asked[1] and used[0] == used[1] is not None:
-        obstacles.append(f"both sides ran with {_OUTCOME[by]} {used[0]}, so there is nothing to compare")
-    short = [run for run in runs if len(run.images_per_s) < MIN_WINDOWS]
-    if short:
+        obstacles.append(f"both sides ran with {_OUTCOME[by]} {used[0]}")
+    obstacles += [
+        f"{run.folder.name} has {len(run.images_per_s)} windows after warm-up, not {MIN_WINDOWS}: use more steps or a "
+        "smaller log_every"
+        for run in runs
+        if len(run.images_per_s) < MIN_WINDOWS
+    ]
+    gap_h = max(_gap_h(one, other) for one, other in zip(first, second, strict=True))
+    if gap_h > MAX_GAP_H:
+        obstacles.append(f"the runs lie {gap_h:.0f} hours apart: repeat them on the same day")
+    busy = [max((run.others_pct or 0.0) for run in side) for side in (first, second)]
+    on_cpu = baseline.fact("device") == "cpu"  # a GPU's speed suffers less, and equally if both sides are disturbed
+    if max(busy) >= TOO_BUSY_PCT and (on_cpu or abs(busy[0] - busy[1]) >= TOO_BUSY_PCT):
         obstacles.append(
-            f"{short[0].folder.name} has {len(short[0].images_per_s)} windows after warm-up, {MIN_WINDOWS} are needed: "
-            "use more steps (epochs, max_steps) or a smaller log_every"
+            f"other processes took up to {busy[0]:.0f} % ({names[0]}) and {busy[1]:.0f} % ({names[1]}) of the CPU cores"
         )
-    gaps_h = [_gap_h(one, other) for one, other in zip(first, second, strict=True)]
-    if max(gaps_h) > MAX_GAP_H:
-        obstacles.append(f"the runs lie {_hours(max(gaps_h))} apart: repeat them on the same day")
-    return obstacles + _load_obstacles(first, second, names)
+    return obstacles
 
 
 def _gap_h(one: Run, other: Run) -> float:
-    """Hours between the end of the earlier run and the start of the later one; 0 where unknown."""
-    if one.started_at is None or other.started_at is None:
-        return 0.0
-    earlier, later = (one, other) if one.started_at <= other.started_at else (other, one)
-    return max(0.0, (later.started_at or 0.0) - (earlier.ended_at or earlier.started_at or 0.0)) / 3600
+    """Hours between the end of the earlier run and the start of the later one; 0 if unknown."""
+    times = sorted((run.started_at, run.ended_at) for run in (one, other) if run.started_at and run.ended_at)
+    return max(0.0, times[1][0] - times[0][1]) / 3600 if len(times) == 2 else 0.0
 
 
-def _hours(hours: float) -> str:
-    return f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
-
-
-def _load_obstacles(first: list[Run], second: list[Run], names: tuple[str, str]) -> list[str]:
-    """A busy machine makes speeds on the CPU meaningless, and those of a GPU where one side had it to itself."""
-    highest = [max((run.others_pct or 0.0) for run in runs) for runs in (first, second)]
-    on_cpu = first[0].fact("device") == "cpu"
-    if max(highest) < TOO_BUSY_PCT or not (on_cpu or abs(highest[0] - highest[1]) >= TOO_BUSY_PCT):
-        return []
-    return [
-        f"other processes took up to {highest[0]:.0f} % ({names[0]}) and {highest[1]:.0f} % ({names[1]}) of the CPU "
-        "cores during the runs: use a quiet machine"
-    ]
-
-
-def _loader_note(waits_pct: Sequence[float], names: tuple[str, str]) -> str:
-    return (
-        f"loader-bound: the step waited for its batch {waits_pct[0]:.0f} % ({names[0]}) and {waits_pct[1]:.0f} % "
-        f"({names[1]}) of the time, so the speeds are mostly the loader's; use more data.workers, a local disk, or "
-        "data=synthetic"
-    )
-
-
-def _remarks(first: list[Run], second: list[Run], by: str) -> list[str]:
+def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> list[str]:
     """What does not prevent a verdict but helps to read it."""
     baseline, candidate = first[0], second[0]
     runs = [*first, *second]
     remarks = []
-    one, other = _training_settings(baseline), _training_settings(candidate)
+    one, other = _settings(baseline, "loss"), _settings(candidate, "loss")
     changed = [key for key in one if key != by and one[key] != other.get(key)]
     if changed:
         remarks.append(f"the loss gap is not caused by {by} alone: {', '.join(changed)} differs as well")
@@ -297,20 +260,14 @@ def _remarks(first: list[Run], second: list[Run], by: str) -> list[str]:
         remarks.append(f"both sides have the same {by}")
     if by == "channels_last" and baseline.settings.get("compile"):
         remarks.append("compiled: the compiler may use channels_last convolutions on the contiguous side too")
-    loads = [run.others_pct for run in runs]
-    if None in loads:
+    if any(run.others_pct is None for run in runs):
         remarks.append("how busy the machine was is unknown: summary.json has no others_pct")
-    busiest = max(load or 0.0 for load in loads)
+    busiest = max(run.others_pct or 0.0 for run in runs)
     if BUSY_PCT <= busiest < TOO_BUSY_PCT:
         remarks.append(f"other processes took up to {busiest:.0f} % of the CPU cores during the runs")
     stopped = [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]
     if stopped:
         remarks.append(f"interrupted before the end: {', '.join(stopped)}")
-    return remarks
-
-
-def _interval_remarks(interval: Interval | None, verdict: str) -> list[str]:
-    remarks = []
     if interval is not None and interval.n == 1 and verdict != "not_comparable":
         remarks.append("one run per side: the interval allows for drift between them; repeats=3 narrows it")
     if interval is not None and verdict == "no_difference" and interval.width > 5 * SMALLEST_DIFFERENCE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from cl_train.comparison.chart import write_chart
 from cl_train.comparison.dashboard import write_dashboard
 from cl_train.comparison.pairs import Pair, compare_runs, compare_two
 from cl_train.comparison.run_records import Run, read_run
-from cl_train.comparison.sweep_plan import read_sweep, runs_of_sweep
+from cl_train.comparison.sweep_plan import Job, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.system.files import write_json, write_text
 
@@ -59,26 +59,27 @@ def compare_folders(
     Raises:
         ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
     """
-    failed: list[FailedJob] = []
     first = folders[0]
+    runs, failed = [], []
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")
     if len(folders) > 1:
         runs = [read_run(folder) for folder in folders]
-    elif (first / "sweep.json").is_file():
-        sweep = read_sweep(first)
-        runs, unfinished = runs_of_sweep(sweep)
-        failed = [FailedJob(job.number, " ".join(job.overrides), why) for job, why in unfinished]
-        by = by or sweep.compare_by
     else:
-        runs = []
-        for number, path in enumerate(sorted(first.glob("*/metrics.jsonl"))):
-            try:
-                runs.append(read_run(path.parent))
-            except ConfigError as error:
-                failed.append(FailedJob(number, path.parent.name, str(error)))
-        if len(runs) + len(failed) < 2:
+        names = sorted(path.parent.name for path in first.glob("*/metrics.jsonl"))
+        jobs = [Job(number, name, [name], status="completed") for number, name in enumerate(names)]
+        if (first / "sweep.json").is_file():
+            sweep = read_sweep(first)
+            jobs, by = sweep.jobs, by or sweep.compare_by
+        elif len(jobs) < 2:
             raise ConfigError(f"{first}: neither a sweep (sweep.json) nor a folder of two or more runs")
+        for job in jobs:
+            try:
+                if job.status != "completed":
+                    raise ConfigError(job.why or job.status)
+                runs.append(replace(read_run(first / job.name), repeat=job.repeat))
+            except ConfigError as error:
+                failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
     by = by or "channels_last"
     if len(folders) == 2:
         pairs = [compare_two(runs[0], runs[1], by, parity_failures)]
@@ -90,7 +91,7 @@ def compare_folders(
     for missing in failed:
         print(f"not finished: job {missing.job} ({missing.overrides}): {missing.why}")
     if show_table:
-        print(as_markdown(report))
+        print((target / "comparison.md").read_text(encoding="utf-8"))
     print(f"{verdict} Report: {target / 'comparison.md'}", flush=True)
     return report
 
@@ -99,16 +100,12 @@ def write_report(report: Report, folder: Path) -> str:
     """Write all files of the report and its TensorBoard page into `folder`; returns the verdict in one sentence."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(pair) for pair in report.pairs]
+    labels = [label_of(pair, report.pairs) for pair in report.pairs]
     verdict = verdict_sentence(report)
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "verdict": verdict,
-        "pairs": rows,
-        "failed": [asdict(job) for job in report.failed],
-    }
+    failed = [asdict(job) for job in report.failed]
+    document = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "pairs": rows, "failed": failed}
     write_json(folder / "comparison.json", document, indent=2)
     _write_csv(rows, folder / "comparison.csv")
-    labels = [label_of(pair, report.pairs) for pair in report.pairs]
     has_chart = write_chart(report.pairs, labels, folder / "comparison.png")
     text = as_markdown(report, has_chart=has_chart)
     write_text(folder / "comparison.md", text)
@@ -222,9 +219,6 @@ def label_of(pair: Pair, pairs: Sequence[Pair]) -> str:
 def as_markdown(report: Report, *, has_chart: bool = False) -> str:
     pairs = report.pairs
     lines = ["# Comparison", "", verdict_sentence(report), ""]
-    loader_bound = sum(pair.bottleneck == "loader" for pair in pairs)
-    if loader_bound:
-        lines += [f"**Loader-bound: {loader_bound} of {len(pairs)} pairs.** Their speeds are mostly the loader's.", ""]
     if pairs:
         lines += _table(pairs)
         chart = "![speed ratios with 95 % intervals](comparison.png)"
@@ -246,22 +240,19 @@ def _table(pairs: Sequence[Pair]) -> list[str]:
     """One row per pair; the names of both sides are in the header if they are the same for all."""
     names = {(pair.baseline, pair.candidate) for pair in pairs}
     sides = f": {' / '.join(next(iter(names)))}" if len(names) == 1 else ""
-    columns = ["", *([] if sides else ["baseline", "candidate"]), f"images/s{sides}", "ratio [95 %]", "runs per side"]
-    columns += ["verdict", "loss gap", f"peak memory GiB{sides}", "bottleneck"]
+    columns = ["", f"images/s{sides}", "ratio [95 %]", "runs per side", "verdict", "loss gap"]
+    columns += ["peak memory GiB", "bottleneck"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for pair in pairs:
-        interval = pair.interval if pair.is_comparable else None
-        speeds = [_number(median_speed(runs), 1) for runs in (pair.baseline_runs, pair.candidate_runs)]
-        memory = [_number(_peak_memory_gib(runs), 2) for runs in (pair.baseline_runs, pair.candidate_runs)]
+    for pair, row in zip(pairs, map(_row, pairs), strict=True):
+        low, high = row["ci95"] or (0, 0)
         cells = [
             label_of(pair, pairs),
-            *([] if sides else [pair.baseline, pair.candidate]),
-            " / ".join(speeds),
-            f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if interval else "-",
-            str(len(pair.baseline_runs)),
+            f"{_number(row['baseline_images_per_s'], 1)} / {_number(row['candidate_images_per_s'], 1)}",
+            f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]" if pair.is_comparable else "-",
+            str(row["n"]),
             f"**{pair.verdict.replace('_', ' ')}**",
-            "-" if pair.loss_gap is None else f"{pair.loss_gap:+.4f}",
-            " / ".join(memory),
+            _number(pair.loss_gap, 4),
+            f"{_number(row['baseline_peak_memory_gib'], 2)} / {_number(row['candidate_peak_memory_gib'], 2)}",
             pair.bottleneck,
         ]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
@@ -269,11 +260,10 @@ def _table(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _equal_for_all(pairs: Sequence[Pair]) -> list[str]:
-    """What no pair differs in, once, instead of a column each."""
     equal = [
         f"{key} {'auto' if value is None else value}"
         for key, value in pairs[0].held_equal.items()
-        if all(key in pair.held_equal and pair.held_equal[key] == value for pair in pairs)
+        if all(pair.held_equal.get(key, "differs") == value for pair in pairs)
     ]
     return [f"Equal for all: {', '.join(equal)}.", ""] if equal else []
 
@@ -283,10 +273,12 @@ def _notes(pairs: Sequence[Pair]) -> list[str]:
     common = [note for note in pairs[0].notes if all(note in pair.notes for pair in pairs)] if len(pairs) > 1 else []
     sections = [("All pairs", common)]
     sections += [(label_of(pair, pairs), [note for note in pair.notes if note not in common]) for pair in pairs]
-    lines = []
-    for title, notes in sections:
-        lines += [f"**{title}**", "", *(f"- {note}" for note in notes), ""] if notes else []
-    return lines
+    return [
+        line
+        for title, notes in sections
+        if notes
+        for line in (f"**{title}**", "", *(f"- {note}" for note in notes), "")
+    ]
 
 
 def _number(value: float | None, digits: int) -> str:

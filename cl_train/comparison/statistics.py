@@ -77,13 +77,9 @@ def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Se
     """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s) of pair k.
 
     Windows of one run are correlated: a run that starts in a slow period is slow throughout. The interval therefore
-    depends on the number of runs, not on the number of windows. The variance of a pair has two estimates:
-
-    - within runs, with `PRIOR_DEGREES` degrees of freedom: the variance of the log medians of four segments of each
-      run, *not* divided by four (drift within a run is at least as large between runs), plus `PROCESS_SPREAD` squared;
-    - between pairs, with as many degrees of freedom as there are pairs, less one.
-
-    They are pooled as in a moderated t test (Smyth 2004). One pair has the first estimate only, hence a wide interval.
+    depends on the number of runs. As in a moderated t test (Smyth 2004) two variances of a pair are pooled: within runs
+    (of the log medians of four segments, *not* divided by four, plus `PROCESS_SPREAD` squared; `PRIOR_DEGREES` degrees
+    of freedom) and between the pairs. One pair has the first only, hence a wide interval.
 
     Raises:
         ValueError: unequal numbers of runs, or a run with fewer than `MIN_WINDOWS` windows.

@@ -31,7 +31,6 @@ LOG_NAME = "job.log"
 GRACE_S = 20.0  # a stopped job saves a checkpoint before it ends
 _REFRESH_S = 1.0
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-_REFUSAL = "torchrun cannot start a sweep: run `python train.py -m nproc=N ...`, which starts each job under torchrun"
 _ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt|Fault|Exit)\b.*|.*\bthe run failed: .*)"
 )
@@ -52,20 +51,16 @@ def run_sweep(arguments: Sequence[str], program: Sequence[str] = ("-m", "cl_trai
         program: what the process of a job runs; tests replace it.
 
     Returns:
-        The exit code: 0, 1 if a job failed, 2 under torchrun, 128 + n after signal n (the comparison is written too).
+        The exit code: 0, 1 if a job failed, 128 + n after signal n (the comparison is written too).
 
     Raises:
-        ConfigError: as `plan_sweep`, or another process runs this sweep.
+        ConfigError: as `plan_sweep`, started by torchrun, or another process runs this sweep.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(_REFUSAL, file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one exits, and that must be the one with the message
-        return 2
+        raise ConfigError("torchrun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun")
     sweep = plan_sweep(arguments)
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    signum = 0
+    signum = None
     try:
         with lock_file(sweep.folder / ".sweep.lock"):
             sweep.save()
@@ -77,17 +72,13 @@ def run_sweep(arguments: Sequence[str], program: Sequence[str] = ("-m", "cl_trai
             compare_folders([sweep.folder])
     except LockHeld as holder:
         raise ConfigError(f"another process runs the sweep in {sweep.folder} ({holder}): stop it first") from None
-    if signum:
+    if signum is not None:
         return 128 + signum
     return 0 if all(job.status == "completed" for job in sweep.jobs) else 1
 
 
 def _run_jobs(sweep: Sweep, program: Sequence[str]) -> None:
-    """Run the pending jobs.
-
-    Raises:
-        Stopped: by a signal; the job that was running has ended.
-    """
+    """Run the pending jobs. Raises `Stopped` after a signal; the job that was running has ended then."""
     waiting = [job for job in sweep.jobs if job.status == "pending"]
     print(f"sweep of {len(sweep.jobs)} jobs, {len(waiting)} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
     started_at = time.monotonic()
@@ -102,29 +93,17 @@ def _run_jobs(sweep: Sweep, program: Sequence[str]) -> None:
             job.status, job.why = "interrupted", f"stopped by {error}"
         job.seconds = round(time.monotonic() - job_started_at, 1)
         sweep.save()
-        remaining_s = (time.monotonic() - started_at) / count * (len(waiting) - count)
-        left = f"; about {_duration(remaining_s)} left" if count < len(waiting) and not stopped else ""
-        _show(f"{title}: {job.status} in {_duration(job.seconds)}{_outcome(job, sweep)}{left}", is_final=True)
+        outcome = f" ({job.why})" if job.why else ""
+        with suppress(ConfigError):
+            speed = None if job.why else median_speed([read_run(sweep.folder / job.name)])
+            outcome += f", {speed:.1f} images/s" if speed else ""
+        if count < len(waiting) and not stopped:
+            remaining_s = (time.monotonic() - started_at) / count * (len(waiting) - count)
+            outcome += f"; about {_duration(remaining_s)} left"
+        clear = "\r\x1b[K" if sys.stdout.isatty() else ""
+        print(f"{clear}{title}: {job.status} in {_duration(job.seconds)}{outcome}", flush=True)
         if stopped:
             raise stopped
-
-
-def _outcome(job: Job, sweep: Sweep) -> str:
-    if job.why:
-        return f" ({job.why})"
-    with suppress(ConfigError):
-        speed = median_speed([read_run(sweep.folder / job.name)])
-        return f", {speed:.1f} images/s" if speed else ""
-    return ""
-
-
-def _show(line: str, *, is_final: bool = False) -> None:
-    """One line per job: on a terminal it is rewritten while the job runs, elsewhere only the final one is printed."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r\x1b[K{line if is_final else line[:width]}", end="\n" if is_final else "", flush=True)
-    elif is_final:
-        print(line, flush=True)
 
 
 @contextmanager
@@ -148,23 +127,26 @@ def _signals_as_exceptions() -> Iterator[None]:
 def _run_job(job: Job, sweep: Sweep, program: Sequence[str], title: str) -> None:
     """Run one job to its end, and record its status, exit code (-n for signal n) and the reason of a failure.
 
-    It has its own process group, because Ctrl-C in a terminal must reach it once, from here, and it ends with this
-    process: a job must not go on unwatched.
+    It has its own process group, because Ctrl-C in a terminal must reach it once, from here. It is stopped when this
+    process is killed: a job must not go on unwatched.
     """
     folder = sweep.folder / job.name
-    has_checkpoint = _prepare_folder(job, folder)
-    if has_checkpoint is None:
-        job.status = "failed"
+    if folder.exists() and not job.is_started:
+        job.status, job.why = "failed", f"{folder} exists already, and this sweep has not created it"
         return
-    job.status, job.is_started = "running", True
-    sweep.save()
     folder.mkdir(exist_ok=True)
+    with lock_file(folder / ".lock", waiting_for=f"the end of an earlier {job.name}"):
+        has_checkpoint = any((folder / "checkpoints").glob("*.pt"))
     command = [sys.executable]
     if job.nproc > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
     command += [*program, *_continued(job.overrides, folder), f"hydra.run.dir={quoted(folder.absolute())}"]
     if has_checkpoint and not any(word.startswith("resume=") for word in job.overrides):
         command.append("resume=auto")
+    elif job.is_started and not has_checkpoint:
+        command.append("overwrite=true")
+    job.status, job.is_started = "running", True
+    sweep.save()
     path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     with open(folder / LOG_NAME, "ab") as output:
         process = subprocess.Popen(
@@ -181,37 +163,12 @@ def _run_job(job: Job, sweep: Sweep, program: Sequence[str], title: str) -> None
         except Stopped as stop:
             _end(process, stop.signum)
             raise
-    _set_status(job, folder / LOG_NAME)
-
-
-def _prepare_folder(job: Job, folder: Path) -> bool | None:
-    """Empty the folder of an attempt without a checkpoint; otherwise its events would appear as this run's.
-
-    Returns:
-        Whether there is a checkpoint to continue from; None if this sweep must not use the folder (see `job.why`).
-    """
-    if not folder.exists():
-        return False
-    if not job.is_started:
-        job.why = f"{folder} exists already, and this sweep has not created it"
-        return None
-    deadline = time.monotonic() + GRACE_S  # a job whose launcher was killed is saving its checkpoint
-    while True:
-        try:
-            with lock_file(folder / ".lock"):
-                if any((folder / "checkpoints").glob("*.pt")):
-                    return True
-                for path in folder.iterdir():
-                    if path.is_dir() and not path.is_symlink():
-                        shutil.rmtree(path)
-                    elif path.name != ".lock":
-                        path.unlink()
-                return False
-        except LockHeld as holder:
-            if time.monotonic() > deadline:
-                job.why = f"{holder} still writes to {folder}"
-                return None
-            time.sleep(0.2)
+    if job.exit_code == 0:
+        job.status = "completed"
+    elif job.exit_code in (130, 143):
+        job.status, job.why = "interrupted", f"the job was stopped by a signal (exit code {job.exit_code})"
+    else:
+        job.status, job.why = "failed", _reason(job.exit_code, folder / LOG_NAME)
 
 
 def _continued(overrides: Sequence[str], folder: Path) -> list[str]:
@@ -224,58 +181,37 @@ def _continued(overrides: Sequence[str], folder: Path) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, title: str) -> int:
-    """Wait for a job and show the last line of its training."""
+    """Wait for a job; on a terminal, show the last line of its training."""
     while True:
         try:
             return process.wait(_REFRESH_S)
         except subprocess.TimeoutExpired:
-            lines = [line for line in _last_lines(log) if line.startswith("Epoch:")] or ["starting"]
-            _show(f"{title}: {lines[-1]}")
+            if sys.stdout.isatty():
+                lines = [line for line in _last_lines(log) if line.startswith("Epoch:")] or ["starting"]
+                width = shutil.get_terminal_size().columns - 1
+                print(f"\r\x1b[K{f'{title}: {lines[-1]}'[:width]}", end="", flush=True)
 
 
 def _end(process: subprocess.Popen[bytes], signum: int) -> None:
-    """Pass the signal on, so that the job can save; after `GRACE_S`, or a second signal, kill it and its children."""
+    """Pass the signal on, so that the job can save; after `GRACE_S`, or a second signal, kill it."""
     process.send_signal(signal.SIGTERM if signum == signal.SIGHUP else signum)
     try:
         process.wait(GRACE_S)
     except (subprocess.TimeoutExpired, Stopped):
-        for pid in [*_descendants(process.pid), process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        process.kill()  # which stops its ranks and workers
         process.wait()
 
 
-def _descendants(pid: int) -> list[int]:
-    """Processes below `pid` (Linux): torchrun's workers have sessions of their own, so killing a group misses them."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                child = int(path.parent.name)
-                found += [*_descendants(child), child]
-    return found
-
-
-def _set_status(job: Job, log: Path) -> None:
-    if job.exit_code == 0:
-        job.status = "completed"
-    elif job.exit_code in (130, 143):
-        job.status, job.why = "interrupted", f"the job was stopped by a signal (exit code {job.exit_code})"
-    else:
-        job.status, job.why = "failed", _reason(job, log)
-
-
-def _reason(job: Job, log: Path) -> str:
+def _reason(exit_code: int, log: Path) -> str:
     """The signal, or the last line of the log that looks like an error."""
-    assert job.exit_code is not None
-    if job.exit_code < 0:
-        name = signal.Signals(-job.exit_code).name
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
         return f"killed by {name}{', often because memory ran out (see dmesg)' if name == 'SIGKILL' else ''}"
     lines = _last_lines(log)
     errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
     last = (errors or lines or ["no output"])[-1]
     words = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
-    return f"{'out of memory: ' if any(word in last for word in words) else ''}{last[:300]} (exit code {job.exit_code})"
+    return f"{'out of memory: ' if any(word in last for word in words) else ''}{last[:300]} (exit code {exit_code})"
 
 
 def _last_lines(log: Path) -> list[str]:

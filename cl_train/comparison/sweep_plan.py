@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from cl_train.comparison.run_records import Run, read_run
 from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
 from cl_train.config.schema import Config, ConfigError
@@ -62,23 +61,21 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
     own = {_key(word): word for word in fixed if _key(word) in MULTIRUN_KEYS}
     folders = [word for word in fixed if _key(word) == "hydra.sweep.dir"]
     words = [word for word in fixed if word not in [*own.values(), *folders]]
-    problems = [
-        f"{_key(axis[0])} belongs to the whole sweep and takes one value"
-        for axis in varying
-        if _key(axis[0]) in ("repeats", "resume_sweep", "compare_by")
-    ]
-    problems += [
-        f"{_key(axis[0])}: a value is listed twice; repeats=2 runs every job twice"
-        for axis in varying
-        if len(set(axis)) < len(axis)
-    ]
+    problems = []
+    for axis in varying:
+        if _key(axis[0]) in MULTIRUN_KEYS and _key(axis[0]) != "nproc":
+            problems.append(f"{_key(axis[0])} belongs to the whole sweep and takes one value")
+        if len(set(axis)) < len(axis):
+            problems.append(f"{_key(axis[0])}: a value is listed twice; repeats=2 runs every job twice")
     if any(_key(word) == "hydra.run.dir" for word in fixed):
         problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
     if problems:
         raise ConfigError(problems)
     settings = settings_from_arguments(Config, list(own.values()))
     if settings.resume_sweep is not None:
-        return _resumed_sweep(Path(settings.resume_sweep), words, varying, settings)
+        if words or varying:
+            raise ConfigError("resume_sweep runs what is missing in a sweep: leave out the other settings")
+        return _resumed_sweep(Path(settings.resume_sweep))
     jobs = _plan_jobs(words, varying, settings)
     folder = hydra_folder(folders, "sweep")
     if (folder / "sweep.json").is_file():
@@ -138,13 +135,8 @@ def _most_windows(cfg: Config, nproc: int) -> int:
     return sum(start >= cfg.warmup_steps for start in [0, *ends[:-1]])
 
 
-def _resumed_sweep(folder: Path, words: Sequence[str], varying: Sequence[Sequence[str]], settings: Config) -> Sweep:
+def _resumed_sweep(folder: Path) -> Sweep:
     sweep = read_sweep(folder)
-    asked = [job.overrides for job in _plan_jobs(words, varying, settings)] if words or varying else None
-    if asked not in (None, [job.overrides for job in sweep.jobs]):
-        raise ConfigError(
-            f"resume_sweep={folder}: the settings given with it are not those of that sweep; leave them out"
-        )
     for job in sweep.jobs:
         job.is_started = job.is_started or job.status != "pending"
         if job.status != "completed":
@@ -170,17 +162,3 @@ def read_sweep(folder: Path) -> Sweep:
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as the record of a sweep: {str(error)[:200]}") from None
-
-
-def runs_of_sweep(sweep: Sweep) -> tuple[list[Run], list[tuple[Job, str]]]:
-    """The runs of completed jobs, and the other jobs with the reason why they cannot be compared."""
-    runs, unfinished = [], []
-    for job in sweep.jobs:
-        if job.status != "completed":
-            unfinished.append((job, job.why or job.status))
-            continue
-        try:
-            runs.append(replace(read_run(sweep.folder / job.name), repeat=job.repeat))
-        except ConfigError as error:
-            unfinished.append((job, str(error)))
-    return runs, unfinished
