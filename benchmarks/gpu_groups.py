@@ -37,7 +37,7 @@ from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.timing import timed_s, wait_for
-from cl_train.training.setup import build_train_state
+from cl_train.training.build import build_train_state
 
 ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE = 1e-4

@@ -31,8 +31,8 @@ from cl_train.step.optim import set_lr
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.training.batch_size import settle_batch_size
+from cl_train.training.build import build_train_state
 from cl_train.training.run_state import TrainState, collect, restore
-from cl_train.training.setup import build_train_state
 from tests.conftest import Run
 
 pytestmark = [

@@ -227,7 +227,7 @@ class Config:
     )
     cuda_graph: str = setting(
         "false",
-        "replay the whole step as one CUDA graph; auto = if kernel launches limit the step",
+        "replay the whole step as one CUDA graph; auto = on a GPU, in one process, if no setting conflicts",
         choices=("true", "false", "auto"),
     )
     conversion: str = setting(

@@ -13,8 +13,6 @@ graphs.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -24,14 +22,11 @@ import torch
 from cl_train.data.batch import Batch
 from cl_train.step.train_step import StepParts, StepSums, train_step
 
-log = logging.getLogger(__name__)
-
 Work = Callable[[], torch.Tensor]
 Replay = Callable[[], object]
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with events that cannot be recorded
-LAUNCH_BOUND = 0.7  # a graph pays off if the host needs more than this share of a step to launch it
 
 
 class Recorder(Protocol):
@@ -43,10 +38,6 @@ class Recorder(Protocol):
 
     def run(self, work: Work) -> torch.Tensor:
         """Run `work` eagerly on the stream of the recording."""
-        ...
-
-    def run_timed(self, work: Work) -> tuple[torch.Tensor, float]:
-        """Run `work`; also the share of its time that the host needs to launch it. The host waits for the device."""
         ...
 
     def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
@@ -72,14 +63,6 @@ class CudaRecorder:
         current.wait_stream(self.stream)
         return result
 
-    def run_timed(self, work: Work) -> tuple[torch.Tensor, float]:
-        torch.cuda.synchronize(self.device)
-        started_at = time.perf_counter()
-        result = self.run(work)
-        launched_at = time.perf_counter()
-        torch.cuda.synchronize(self.device)
-        return result, (launched_at - started_at) / (time.perf_counter() - started_at)
-
     def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the threads of the loader and of NCCL call CUDA during the recording.
@@ -96,9 +79,6 @@ class HostRecorder:
 
     def run(self, work: Work) -> torch.Tensor:
         return work()
-
-    def run_timed(self, work: Work) -> tuple[torch.Tensor, float]:
-        return work(), 1.0
 
     def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
         result = torch.empty(0)
@@ -119,8 +99,6 @@ class GraphedCall:
     Args:
         work: launches work on the device and never waits for it.
         tensors: every tensor that `work` uses and that outlives a call.
-        only_if_launch_bound: measure the last warm-up call, for which the host waits once, and stay eager if launching
-            the work is not what limits it.
     """
 
     def __init__(
@@ -130,15 +108,12 @@ class GraphedCall:
         recorder: Recorder,
         *,
         warm_up: int = WARM_UP_STEPS,
-        only_if_launch_bound: bool = False,
     ) -> None:
         assert warm_up >= 1, "cuDNN, the optimizer and the allocator must run once before a recording"
         self._work = work
         self._tensors = tensors
         self._recorder = recorder
         self._warm_up = self._eager_calls_left = warm_up
-        self._measure_launch = only_if_launch_bound
-        self._stay_eager = False
         self._recorded: tuple[torch.Tensor, Replay] | None = None
         self._addresses: list[int] = []
 
@@ -149,24 +124,15 @@ class GraphedCall:
     def __call__(self) -> torch.Tensor:
         if self._recorded is not None and self._addresses != self._current_addresses():
             self._recorded, self._eager_calls_left = None, self._warm_up
-        if self._stay_eager or self._eager_calls_left > 0:
+        if self._eager_calls_left > 0:
             self._eager_calls_left -= 1
-            is_last = self._eager_calls_left == 0
-            return self._run_measured() if self._measure_launch and is_last else self._recorder.run(self._work)
+            return self._recorder.run(self._work)
         if self._recorded is None:
             self._recorded = self._recorder.record(self._work)
             self._addresses = self._current_addresses()
         result, replay = self._recorded
         replay()
         return result.clone()  # the next replay overwrites `result`
-
-    def _run_measured(self) -> torch.Tensor:
-        result, share = self._recorder.run_timed(self._work)
-        self._measure_launch = False
-        self._stay_eager = share < LAUNCH_BOUND
-        decision = "no CUDA graph" if self._stay_eager else "replayed as a CUDA graph from now on"
-        log.info("cuda_graph=auto: the host needs %.0f %% of a step to launch it: %s", 100 * share, decision)
-        return result
 
     def _current_addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors()]
@@ -184,15 +150,12 @@ class GraphedStep:
         recorder: Recorder,
         *,
         warm_up: int = WARM_UP_STEPS,
-        only_if_launch_bound: bool = False,
     ) -> None:
         self._parts = parts
         self._static: list[Batch] = []
         self._model_tensors = [*parts.model.parameters(), *parts.model.buffers()]  # once: finding them costs 0.5 ms
         make_capturable(parts.optimizer, parts.device)
-        self._call = GraphedCall(
-            self._train, self._tensors, recorder, warm_up=warm_up, only_if_launch_bound=only_if_launch_bound
-        )
+        self._call = GraphedCall(self._train, self._tensors, recorder, warm_up=warm_up)
 
     @property
     def is_recorded(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -49,33 +49,29 @@ class Precision:
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
 
 
+_RESOLVED = {
+    "fp32": Precision("fp32"),
+    "tf32": Precision("tf32", tf32=True),
+    "bf16": Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
+    "fp16": Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
+    "fp16_o2": Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
+}
+
+
 def resolve_precision(name: str, device: torch.device) -> Precision:
     """Resolve a `precision=` name for `device`.
 
     auto: fp16 on CUDA with compute capability >= 7.0 (tensor cores), bf16 on a CPU with native bf16, else fp32.
     """
-    reason = ""
-    if name == "auto":
-        name, reason = _fastest(device)
-    if name == "fp16":
-        return Precision(name, autocast_dtype=torch.float16, scales_loss=True, tf32=True, reason=reason)
-    if name == "bf16":
-        return Precision(name, autocast_dtype=torch.bfloat16, tf32=True, reason=reason)
-    if name == "fp16_o2":
-        return Precision(name, scales_loss=True, master_weights=True, tf32=True, reason=reason)
-    assert name in ("fp32", "tf32"), name
-    return Precision(name, tf32=name == "tf32", reason=reason)
-
-
-def _fastest(device: torch.device) -> tuple[str, str]:
+    if name != "auto":
+        return _RESOLVED[name]
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= VOLTA:
-            return "fp16", f"compute capability {capability[0]}.{capability[1]} has fp16 tensor cores"
-        return "fp32", f"compute capability {capability[0]}.{capability[1]} has no tensor cores"
-    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported() and _cpu_has_native_bf16():
-        return "bf16", "this CPU multiplies bf16 natively"
-    return "fp32", "this CPU has no native bf16"
+        has_tensor_cores = torch.cuda.get_device_capability(device) >= VOLTA
+        name, reason = ("fp16", "the GPU has tensor cores") if has_tensor_cores else ("fp32", "no tensor cores")
+    else:
+        is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported() and _cpu_has_native_bf16()
+        name, reason = ("bf16", "the CPU has native bf16") if is_native else ("fp32", "no native bf16 on this CPU")
+    return replace(_RESOLVED[name], reason=reason)
 
 
 def _cpu_has_native_bf16() -> bool:
@@ -90,21 +86,23 @@ def _cpu_has_native_bf16() -> bool:
 
 def warnings_for(precision: Precision, device: torch.device) -> list[str]:
     """Why `precision` is a bad choice on `device`, one sentence each; empty if it is not."""
+    is_fp16, is_bf16 = precision.name in ("fp16", "fp16_o2"), precision.name == "bf16"
     if device.type != "cuda":
-        if precision.name in ("fp16", "fp16_o2"):
-            return [f"precision={precision.name} is slow on a CPU; bf16 or fp32 is faster"]
-        if precision.name == "bf16" and not _cpu_has_native_bf16():
-            return ["precision=bf16: this CPU has no native bf16 and emulates it; fp32 is likely to be faster"]
-        return []
-    capability = torch.cuda.get_device_capability(device)
-    if precision.name in ("fp16", "fp16_o2") and capability < VOLTA:
-        return [
-            f"precision={precision.name}: compute capability {capability[0]}.{capability[1]} has no tensor cores "
-            "(Volta, 7.0, was the first), so fp16 saves memory but little time, and channels_last gains nothing"
-        ]
-    if precision.name == "bf16" and capability < (8, 0):
-        return [f"precision=bf16: compute capability {capability[0]}.{capability[1]} emulates bf16; use fp16"]
-    return []
+        warnings = {
+            "fp16 is slow on a CPU; bf16 or fp32 is faster": is_fp16,
+            "this CPU has no native bf16 and emulates it; fp32 is likely to be faster": (
+                is_bf16 and not _cpu_has_native_bf16()
+            ),
+        }
+    else:
+        capability = torch.cuda.get_device_capability(device)
+        warnings = {
+            "no tensor cores before compute capability 7.0: fp16 and channels_last gain little": (
+                is_fp16 and capability < VOLTA
+            ),
+            "bf16 is emulated before compute capability 8.0; use fp16": is_bf16 and capability < (8, 0),
+        }
+    return [f"precision={precision.name}: {text}" for text, applies in warnings.items() if applies]
 
 
 @contextmanager

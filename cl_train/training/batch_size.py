@@ -21,8 +21,8 @@ from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
 from cl_train.system.timing import timed_s
+from cl_train.training.build import build_train_state
 from cl_train.training.run_state import TrainState, tensor_bytes
-from cl_train.training.setup import build_train_state
 
 log = logging.getLogger(__name__)
 

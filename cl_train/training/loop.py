@@ -113,8 +113,6 @@ def train(cfg: Config, folder: Path) -> int:
                 waiting_since = time.perf_counter()
                 micro_batches = list(islice(batches, cfg.accumulate_steps))
                 wait_s = time.perf_counter() - waiting_since
-                if progress.step == 0:
-                    run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
                 set_lr(state.parts.optimizer, run.lr_at(progress.step))
                 run.window.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)

@@ -16,12 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import hparams, image, scalar, text
-from torchvision.utils import make_grid
+from torch.utils.tensorboard.summary import hparams, scalar, text
 
 from cl_train.system.append_file import AppendFile
 from cl_train.system.files import write_json, write_text
@@ -99,19 +97,6 @@ class Tracker:
         write_text(self._folder / "config.yaml", yaml)
         if self._events is not None:
             self._events.add([text("config", "\n".join(f"    {line}" for line in yaml.splitlines()))])
-
-    def write_images(self, images: torch.Tensor, mean: list[float], std: list[float]) -> None:
-        """Show up to 32 images of a training batch in TensorBoard.
-
-        The host waits for the device: the images are copied, once per run.
-
-        Args:
-            images: float [N, 3, H, W], normalised by `mean` and `std`.
-        """
-        if self._events is None or (self._sweep and self._folder and self._sweep[0] != self._folder.name):
-            return
-        pixels = images[:32].float().cpu() * torch.tensor(std).view(1, 3, 1, 1) + torch.tensor(mean).view(1, 3, 1, 1)
-        self._events.add([image("first_batch", make_grid(pixels.clamp(0, 1), nrow=8), dataformats="CHW")])
 
     def write_summary(self, summary: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
         """`summary.json`; with `settings` also the run's row in TensorBoard's HPARAMS table.

@@ -1,8 +1,6 @@
-"""From the configuration to a run that is ready for its first step. Below this file nothing sees the whole `Config`.
+"""From the configuration to a run that is ready for its first step.
 
-The order of building a model matters: build and load, move and cast, convert the memory format; then copy it for the
-EMA, wrap it in DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or the compiled graph in
-the other layout (pytorch/pytorch#47163).
+Here and in `build.py`, which builds the model, the configuration is taken apart: nothing below sees the whole `Config`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import random
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,48 +20,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from cl_train.comparison.auto import choose_memory_format
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import graph_conflict, to_mapping, to_yaml
+from cl_train.config.validation import to_mapping, to_yaml
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import Data, build_data
-from cl_train.memory_format.convert import convert
-from cl_train.memory_format.known_issues import known_issues
 from cl_train.memory_format.layout import layout_digest, model_memory_format
-from cl_train.models import registry as models
-from cl_train.step.cuda_graph import (
-    WARM_UP_STEPS,
-    WARM_UP_STEPS_DDP,
-    CudaRecorder,
-    GraphedStep,
-    HostRecorder,
-    Recorder,
-)
-from cl_train.step.ema import EMA
-from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import (
-    MasterWeights,
     Precision,
-    build_scaler,
-    cast_model,
     kernel_selection,
     resolve_precision,
-    trainable_parameters,
     warnings_for,
 )
 from cl_train.step.schedule import lr_at, scaled_lr
-from cl_train.step.train_step import StepParts, StepSums, train_step
+from cl_train.step.train_step import StepSums
 from cl_train.system.checkpoint_store import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.environment import describe_environment, device_name, git_state
 from cl_train.system.machine_load import MachineLoad
 from cl_train.system.run_folder import check_space
 from cl_train.system.signals import StopRequest
+from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
-from cl_train.training.preflight import check_model_trains
 from cl_train.training.progress import Plan, Progress
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState, tensor_bytes
@@ -94,7 +73,7 @@ class Run:
     progress: Progress
     window: list[StepSums]  # the steps since the last log line
     summary: dict[str, Any]  # becomes summary.json
-    last_window: dict[str, Any] = field(default_factory=dict)  # its record
+    last_window: dict[str, Any] = field(default_factory=dict)  # the record of the last log line
     stop: int = 0  # the signal that ends the run
     advised: bool = False  # advice on data loading is given once per run
 
@@ -107,7 +86,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     """
     load = MachineLoad()
     precision = resolve_precision(cfg.precision, dist.device)
-    use_threads_and_algorithms(cfg, dist)
+    prepare_torch(dist, deterministic=cfg.deterministic)
     # Autotuning pays off because shapes never change: the loader drops the last, smaller batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     summary = describe_run(cfg, precision, dist)
@@ -125,7 +104,9 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
     checkpoints.check()
     if dist.is_main:
-        warn_of_space(folder, state, cfg.checkpoint.keep)
+        copies = 3 if state.ema is None else 4  # weights, up to two moments of the optimizer, EMA
+        for line in check_space(folder, copies * tensor_bytes(state.model.state_dict()), cfg.checkpoint.keep):
+            log.warning("%s", line)
     progress, window = resume(cfg, checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
 
@@ -159,173 +140,12 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     )
 
 
-# --- torch ------------------------------------------------------------------------------------------------------------
-
-
-def use_threads_and_algorithms(cfg: Config, dist: Dist) -> None:
-    """Process-wide switches of torch."""
-    torch.use_deterministic_algorithms(cfg.deterministic)
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
-    if dist.world_size > 1 and dist.device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
-        torch.set_num_threads(max(1, cores // ranks_here))
-
-
-def seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-# --- model ------------------------------------------------------------------------------------------------------------
-
-
-def build_train_state(
-    cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float, *, preflight: bool = True
-) -> TrainState:
-    """Build the model and what trains it, in the order that the head of this file explains.
-
-    Args:
-        preflight: run one step on blank images, see `check_model_trains`.
-
-    Raises:
-        ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
-        TrainingFault: the batch does not fit into memory.
-    """
-    model = build_model(cfg, num_classes, dist)
-    model = cast_model(model.to(dist.device), precision)
-    layout = convert_layout(cfg, model, precision, dist)
-    masters = MasterWeights(model) if precision.master_weights else None
-    ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
-    optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr)
-    scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
-    recorder = graph_recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
-    with nullcontext() if recorder is None else recorder.on_stream():
-        if preflight and not cfg.evaluate_only:
-            check_model_trains(
-                model,
-                precision,
-                DeviceFormat(dist.device, precision.input_dtype, layout),
-                model_name=cfg.model,
-                batch_size=cfg.batch_size,
-                image_size=cfg.data.image_size,
-                num_classes=num_classes,
-            )
-        check_layouts_agree(model, dist)
-        wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
-    trained = compiled(wrapped, cfg.compile_mode) if cfg.compile else wrapped
-    parts = StepParts(
-        trained, optimizer, scaler, precision, dist.device, cfg.label_smoothing, cfg.optim.clip_norm, masters
-    )
-    if recorder is None:
-        return TrainState(model, parts, ema, layout, partial(train_step, parts))
-    warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
-    step = GraphedStep(parts, recorder, warm_up=warm_up, only_if_launch_bound=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, ema, layout, step)
-
-
-def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
-    model = models.build_model(
-        cfg.model,
-        num_classes=num_classes,
-        weights=cfg.weights,
-        image_size=cfg.data.image_size,
-        keep_classifier=cfg.evaluate_only and cfg.resume is None,
-    )
-    models.check_input(model, cfg.model, cfg.batch_size, cfg.data.image_size, training=not cfg.evaluate_only)
-    if cfg.sync_batchnorm and dist.world_size > 1:
-        if dist.device.type != "cuda":
-            raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model
-
-
-def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> torch.memory_format:
-    """Convert `model` in place as `channels_last=` and `conversion=` say; returns the layout of its input."""
-    channels_last, conversion = cfg.channels_last, cfg.conversion
-    if channels_last == "auto":
-        choice = on_main(
-            lambda: choose_memory_format(
-                model,
-                batch_size=cfg.batch_size,
-                image_size=cfg.data.image_size,
-                precision=precision.name,
-                device=dist.device,
-                compile=cfg.compile,
-                compile_mode=cfg.compile_mode,
-                cuda_graph=uses_cuda_graph(cfg, dist),
-                optimizer=cfg.optim.name,
-            ),
-            dist,
-        )
-        log.info("channels_last=auto: %s", choice.reason)
-        channels_last, conversion = str(choice.channels_last).lower(), choice.conversion
-    if channels_last == "false":
-        return torch.contiguous_format
-    for line in known_issues(
-        model, device=dist.device, precision_name=precision.name, sync_batchnorm=cfg.sync_batchnorm
-    ):
-        log.warning("channels_last: %s", line)
-    report = convert(model, conversion, select=cfg.select or None)
-    log.info("channels_last: %s", report)
-    return torch.channels_last
-
-
-def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
-    """Whether steps are recorded; with `auto` only on a GPU, in one process, and if no other setting conflicts."""
-    if cfg.cuda_graph == "auto":
-        return dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
-    return cfg.cuda_graph == "true"
-
-
-def graph_recorder(device: torch.device) -> Recorder:
-    if device.type == "cuda":
-        return CudaRecorder(device)
-    log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
-    return HostRecorder()
-
-
-def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """DDP over the ranks; the model itself for one process.
-
-    Gradients are views of DDP's buckets (one copy less). Buckets take each parameter's strides, so channels_last
-    weights have channels_last gradients without a copy.
-    """
-    if dist.world_size == 1:
-        return model
-    device_ids = [dist.device] if dist.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph
-    )
-
-
-def compiled(model: nn.Module, mode: str) -> nn.Module:
-    """The compiled model for training. The module inside stays eager for evaluation, with DDP and without: it would
-    compile again for evaluation, and once more with dynamic shapes for a smaller last batch.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.compile(mode=mode)  # in place: gradient accumulation needs DDP's own class
-        return model
-    wrapper = torch.compile(model, mode=mode)
-    assert isinstance(wrapper, nn.Module)
-    return wrapper
-
-
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def check_layouts_agree(model: nn.Module, dist: Dist) -> None:
-    """All ranks must have the same names, shapes and strides: DDP broadcasts bytes in storage order, which would
-    permute the weights of a rank with another layout (NVIDIA/physicsnemo#1614).
-    """
-    digests = gather_objects(layout_digest(model), dist)
-    assert len(set(digests)) == 1, f"the ranks built different models or layouts: {digests}"
-
-
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
-    """Ranks with other settings, data or steps would train a mixture, or wait for each other for ever.
+    """Ranks with other settings, data or steps would train a mixture, or wait for each other for ever. With another
+    layout, DDP's broadcast of bytes in storage order has permuted the weights (NVIDIA/physicsnemo#1614).
 
     Raises:
         ConfigError: what differs, with the values of two ranks.
@@ -334,7 +154,8 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
     for key in ("root", "workers", "prefetch", "dataset"):  # may differ between machines
         settings["data"].pop(key, None)
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
-    own = {"settings": digest, "data": data.fingerprint, "step": progress.step, "epoch": progress.epoch}
+    own = {"settings": digest, "data": data.fingerprint, "layout": layout_digest(state.model)}
+    own |= {"step": str(progress.step), "epoch": str(progress.epoch)}
     ranks = gather_objects(own, dist)
     for name, first in ranks[0].items():
         for rank, other in enumerate(ranks):
@@ -385,18 +206,13 @@ def resume(cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path) -> t
             raise ConfigError("evaluate_only=true resume=auto: this run folder has no checkpoint to evaluate")
         return Progress(), []
     progress, window = found
-    # A checkpoint is written before the evaluation of its epoch, which the records tell.
-    recorded = on_main(lambda: evaluation_at(folder / "metrics.jsonl", progress.step), checkpoints.dist)
-    if plan.is_epoch_end(progress) and (recorded is not None or not plan.is_evaluation_due(progress)):
-        progress.best_top1 = max(progress.best_top1, recorded if recorded is not None else progress.best_top1)
+    # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
+    records = on_main(lambda: read_records(folder / "metrics.jsonl"), checkpoints.dist)
+    top1 = [record["top1"] for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
+    if plan.is_epoch_end(progress) and (top1 or not plan.is_evaluation_due(progress)):
+        progress.best_top1 = max([progress.best_top1, *top1])
         progress.close_epoch(plan.steps_per_epoch)
     return progress, window
-
-
-def evaluation_at(metrics: Path, step: int) -> float | None:
-    """The top-1 of the evaluation after `step`; None if there was none."""
-    top1 = [record["top1"] for record in read_records(metrics) if (record["kind"], record["step"]) == ("val", step)]
-    return top1[-1] if top1 else None
 
 
 def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
@@ -409,16 +225,6 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
         "versions": {name: summary["environment"][name] for name in ("torch", "torchvision", "python")},
         "config": to_mapping(cfg),
     }
-
-
-def warn_of_space(folder: Path, state: TrainState, keep: int) -> None:
-    """
-    Raises:
-        ConfigError: there is no room for even one checkpoint.
-    """
-    copies = 3 if state.ema is None else 4  # weights, up to two moments of the optimizer, EMA
-    for line in check_space(folder, copies * tensor_bytes(state.model.state_dict()), keep):
-        log.warning("%s", line)
 
 
 def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any]:
@@ -457,6 +263,23 @@ def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any
         "skipped_images": 0,
         "git": git_state(),
     }
+
+
+def prepare_torch(dist: Dist, *, deterministic: bool) -> None:
+    """Process-wide switches."""
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
+    if dist.world_size > 1 and dist.device.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
+        torch.set_num_threads(max(1, cores // ranks_here))
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def announce(summary: dict[str, Any], precision: Precision, dist: Dist, folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import cl_train.data.images
 import cl_train.step.train_step
 import cl_train.system.checkpoint_file
+import cl_train.training.build
 import cl_train.training.checkpoints
 import cl_train.training.setup
 
@@ -29,13 +30,13 @@ def here() -> bool:
 
 def slow_steps() -> None:
     """Each step takes PLANT_MS milliseconds more, so that a signal from outside finds the run at work."""
-    original = cl_train.training.setup.train_step
+    original = cl_train.training.build.train_step
 
     def train_step(*arguments: Any) -> Any:
         time.sleep(number("MS", 20) / 1000)
         return original(*arguments)
 
-    cl_train.training.setup.train_step = train_step
+    cl_train.training.build.train_step = train_step
 
 
 def signal_after_save() -> None:
@@ -70,7 +71,7 @@ def bad_loss() -> None:
 
 def bad_gradient() -> None:
     """One gradient of steps PLANT_STEP to ... holds PLANT_VALUE, on rank PLANT_RANK, before ranks exchange them."""
-    original, calls = cl_train.training.setup.train_step, [0]
+    original, calls = cl_train.training.build.train_step, [0]
     first, last = number("STEP"), number("STEP") + number("COUNT", 1)
 
     def train_step(parts: Any, micro_batches: Any) -> Any:
@@ -84,12 +85,12 @@ def bad_gradient() -> None:
                 handle.remove()
         return original(parts, micro_batches)
 
-    cl_train.training.setup.train_step = train_step
+    cl_train.training.build.train_step = train_step
 
 
 def bad_images() -> None:
     """The images of step PLANT_STEP are NaN: loss, gradients and BatchNorm's statistics go bad together."""
-    original, calls = cl_train.training.setup.train_step, [0]
+    original, calls = cl_train.training.build.train_step, [0]
 
     def train_step(parts: Any, micro_batches: Any) -> Any:
         calls[0] += 1
@@ -98,7 +99,7 @@ def bad_images() -> None:
                 batch.images.fill_(float("nan"))
         return original(parts, micro_batches)
 
-    cl_train.training.setup.train_step = train_step
+    cl_train.training.build.train_step = train_step
 
 
 def full_disk() -> None:
@@ -144,7 +145,7 @@ def worker_exits() -> None:
 
 def check_layout() -> None:
     """Each step: 4-D weights have the strides of PLANT_FORMAT, and optimizer state those of its weight."""
-    original = cl_train.training.setup.train_step
+    original = cl_train.training.build.train_step
 
     def train_step(parts: Any, micro_batches: Any) -> Any:
         layout = getattr(torch, os.environ["PLANT_FORMAT"])
@@ -157,7 +158,7 @@ def check_layout() -> None:
                         assert value.stride() == parameter.stride(), (value.stride(), parameter.stride())
         return original(parts, micro_batches)
 
-    cl_train.training.setup.train_step = train_step
+    cl_train.training.build.train_step = train_step
 
 
 def clock_jumps_back() -> None:

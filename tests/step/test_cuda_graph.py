@@ -25,19 +25,14 @@ CPU = torch.device("cpu")
 
 
 class CountingRecorder(HostRecorder):
-    """Counts what was asked for; says that launching takes `share` of a step."""
+    """Remembers what was asked for."""
 
-    def __init__(self, share: float = 1.0) -> None:
-        self.share = share
+    def __init__(self) -> None:
         self.asked: list[str] = []
 
     def run(self, work: Work) -> torch.Tensor:
         self.asked.append("run")
         return super().run(work)
-
-    def run_timed(self, work: Work) -> tuple[torch.Tensor, float]:
-        self.asked.append("measure")
-        return work(), self.share
 
     def record(self, work: Work) -> tuple[torch.Tensor, Callable[[], object]]:
         self.asked.append("record")
@@ -120,16 +115,6 @@ def test_warm_up_then_one_recording() -> None:
     for seed in range(8):
         step([make_batch(parts, seed=seed)])
     assert recorder.asked == ["run"] * 3 + ["record"]
-
-
-@pytest.mark.parametrize(("share", "last"), [(0.9, "record"), (0.3, "run")])
-def test_auto_records_only_where_launching_limits_the_step(share: float, last: str) -> None:
-    parts, recorder = make_parts("fp32"), CountingRecorder(share)
-    step = GraphedStep(parts, recorder, warm_up=3, only_if_launch_bound=True)
-    for seed in range(8):
-        step([make_batch(parts, seed=seed)])
-    assert recorder.asked[:3] == ["run", "run", "measure"] and set(recorder.asked[3:]) == {last}
-    assert step.is_recorded == (share > 0.5)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -19,7 +19,7 @@ from cl_train.config.validation import load
 from cl_train.data.batch import Batch
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import gather_objects, processes
-from cl_train.training import checkpoints, preflight, setup
+from cl_train.training import build, checkpoints, preflight
 from cl_train.training.loop import train
 
 RANK = int(os.environ["RANK"])
@@ -45,7 +45,7 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
     equal = []
     with processes("cpu", 60.0) as dist:
         torch.manual_seed(0)
-        state = setup.build_train_state(cfg, precision, 3, dist, lr=0.5)
+        state = build.build_train_state(cfg, precision, 3, dist, lr=0.5)
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + dist.rank)
             images = torch.randn(8, 3, 32, 32, generator=generator).to(memory_format=torch.channels_last)
@@ -102,7 +102,7 @@ def evaluation_is_eager_with_compile(folder: Path) -> Any:
     """`compile=true` compiles DDP's module in training, and not the module inside, which is evaluated."""
     cfg = settings(folder, compile=True)
     with processes("cpu", 60.0) as dist:
-        state = setup.build_train_state(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
+        state = build.build_train_state(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
         return [state.model._compiled_call_impl is None, state.parts.model._compiled_call_impl is not None]
 
 

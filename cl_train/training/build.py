@@ -1,0 +1,169 @@
+"""From the settings to a model that trains, and its step.
+
+The order matters: build and load, move and cast, convert the memory format; then copy the model for the EMA, wrap it in
+DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or the compiled graph in the other layout
+(pytorch/pytorch#47163).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+
+from cl_train.comparison.auto import choose_memory_format
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import graph_conflict
+from cl_train.data.batch import DeviceFormat
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.known_issues import known_issues
+from cl_train.models import registry as models
+from cl_train.step.cuda_graph import (
+    WARM_UP_STEPS,
+    WARM_UP_STEPS_DDP,
+    CudaRecorder,
+    GraphedStep,
+    HostRecorder,
+    Recorder,
+)
+from cl_train.step.ema import EMA
+from cl_train.step.optim import build_optimizer
+from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
+from cl_train.step.train_step import StepParts, train_step
+from cl_train.system.distributed import Dist, on_main
+from cl_train.training.preflight import check_model_trains
+from cl_train.training.run_state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+def build_train_state(
+    cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float, *, preflight: bool = True
+) -> TrainState:
+    """Build the model and what trains it, in the order that the head of this file explains.
+
+    Args:
+        preflight: run one step on blank images, see `check_model_trains`.
+
+    Raises:
+        ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
+        TrainingFault: the batch does not fit into memory.
+    """
+    model = build_model(cfg, num_classes, dist)
+    model = cast_model(model.to(dist.device), precision)
+    layout = convert_layout(cfg, model, precision, dist)
+    masters = MasterWeights(model) if precision.master_weights else None
+    ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
+    optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr)
+    scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
+    recorder = graph_recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
+    with nullcontext() if recorder is None else recorder.on_stream():
+        if preflight and not cfg.evaluate_only:
+            check_model_trains(
+                model,
+                precision,
+                DeviceFormat(dist.device, precision.input_dtype, layout),
+                model_name=cfg.model,
+                batch_size=cfg.batch_size,
+                image_size=cfg.data.image_size,
+                num_classes=num_classes,
+            )
+        wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
+    trained = compiled(wrapped, cfg.compile_mode) if cfg.compile else wrapped
+    parts = StepParts(
+        trained, optimizer, scaler, precision, dist.device, cfg.label_smoothing, cfg.optim.clip_norm, masters
+    )
+    if recorder is None:
+        return TrainState(model, parts, ema, layout, partial(train_step, parts))
+    warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
+    return TrainState(model, parts, ema, layout, GraphedStep(parts, recorder, warm_up=warm_up))
+
+
+def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
+    model = models.build_model(
+        cfg.model,
+        num_classes=num_classes,
+        weights=cfg.weights,
+        image_size=cfg.data.image_size,
+        keep_classifier=cfg.evaluate_only and cfg.resume is None,
+    )
+    models.check_input(model, cfg.model, cfg.batch_size, cfg.data.image_size, training=not cfg.evaluate_only)
+    if cfg.sync_batchnorm and dist.world_size > 1:
+        if dist.device.type != "cuda":
+            raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> torch.memory_format:
+    """Convert `model` in place as `channels_last=` and `conversion=` say; returns the layout of its input."""
+    channels_last, conversion = cfg.channels_last, cfg.conversion
+    if channels_last == "auto":
+        choice = on_main(
+            lambda: choose_memory_format(
+                model,
+                batch_size=cfg.batch_size,
+                image_size=cfg.data.image_size,
+                precision=precision.name,
+                device=dist.device,
+                compile=cfg.compile,
+                compile_mode=cfg.compile_mode,
+                cuda_graph=uses_cuda_graph(cfg, dist),
+                optimizer=cfg.optim.name,
+            ),
+            dist,
+        )
+        log.info("channels_last=auto: %s", choice.reason)
+        channels_last, conversion = str(choice.channels_last).lower(), choice.conversion
+    if channels_last == "false":
+        return torch.contiguous_format
+    for line in known_issues(
+        model, device=dist.device, precision_name=precision.name, sync_batchnorm=cfg.sync_batchnorm
+    ):
+        log.warning("channels_last: %s", line)
+    report = convert(model, conversion, select=cfg.select or None)
+    log.info("channels_last: %s", report)
+    return torch.channels_last
+
+
+def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
+    """Whether steps are recorded; with `auto` only on a GPU, in one process, and if no other setting conflicts."""
+    if cfg.cuda_graph == "auto":
+        return dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
+    return cfg.cuda_graph == "true"
+
+
+def graph_recorder(device: torch.device) -> Recorder:
+    if device.type == "cuda":
+        return CudaRecorder(device)
+    log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
+    return HostRecorder()
+
+
+def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
+    """DDP over the ranks; the model itself for one process.
+
+    Gradients are views of DDP's buckets (one copy less). Buckets take each parameter's strides, so channels_last
+    weights have channels_last gradients without a copy.
+    """
+    if dist.world_size == 1:
+        return model
+    device_ids = [dist.device] if dist.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph
+    )
+
+
+def compiled(model: nn.Module, mode: str) -> nn.Module:
+    """The compiled model for training. The module inside stays eager for evaluation, with DDP and without: it would
+    compile again for evaluation, and once more with dynamic shapes for a smaller last batch.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.compile(mode=mode)  # in place: gradient accumulation needs DDP's own class
+        return model
+    wrapper = torch.compile(model, mode=mode)
+    assert isinstance(wrapper, nn.Module)
+    return wrapper
