@@ -16,9 +16,9 @@ from cl_train.data.order import batch_generator
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torchvision draws from torch's global CPU generator: set it, and put it back as it was.
+    """Seed torch's global CPU generator, from which torchvision draws, and restore its state afterwards.
 
-    Only the CPU's: `torch.manual_seed` would also reset the GPU's generators. Not for threads: they share it.
+    `torch.manual_seed` would also reset the GPU's generators.
     """
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)

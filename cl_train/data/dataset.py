@@ -36,55 +36,42 @@ STREAM_NOTE = (
 )
 
 
-def load_datasets(name: str, image_size: int) -> tuple[list[Any], tuple[str, ...]]:
+def load_datasets(name: str | None, image_size: int) -> tuple[list[Any], tuple[str, ...]]:
     """Both splits, by calling the user's function with ("train" or "val", image_size), and their classes.
 
     Raises:
         ConfigError: no such function, it fails, or its result has no length or no classes.
     """
+    if name is None:
+        raise ConfigError("data=dataset needs data.dataset=package.module:function")
     function = user_function("data.dataset", name)
     datasets = []
     for split in ("train", "val"):
         try:
-            dataset = function(split, image_size)
+            datasets.append(function(split, image_size))
+            len(datasets[-1])
         except Exception as error:
-            raise ConfigError(f"data.dataset={name}: ({split!r}, {image_size}) raised {_reason(error)}") from error
-        if not hasattr(dataset, "__len__") or not (
-            isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__")
-        ):
             raise ConfigError(
-                f"data.dataset={name} returned a {type(dataset).__name__} for {split!r}; it must return a torch Dataset"
-                " with __len__"
-            )
-        datasets.append(dataset)
-    return datasets, _classes(name, datasets[0])
+                f"data.dataset={name}: ({split!r}, {image_size}) must return a Dataset with a length: {_reason(error)}"
+            ) from error
+    classes, count = (getattr(datasets[0], attribute, None) for attribute in ("classes", "num_classes"))
+    if classes is None and count is None:
+        raise ConfigError(f"data.dataset={name}: set `classes` (names) or `num_classes` on the train dataset")
+    return datasets, tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
 
 
-def dataset_loaders(
-    datasets: list[Any], classes: int, images: ImageSettings, settings: LoaderSettings, bad_images: BadImages
-) -> list[Loader]:
-    """The loaders of both splits."""
-    loaders: list[Loader] = []
-    for dataset, split in zip(datasets, ("train", "val"), strict=True):
-        if isinstance(dataset, IterableDataset):
-            log.warning(STREAM_NOTE)
-            loaders.append(StreamLoader(dataset, settings, images.seed, training=split == "train"))
-            continue
-        reader = DatasetReader(dataset, split, classes, images)
-        order = partial(_order, images.seed, len(dataset)) if split == "train" else None
-        loaders.append(HostLoader(reader, settings, bad_images, order))
-    return loaders
+def dataset_loader(
+    dataset: Any, split: str, classes: int, images: ImageSettings, settings: LoaderSettings, bad_images: BadImages
+) -> Loader:
+    if isinstance(dataset, IterableDataset):
+        log.warning(STREAM_NOTE)
+        return StreamLoader(dataset, settings, images.seed, training=split == "train")
+    order = partial(_order, images.seed, len(dataset)) if split == "train" else None
+    return HostLoader(DatasetReader(dataset, split, classes, images), settings, bad_images, order)
 
 
 def _order(seed: int, count: int, epoch: int) -> Indices:
     return permutation(seed, epoch, count)
-
-
-def _classes(name: str, dataset: Any) -> tuple[str, ...]:
-    classes, count = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
-    if classes is None and count is None:
-        raise ConfigError(f"data.dataset={name}: set `classes` (names) or `num_classes` on the train dataset")
-    return tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
 
 
 class DatasetReader:
@@ -171,8 +158,6 @@ class StreamLoader:
     It has the members of `cl_train.data.loader.HostLoader`.
     """
 
-    shared_bytes = 0
-
     def __init__(self, dataset: Any, settings: LoaderSettings, seed: int, *, training: bool) -> None:
         self._dataset, self._settings, self._seed, self._training = dataset, settings, seed, training
         self.samples = len(dataset)
@@ -186,7 +171,6 @@ class StreamLoader:
         s = self._settings
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        generator = torch.Generator().manual_seed(int(sample_generator(self._seed, epoch, 0).integers(2**63)))
         loader = DataLoader(
             self._dataset,
             s.batch_size,
@@ -194,7 +178,7 @@ class StreamLoader:
             collate_fn=channels_last_collate,
             drop_last=self._training,
             pin_memory=s.pin_memory,
-            generator=generator,
+            generator=torch.Generator().manual_seed(self._seed + epoch),
         )
         for number, (images, targets, *_) in enumerate(loader):
             if self._training and number >= len(self):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -59,12 +59,22 @@ class FolderLayout:
 
 @dataclass
 class _Listing:
-    """Image files by class, and what else was found."""
+    """The image files of each class, relative to `folder`, and what was ignored."""
 
     folder: Path
-    files: list[list[bytes]]  # per class, relative to `folder`
-    ignored: Counter[str] = field(default_factory=Counter)  # by extension
+    files: list[list[bytes]]
+    ignored: Counter[str]  # by extension
     example: str = ""
+
+    def note(self) -> str:
+        if not self.ignored:
+            return ""
+        kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in self.ignored.most_common(_SHOWN))
+        readable = ",".join([*EXTENSIONS, *(kind for kind in sorted(self.ignored) if kind in FORMATS)])
+        advice = f"; data.extensions=[{readable}] reads them" if self.ignored.keys() & FORMATS.keys() else ""
+        return (
+            f"{self.ignored.total()} files in '{self.folder}' are ignored ({kinds}), such as '{self.example}'{advice}"
+        )
 
 
 def read_folder(root: Path, layout: FolderLayout = FolderLayout(), *, cache: bool = False) -> ImageSource:
@@ -74,57 +84,54 @@ def read_folder(root: Path, layout: FolderLayout = FolderLayout(), *, cache: boo
         cache: keep the list of a large data set in the user's cache folder, and use it as long as no folder changes.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: no such folder, no classes, different classes in the splits, or classes without images.
     """
     base, val = _split_folders(root, layout)
-    key = folder_index.index_path(root, repr(layout)) if cache else None
-    stored = folder_index.load(key) if key else None
-    if stored is not None:
-        return _image_source(stored.classes, _stored(base, stored, "train"), _stored(val, stored, "val"), stored.notes)
+    key = folder_index.index_path(root, repr(layout))
+    if cache and (stored := folder_index.load(key)) is not None:
+        return _image_source(stored, base, val)
     classes = _class_names(base)
-    if problems := _class_problems(classes, base, val):
-        raise ConfigError(problems)
-    listings = [_list(folder, classes, layout.extensions) for folder in dict.fromkeys((base, val))]
-    if problems := [problem for listing in listings for problem in _empty_classes(listing, classes, layout)]:
-        raise ConfigError(problems)
-    notes = tuple(note for listing in listings if (note := _ignored_note(listing)))
-    if layout.val_fraction is not None:
-        train_files, val_files = _divide(listings[0].files, layout.val_fraction)
+    _check_classes(classes, base, val)
+    listings = [_list(folder, classes, layout) for folder in dict.fromkeys((base, val))]
+    if layout.val_fraction is None:
+        splits = [_pack_names(listing.files) for listing in listings]
     else:
-        train_files, val_files = listings[0].files, listings[1].files
-    train, validation = _split(base, train_files), _split(val, val_files)
-    if key and len(train) + len(validation) >= _CACHED_FROM:
-        named = (("train", train), ("val", validation))
-        splits = {name: (split.names, split.starts, split.labels) for name, split in named}
-        folder_index.save(key, folder_index.StoredIndex(tuple(classes), notes, splits), [base, val])
-    return _image_source(tuple(classes), train, validation, notes)
+        splits = [_pack_names(files) for files in _divide(listings[0].files, layout.val_fraction)]
+    notes = tuple(note for listing in listings if (note := listing.note()))
+    index = folder_index.FolderIndex(tuple(classes), notes, splits[0], splits[1])
+    if cache and sum(len(labels) for _, _, labels in splits) >= _CACHED_FROM:
+        folder_index.save(key, index, [base, val])
+    return _image_source(index, base, val)
+
+
+def _image_source(index: folder_index.FolderIndex, base: Path, val: Path) -> ImageSource:
+    digest = hashlib.sha256("\0".join(index.classes).encode("utf-8", "surrogateescape"))
+    for names, starts, labels in (index.train, index.val):
+        digest.update(names + starts.tobytes() + labels.tobytes())
+    splits = FolderSplit(base, *index.train), FolderSplit(val, *index.val)
+    return ImageSource(index.classes, *splits, digest.hexdigest()[:16], notes=index.notes)
 
 
 def _split_folders(root: Path, layout: FolderLayout) -> tuple[Path, Path]:
     """The folders that hold the classes of both splits; the same one if it is to be divided."""
     if re.match(r"\w+:/", str(root)):
-        raise ConfigError(
-            f"data.root '{root}' is a URL; data is read from the file system: copy or mount it, and give that folder"
-        )
+        raise ConfigError(f"data.root '{root}' is a URL, and data is read from the file system: copy or mount it")
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise ConfigError(f"data.root '{root}' {what}; give the folder that holds train/ and val/, or try data=sample")
-    train = root / "train"
-    val = next((root / n for n in ([layout.val_split] if layout.val_split else VAL_NAMES) if (root / n).is_dir()), None)
+    train, val_names = root / "train", [layout.val_split] if layout.val_split else VAL_NAMES
+    val = next((root / name for name in val_names if (root / name).is_dir()), None)
     if layout.val_fraction is not None:
         if val is not None and train.is_dir():
-            raise ConfigError(f"'{val}' exists: use either its images (without data.val_fraction), or move it away")
+            raise ConfigError(f"'{val}' exists: use it without data.val_fraction, or move it away")
         return (train, train) if train.is_dir() else (root, root)
     if val is not None and train.is_dir():
         return train, val
-    wanted = f"'{layout.val_split}'" if layout.val_split else f"'val' (or {', '.join(VAL_NAMES[1:])})"
-    missing = " and no folder ".join(
-        name for name, found in (("'train'", train.is_dir()), (wanted, val is not None)) if not found
-    )
+    missing = ["'train'"] * (not train.is_dir()) + [" or ".join(f"'{name}'" for name in val_names)] * (val is None)
     found = _shown(sorted(entry.name for entry in os.scandir(root)))
     raise ConfigError(
-        f"data.root '{root}' has no folder {missing}. Found: {found}. Folders of classes without a split:"
-        " data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet makes the folders; no data: data=sample"
+        f"data.root '{root}' has no folder {' and no folder '.join(missing)}. Found: {found}. Classes without a split:"
+        " data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
     )
 
 
@@ -132,40 +139,40 @@ def _class_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _class_problems(classes: list[str], train: Path, val: Path) -> list[str]:
-    problems = []
-    for folder in dict.fromkeys((train, val)):
+def _check_classes(classes: list[str], train: Path, val: Path) -> None:
+    for folder in (train, val):
         if not _class_names(folder):
             files = sorted(entry.name for entry in os.scandir(folder))
-            problems.append(f"'{folder}' has no class folders (one folder per class). Found: {_shown(files)}.")
-            if any(file.startswith("ILSVRC2012_val_") for file in files):
-                problems[-1] += " The validation images are not sorted yet; cl-train prepare_imagenet sorts them"
+            flat = any(file.startswith("ILSVRC2012_val_") for file in files)
+            advice = "; cl-train prepare_imagenet sorts the validation images into classes" if flat else ""
+            raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {_shown(files)}{advice}")
     val_classes = _class_names(val)
-    if not problems and classes != val_classes:
-        only_train, only_val = sorted(set(classes) - set(val_classes)), sorted(set(val_classes) - set(classes))
-        parts = [f"only in {train.name}: {_shown(only_train)}"] if only_train else []
-        parts += [f"only in {val.name}: {_shown(only_val)}"] if only_val else []
-        problems.append(f"'{train}' and '{val}' have different classes; {'; '.join(parts)}")
-    return problems
+    if classes != val_classes:
+        only = ((train, set(classes) - set(val_classes)), (val, set(val_classes) - set(classes)))
+        parts = [f"only in {folder.name}: {_shown(sorted(names))}" for folder, names in only if names]
+        raise ConfigError(f"'{train}' and '{val}' have different classes; {'; '.join(parts)}")
 
 
-def _list(folder: Path, classes: list[str], extensions: tuple[str, ...]) -> _Listing:
-    listing = _Listing(folder, [])
-    suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
+def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
+    listing = _Listing(folder, [], Counter())
+    suffixes = tuple(os.fsencode(extension.lower()) for extension in layout.extensions)
     for name in classes:
         found: list[bytes] = []
         _find_images(os.fsencode(folder), os.fsencode(name), suffixes, listing, found)
         listing.files.append(sorted(found))
+    least = 1 if layout.val_fraction is None else 2
+    if empty := [name for name, files in zip(classes, listing.files, strict=True) if len(files) < least]:
+        what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(layout.extensions)})"
+        raise ConfigError(
+            f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {_shown(empty)}. {listing.note()}"
+        )
     return listing
 
 
 def _find_images(
     root: bytes, relative: bytes, suffixes: tuple[bytes, ...], listing: _Listing, found: list[bytes]
 ) -> None:
-    """Add the image files below `root/relative` to `found`.
-
-    A FIFO or a dangling link with an image's name is added too: the reader then reports it by name.
-    """
+    """Add the images below `root/relative` to `found`, also a FIFO or a dangling link: the reader names those."""
     for entry in os.scandir(os.path.join(root, relative)):
         name = os.path.join(relative, entry.name)
         if entry.is_dir(follow_symlinks=False):
@@ -175,28 +182,6 @@ def _find_images(
         elif not entry.name.startswith(b"."):
             listing.ignored[os.fsdecode(os.path.splitext(entry.name)[1].lower())] += 1
             listing.example = listing.example or os.fsdecode(name)
-
-
-def _empty_classes(listing: _Listing, classes: list[str], layout: FolderLayout) -> list[str]:
-    least = 1 if layout.val_fraction is None else 2
-    empty = [name for name, files in zip(classes, listing.files, strict=True) if len(files) < least]
-    if not empty:
-        return []
-    kinds = ", ".join(layout.extensions)
-    what = "no image" if least == 1 else "fewer than two images"
-    problem = f"'{listing.folder}': {what} ({kinds}) for {len(empty)} of {len(classes)} classes: {_shown(empty)}"
-    return [f"{problem}. {note}" if (note := _ignored_note(listing)) else problem]
-
-
-def _ignored_note(listing: _Listing) -> str:
-    """What was ignored, and how to use it."""
-    if not listing.ignored:
-        return ""
-    kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in listing.ignored.most_common(_SHOWN))
-    readable = sorted(kind for kind in listing.ignored if kind in FORMATS)
-    advice = f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them" if readable else ""
-    total = listing.ignored.total()
-    return f"{total} files in '{listing.folder}' are ignored ({kinds}), such as '{listing.example}'{advice}"
 
 
 def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[bytes]], list[list[bytes]]]:
@@ -210,31 +195,13 @@ def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[by
     return train, val
 
 
-def _split(folder: Path, files: list[list[bytes]]) -> FolderSplit:
+def _pack_names(files: list[list[bytes]]) -> folder_index.PackedSplit:
     names = [name for of_class in files for name in of_class]
-    starts = np.zeros(len(names) + 1, dtype=np.int64)
-    np.cumsum([len(name) for name in names], out=starts[1:])
+    starts = np.cumsum([0, *map(len, names)], dtype=np.int64)
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
-    return FolderSplit(folder, b"".join(names), starts, labels)
-
-
-def _stored(folder: Path, stored: folder_index.StoredIndex, name: str) -> FolderSplit:
-    return FolderSplit(folder, *stored.splits[name])
-
-
-def _image_source(
-    classes: tuple[str, ...], train: FolderSplit, val: FolderSplit, notes: tuple[str, ...]
-) -> ImageSource:
-    digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
-    for split in (train, val):
-        digest.update(split.names)
-        digest.update(split.starts.tobytes())
-        digest.update(split.labels.tobytes())
-    return ImageSource(classes, train, val, digest.hexdigest()[:16], notes=notes)
+    return b"".join(names), starts, labels
 
 
 def _shown(names: list[str]) -> str:
-    if not names:
-        return "nothing"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(names[:_SHOWN]) + more if names else "nothing"

@@ -1,8 +1,9 @@
-"""Both splits of a data set of images, as batches on the device."""
+"""Both splits of a data set, as batches on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
@@ -11,47 +12,49 @@ from cl_train.data.images import WorkerTimes
 from cl_train.data.loader import Loader, LoaderSettings
 
 
+@dataclass
 class ImageData:
-    """See `cl_train.data.build.Data` for the public members."""
+    """Training and validation images of one run, as this rank sees them.
 
-    def __init__(
-        self,
-        classes: tuple[str, ...],
-        fingerprint: str,
-        train: Loader,
-        val: Loader,
-        settings: LoaderSettings,
-        *,
-        notes: tuple[str, ...],
-        bad_images: BadImages,
-        mean: Sequence[float],
-        std: Sequence[float],
-        mix: MixLabels | None = None,
-    ) -> None:
-        self.classes, self.num_classes, self.fingerprint = classes, len(classes), fingerprint
-        self.train_loader, self.val_loader, self.bad_images = train, val, bad_images
-        self.notes = notes
-        self.train_images, self.val_images = train.samples, val.samples
-        self.batches_per_epoch, self.workers = len(train), settings.workers
-        self._settings, self._mix, self._mean, self._std = settings, mix, mean, std
+    The order and the augmentation depend on the seed, the epoch and the image alone: not on workers or world size.
+    """
+
+    classes: tuple[str, ...]
+    fingerprint: str  # of the list of files and the classes
+    train_loader: Loader
+    val_loader: Loader
+    settings: LoaderSettings
+    bad_images: BadImages  # met so far by this rank
+    mean: list[float]
+    std: list[float]
+    mix: MixLabels | None = None
+
+    def __post_init__(self) -> None:
+        self.num_classes, self.workers = len(self.classes), self.settings.workers
+        self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
+        self.batches_per_epoch = len(self.train_loader)  # full global batches; the rest of an epoch is dropped
 
     @property
     def times(self) -> WorkerTimes:
+        """Seconds that the workers have spent on the training images."""
         return self.train_loader.times
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
-        normalise = Normalise(self._mean, self._std, form)
+        """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
+        normalise = Normalise(self.mean, self.std, form)
         yield from to_device(self.train_loader.batches(epoch, first_batch), normalise, self._mix_of(epoch))
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
-        return to_device(self.val_loader.batches(), Normalise(self._mean, self._std, form))
+        """Rank r's images `r::world_size`: no padding, no duplicates. With on_bad_image=skip, bad ones are left out."""
+        return to_device(self.val_loader.batches(), Normalise(self.mean, self.std, form))
 
     def close(self) -> None:
+        """End the workers and free the shared memory."""
         self.train_loader.close()
         self.val_loader.close()
 
     def _mix_of(self, epoch: int) -> MixBatch | None:
-        if self._mix is None:
+        if self.mix is None:
             return None
-        mix, rank, world_size = self._mix, self._settings.rank, self._settings.world_size
+        mix, rank, world_size = self.mix, self.settings.rank, self.settings.world_size
         return lambda images, targets, number: mix(images, targets, epoch, number * world_size + rank)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import DeviceFormat
-from cl_train.data.crops import CropRange, default_val_resize
+from cl_train.data.decode import FORMATS
 from cl_train.data.device import Normalise, to_device
 from cl_train.data.folder import EXTENSIONS, FolderLayout, read_folder
 from cl_train.data.images import ImageReader, ImageSettings
@@ -86,7 +86,6 @@ def image_loader(
     rank: int | None = None,
     world_size: int | None = None,
     skip_bad_images: bool = False,
-    val_split: str | None = None,
     val_fraction: float | None = None,
     extensions: Sequence[str] = EXTENSIONS,
 ) -> ImageLoader:
@@ -109,7 +108,7 @@ def image_loader(
         dtype, memory_format, mean, std: of batches on a device: (x / 255 - mean) / std.
         rank, world_size: None = those of `torch.distributed` if it is initialised, else 0 and 1.
         skip_bad_images: replace (val: leave out) images that cannot be read instead of raising; see `bad_images`.
-        val_split, val_fraction, extensions: as the settings `data.val_split`, `data.val_fraction`, `data.extensions`.
+        val_fraction, extensions: as the settings `data.val_fraction` and `data.extensions`.
 
     Returns:
         An iterable over (images, targets): images uint8, or `dtype` on a device, [N, 3, image_size, image_size];
@@ -121,19 +120,11 @@ def image_loader(
     """
     if split not in ("train", "val"):
         raise ValueError(f"split={split!r}: use 'train' or 'val'")
-    source = read_folder(Path(root).expanduser(), FolderLayout(val_split, val_fraction, tuple(extensions)), cache=True)
+    source = read_folder(Path(root).expanduser(), FolderLayout(None, val_fraction, tuple(extensions)), cache=True)
     if world_size is None:
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
     target = torch.device(device) if device is not None else None
-    images = ImageSettings(
-        size=image_size,
-        val_resize=default_val_resize(image_size),
-        crop=CropRange(0.08, 1.0, 3 / 4, 4 / 3),
-        flip=0.5,
-        decoder="simplejpeg",
-        seed=seed,
-    )
     settings = LoaderSettings(
         batch_size=batch_size,
         workers=default_workers(world_size) if workers is None else workers,
@@ -142,6 +133,7 @@ def image_loader(
         world_size=world_size,
     )
     training, bad_images = split == "train", BadImages(skip=skip_bad_images, limit=len(source.train) + len(source.val))
+    images = ImageSettings(image_size, seed, formats=tuple(FORMATS[extension] for extension in extensions))
     reader = ImageReader(source.train if training else source.val, images, training=training)
     order = (lambda epoch: permutation(seed, epoch, len(source.train))) if training else None
     normalise = None if target is None else Normalise(mean, std, DeviceFormat(target, dtype, memory_format))

@@ -27,11 +27,11 @@ class ImageSettings:
     """What becomes of an image."""
 
     size: int  # side of the result, pixels
-    val_resize: int  # short side before the centre crop
-    crop: crops.CropRange
-    flip: float  # probability
-    decoder: str  # simplejpeg or pillow
     seed: int
+    val_resize: int | None = None  # short side before the centre crop; None = 256/224 of `size`
+    crop: crops.CropRange = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
+    flip: float = 0.5  # probability
+    decoder: str = "simplejpeg"  # or pillow
     formats: tuple[str, ...] = ("JPEG", "PNG")  # that Pillow may read
     augment: Callable[[Tensor, int], Tensor] | None = None  # (uint8 [3, size, size], seed) -> the same
 
@@ -53,7 +53,7 @@ class WorkerTimes:
 
 
 class ImageTransform:
-    """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last. One per worker."""
+    """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last."""
 
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
@@ -76,7 +76,8 @@ class ImageTransform:
     def validation(self, row: Tensor, pixels: Pixels) -> None:
         """Resize and centre crop with torchvision's arithmetic."""
         s = self._settings
-        size = crops.resized_size(pixels.shape[0], pixels.shape[1], s.val_resize)
+        short_side = s.val_resize or crops.default_val_resize(s.size)
+        size = crops.resized_size(pixels.shape[0], pixels.shape[1], short_side)
         box = crops.centre(*size, s.size)
         image = resized(pixels, None, size)
         row.copy_(image[0, :, box.top : box.top + s.size, box.left : box.left + s.size])

@@ -1,4 +1,4 @@
-"""The loader of one split: sample indices in, uint8 NHWC batches in shared memory out."""
+"""The loader of one split: sample indices in, NHWC batches in shared memory out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from cl_train.config.schema import ConfigError
 from cl_train.data.bad_images import BadImageError, BadImages
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
@@ -20,6 +21,7 @@ from cl_train.data.order import rank_share
 from cl_train.data.slots import Slots, slot_bytes
 from cl_train.data.source import Indices
 from cl_train.data.workers import WorkerError, Workers
+from cl_train.system.memory import available_bytes
 
 _LEAST_ROWS = 8  # images per task: below this the messages cost more than the even distribution gains
 _HELD = 2  # batches that the consumer holds at once: being copied, and read by the step
@@ -27,34 +29,37 @@ _SUBSTITUTES = 100  # following samples that are tried in place of a bad one
 
 
 class SampleReader(Protocol):
-    """Reads samples of one split into rows of a batch. Each worker has its own copy.
-
-    Attributes:
-        image_size: side of the images, pixels.
-        dtype: uint8, or float32 for images that are already normalised.
-        times: what `read` spent; the loader sets it.
-    """
+    """Reads samples of one split into rows of a batch, uint8 or (already normalised) float32. Workers have copies."""
 
     image_size: int
     dtype: torch.dtype
-    times: WorkerTimes
+    times: WorkerTimes  # what `read` spent; set by the loader
 
     def __len__(self) -> int: ...
 
+    def name(self, index: int) -> str: ...
+
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write sample `index`, with the random numbers of `random_index`, into `row` [3, H, W]; return its label.
+        """Write sample `index` into `row` [3, H, W], with the random numbers of `random_index`; return its label.
 
         Raises BadImage.
         """
         ...
 
-    def name(self, index: int) -> str: ...
+
+class Loader(Protocol):
+    """One rank's batches of one split in host memory."""
+
+    samples: int  # of all ranks
+    times: WorkerTimes
+
+    def __len__(self) -> int: ...
+    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Of the loaders of both splits."""
-
     batch_size: int  # per rank
     workers: int
     prefetch: int = 3  # batches that the workers together prepare in advance
@@ -77,50 +82,46 @@ class _Task:
 
 @dataclass
 class _Done:
-    """What a worker reports. `bad`: (name, reason) of samples that cannot be read. `empty_rows`: not written."""
-
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad: list[tuple[str, str]] = field(default_factory=list)  # name, reason
     empty_rows: list[int] = field(default_factory=list)
     times: WorkerTimes = field(default_factory=WorkerTimes)
     error: str | None = None
 
 
 class _Filler:
-    """The work of a worker: the samples of a task into their rows."""
+    """The work of a worker: reads the samples of a task into their rows."""
 
-    def __init__(self, reader: SampleReader, slots: Slots, *, substitute: bool) -> None:
-        self._reader, self._slots = reader, slots
-        self._attempts = _SUBSTITUTES if substitute else 1
+    def __init__(self, reader: SampleReader, slots: Slots, attempts: int) -> None:
+        self._reader, self._slots, self._attempts = reader, slots, attempts
 
     def __call__(self, task: _Task) -> _Done:
         done = _Done()
         self._reader.times = done.times
-        worker = get_worker_info()
-        progress = self._slots.progress[worker.id if worker else 0]
-        images, targets = self._slots.images(task.slot), self._slots.targets(task.slot)
         try:
             for row, index in enumerate(task.indices, task.first_row):
                 if self._slots.stream[0] != task.stream:  # nobody wants this batch any more
                     break
-                label = self._read(images[row], index, task.epoch, progress, done)
-                if label is None:
+                if not self._fill(task, row, index, done):
                     done.empty_rows.append(row)
-                else:
-                    targets[row] = label
         except Exception as error:  # a mistake in the code, or no memory: raised again in the parent
             done.error = f"{type(error).__name__}: {error}"
         return done
 
-    def _read(self, row: Tensor, index: int, epoch: int, progress: Indices, done: _Done) -> int | None:
+    def _fill(self, task: _Task, row: int, index: int, done: _Done) -> bool:
+        worker = get_worker_info()
+        progress = self._slots.progress[worker.id if worker else 0]
         for used in range(index, index + self._attempts):
             used %= len(self._reader)
             progress[1] = used
             progress[0] += 1
             try:
-                return self._reader.read(row, used, epoch, random_index=index)
+                label = self._reader.read(self._slots.images[task.slot][row], used, task.epoch, random_index=index)
             except BadImage as bad:
                 done.bad.append((self._reader.name(used), str(bad)))
-        return None
+            else:
+                self._slots.targets[task.slot][row] = label
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -134,26 +135,8 @@ class _Batch:
     tasks: int
 
 
-class Loader(Protocol):
-    """One rank's batches of one split in host memory."""
-
-    samples: int  # of all ranks
-    times: WorkerTimes
-
-    @property
-    def shared_bytes(self) -> int: ...
-    def __len__(self) -> int: ...
-    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]: ...
-    def close(self) -> None: ...
-
-
 class HostLoader:
-    """One rank's batches of one split in host memory, from workers that live until `close`.
-
-    Attributes:
-        samples: in the split, of all ranks.
-        times: what the workers spent so far.
-    """
+    """One rank's batches of one split in shared memory, filled by workers that live until `close`."""
 
     def __init__(
         self,
@@ -163,25 +146,30 @@ class HostLoader:
         order: Callable[[int], Indices] | None,
     ) -> None:
         """`order`: epoch -> the order of the training samples, whose last incomplete batch is dropped and whose bad
-        samples are replaced by the following ones; None = evaluation: each sample once, bad ones are left out."""
+        samples are replaced by the following ones; None = evaluation: each sample once, bad ones are left out.
+
+        Raises ConfigError if the memory is too small.
+        """
         self._reader, self._settings, self._bad_images, self._order = reader, settings, bad_images, order
-        self.samples = len(reader)
-        self.times = WorkerTimes()
+        self.samples, self.times = len(reader), WorkerTimes()
+        self._slot_count = settings.prefetch + _HELD + 1
         self._slots: Slots | None = None
         self._workers: Workers[_Task, _Done] | None = None
         self._free: deque[int] = deque()
         self._submitted: deque[_Batch] = deque()
+        need = self._slot_count * slot_bytes(settings.batch_size, reader.image_size, reader.dtype)
+        free = available_bytes(torch.device("cpu"))
+        if free is not None and need > free:  # the size of /dev/shm does not matter
+            raise ConfigError(
+                f"the loader's batches need {need / 2**30:.1f} GiB of shared memory, and {free / 2**30:.1f} GiB are"
+                f" free: lower batch_size or data.prefetch={settings.prefetch}"
+            )
 
     def __len__(self) -> int:
         s = self._settings
         if self._order is None:
             return -(-len(range(s.rank, self.samples, s.world_size)) // s.batch_size)
         return self.samples // (s.batch_size * s.world_size)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of all batches."""
-        return self._slot_count * slot_bytes(self._settings.batch_size, self._reader.image_size, self._reader.dtype)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
@@ -200,25 +188,11 @@ class HostLoader:
                 return
             batch = self._submitted.popleft()
             empty_rows = self._wait_for(workers, batch, wanted=batch.stream == stream)
-            if batch.stream == stream:
-                if empty_rows and self._order is not None:
-                    raise BadImageError(f"no readable image among {_SUBSTITUTES} that follow each other")
-                yield self._host_batch(slots, batch, empty_rows)
-                assert stream == slots.stream[0], "another iteration over this loader has begun"
-            else:
+            if batch.stream != stream:
                 self._free.append(batch.slot)
-
-    def _shares(self, epoch: int, first_batch: int) -> Iterator[Indices]:
-        """The samples of each of this rank's batches."""
-        s = self._settings
-        if self._order is None:
-            mine = np.arange(s.rank, self.samples, s.world_size)
-            for number in range(first_batch, len(self)):
-                yield mine[number * s.batch_size : (number + 1) * s.batch_size]
-        else:
-            order = self._order(epoch)
-            for number in range(first_batch, len(self)):
-                yield rank_share(order, number, s.batch_size, s.rank, s.world_size)
+                continue
+            yield self._host_batch(slots, batch, empty_rows)
+            assert stream == slots.stream[0], "another iteration over this loader has begun"
 
     def close(self) -> None:
         """End the workers and free the memory. A later iteration starts new ones."""
@@ -227,19 +201,24 @@ class HostLoader:
             self._slots.unpin()
             self._slots = None
 
-    @property
-    def _slot_count(self) -> int:
-        return self._settings.prefetch + _HELD + 1
+    def _shares(self, epoch: int, first_batch: int) -> Iterator[Indices]:
+        """The samples of each of this rank's batches."""
+        s = self._settings
+        mine = np.arange(s.rank, self.samples, s.world_size) if self._order is None else self._order(epoch)
+        for number in range(first_batch, len(self)):
+            if self._order is None:
+                yield mine[number * s.batch_size : (number + 1) * s.batch_size]
+            else:
+                yield rank_share(mine, number, s.batch_size, s.rank, s.world_size)
 
     def _start(self) -> tuple[Slots, Workers[_Task, _Done]]:
         s = self._settings
         if self._slots is None:
-            count = self._slot_count
-            self._slots = Slots(count, s.batch_size, self._reader.image_size, self._reader.dtype, s.workers)
-            self._free = deque(range(count))
+            self._slots = Slots(self._slot_count, s.batch_size, self._reader.image_size, self._reader.dtype, s.workers)
+            self._free = deque(range(self._slot_count))
         if self._workers is None:
             self._workers = Workers(
-                _Filler(self._reader, self._slots, substitute=self._order is not None),
+                _Filler(self._reader, self._slots, _SUBSTITUTES if self._order else 1),
                 count=s.workers,
                 queued=max(2, s.prefetch),
                 progress=self._slots.progress,
@@ -262,13 +241,10 @@ class HostLoader:
     def _submit(self, workers: Workers[_Task, _Done], stream: int, epoch: int, number: int, indices: Indices) -> None:
         slot, size = self._free.popleft(), len(indices)
         rows = max(_LEAST_ROWS, -(-size // max(1, self._settings.workers)))
-        tasks = [
-            _Task(stream, slot, first, epoch, tuple(indices[first : first + rows].tolist()))
-            for first in range(0, size, rows)
-        ]
-        for task in tasks:
-            workers.submit(task)
-        self._submitted.append(_Batch(stream, slot, number, size, len(tasks)))
+        firsts = range(0, size, rows)
+        for first in firsts:
+            workers.submit(_Task(stream, slot, first, epoch, tuple(indices[first : first + rows].tolist())))
+        self._submitted.append(_Batch(stream, slot, number, size, len(firsts)))
 
     def _wait_for(self, workers: Workers[_Task, _Done], batch: _Batch, *, wanted: bool) -> list[int]:
         """Wait until the workers have done with the batch; return its empty rows."""
@@ -282,6 +258,8 @@ class HostLoader:
                 for name, reason in done.bad if wanted else ():
                     self._bad_images.add(name, reason)
                 empty_rows += done.empty_rows
+            if wanted and empty_rows and self._order:
+                raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
         except BaseException:  # results would no longer match their batches
             self._free.append(batch.slot)
             self._stop_workers()
@@ -289,7 +267,7 @@ class HostLoader:
         return empty_rows
 
     def _host_batch(self, slots: Slots, batch: _Batch, empty_rows: list[int]) -> HostBatch:
-        images, targets = slots.images(batch.slot)[: batch.size], slots.targets(batch.slot)[: batch.size]
+        images, targets = slots.images[batch.slot][: batch.size], slots.targets[batch.slot][: batch.size]
         if empty_rows:
             kept = [row for row in range(batch.size) if row not in empty_rows]
             images, targets = images[kept].to(memory_format=torch.channels_last), targets[kept]

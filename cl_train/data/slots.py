@@ -10,43 +10,32 @@ import contextlib
 import mmap
 
 import torch
-from torch import Tensor
 
 _PAGE = 4096
-PROGRESS_COLUMNS = 3  # samples begun, index of the last one, process id
 
 
 class Slots:
-    """`count` batches of `batch_size` images [3, size, size], stored NHWC, with int64 targets.
+    """`count` batches of `batch_size` images, stored NHWC, with their targets.
 
     Attributes:
-        stream: int64 [1]: the stream of batches that is being read; workers skip tasks of another one.
-        progress: int64 [workers, 3]: what each worker is doing, see `PROGRESS_COLUMNS`.
+        images: [batch_size, 3, size, size] in channels_last, one per slot. targets: int64 [batch_size], one per slot.
+        stream: int64 [1]: the iteration that is running; workers skip the tasks of another one.
+        progress: int64 [workers, 3]: samples begun, index of the last one, process id.
     """
 
     def __init__(self, count: int, batch_size: int, image_size: int, dtype: torch.dtype, workers: int) -> None:
-        pixel_bytes = slot_bytes(batch_size, image_size, dtype)
-        target_bytes = batch_size * 8
-        stride = _pages(pixel_bytes + target_bytes)
-        header = _pages(8 + max(1, workers) * PROGRESS_COLUMNS * 8)
+        pixel_bytes, target_bytes = slot_bytes(batch_size, image_size, dtype), batch_size * 8
+        words = 1 + 3 * max(1, workers)
+        stride, header = _pages(pixel_bytes + target_bytes), _pages(8 * words)
         self._memory = torch.frombuffer(mmap.mmap(-1, header + count * stride), dtype=torch.uint8)
         self._pinned = False
-        words = self._memory[:header].view(torch.int64).numpy()
-        self.stream = words[:1]
-        self.progress = words[1 : 1 + max(1, workers) * PROGRESS_COLUMNS].reshape(-1, PROGRESS_COLUMNS)
-        self._images, self._targets = [], []
+        shared = self._memory[: 8 * words].view(torch.int64).numpy()
+        self.stream, self.progress = shared[:1], shared[1:].reshape(-1, 3)
+        self.images, self.targets = [], []
         for start in range(header, header + count * stride, stride):
-            flat = self._memory[start : start + pixel_bytes].view(dtype)
-            self._images.append(flat.view(batch_size, image_size, image_size, 3).permute(0, 3, 1, 2))
-            self._targets.append(self._memory[start + pixel_bytes :][:target_bytes].view(torch.int64))
-
-    def images(self, slot: int) -> Tensor:
-        """[batch_size, 3, H, W], channels_last."""
-        return self._images[slot]
-
-    def targets(self, slot: int) -> Tensor:
-        """int64 [batch_size]."""
-        return self._targets[slot]
+            pixels = self._memory[start : start + pixel_bytes].view(dtype)[: batch_size * image_size**2 * 3]
+            self.images.append(pixels.view(batch_size, image_size, image_size, 3).permute(0, 3, 1, 2))
+            self.targets.append(self._memory[start + pixel_bytes :][:target_bytes].view(torch.int64))
 
     def pin(self) -> None:
         """Page-lock the memory, so that copies to the GPU overlap with computation."""

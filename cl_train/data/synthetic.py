@@ -1,4 +1,4 @@
-"""One fixed batch on the device, again and again: what training costs without any loading."""
+"""One fixed batch on the device, again and again: the cost of training without any loading."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Generator, Iterator
 
 import torch
 
+from cl_train.config.schema import DataConfig
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.images import WorkerTimes
 
 
 class SyntheticData:
-    """Normal noise with random labels, made once per DeviceFormat and handed out by reference: do not write into it."""
+    """Normal noise with random labels, made once per DeviceFormat and shared by all steps: do not write into it.
 
-    def __init__(self, *, images: int, classes: int, size: int, batch_size: int, seed: int, world_size: int) -> None:
-        self.num_classes = classes
-        self.classes = tuple(f"class_{number}" for number in range(classes))
-        self.train_images, self.val_images = images, batch_size * world_size
-        self.fingerprint = f"synthetic-{images}-{classes}-{size}-{seed}"
-        self.batches_per_epoch = images // (batch_size * world_size)
-        self.workers = 0
-        self.bad_images = BadImages(skip=True, limit=0)
-        self.times = WorkerTimes()
-        self._shape = (batch_size, 3, size, size)
-        self._seed = seed
+    The members are those of `cl_train.data.image_data.ImageData`.
+    """
+
+    def __init__(self, cfg: DataConfig, *, batch_size: int, seed: int, world_size: int) -> None:
+        self.num_classes, self.workers = cfg.synthetic_classes, 0
+        self.classes = tuple(f"class_{label}" for label in range(self.num_classes))
+        self.train_images, self.val_images = cfg.synthetic_images, batch_size * world_size
+        self.fingerprint = f"synthetic-{self.train_images}-{self.num_classes}-{cfg.image_size}-{seed}"
+        self.batches_per_epoch = self.train_images // (batch_size * world_size)
+        self.bad_images, self.times = BadImages(skip=True, limit=0), WorkerTimes()
+        self._shape, self._seed = (batch_size, 3, cfg.image_size, cfg.image_size), seed
         self._batches: dict[DeviceFormat, Batch] = {}
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
-        batch = self._batch(form)
         for _ in range(first_batch, self.batches_per_epoch):
-            yield batch
+            yield self._batch(form)
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
         yield self._batch(form)

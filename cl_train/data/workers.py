@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -62,15 +63,15 @@ class Workers(Generic[Task, Result]):
     ) -> None:
         self._pending: deque[Task] = deque()
         self._progress, self._timeout_s, self._name_of = progress, timeout_s, name_of
-        self.processes: list[BaseProcess] = []
-        self._results: Iterator[Result | None] | None = None
-        self._start(_Calls(work), count, queued)
-        # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
-        self._kill = util.Finalize(self, _kill, (self.processes,), exitpriority=10)
-
-    def _start(self, calls: _Calls, count: int, queued: int) -> None:
-        before = set(multiprocessing.active_children())
-        on_child_exit = signal.getsignal(signal.SIGCHLD)
+        # DataLoader draws a seed for its workers; a generator of its own leaves the training's random numbers alone.
+        options: dict[str, Any] = {"batch_size": None, "sampler": _Queue(self._pending), "generator": torch.Generator()}
+        if count:
+            options |= {"num_workers": count, "prefetch_factor": queued, "timeout": _POLL_S}
+            options |= {
+                "multiprocessing_context": "fork",
+                "worker_init_fn": partial(_start_worker, progress, os.getpid()),
+            }
+        before, on_child_exit = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
         try:
             with warnings.catch_warnings():
@@ -78,13 +79,15 @@ class Workers(Generic[Task, Result]):
                 # Python 3.12+ warns that a forked copy of a threaded process may deadlock. Workers take none of the
                 # parent's locks, and DataLoader forks by default.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                self._results = iter(_data_loader(calls, _Queue(self._pending), count, queued, self._progress))
+                self._results: Iterator[Result | None] | None = iter(DataLoader(_Calls(work), **options))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self.processes += [child for child in multiprocessing.active_children() if child not in before]
+        self.processes = [child for child in multiprocessing.active_children() if child not in before]
         if signal.getsignal(signal.SIGCHLD) is not on_child_exit:
             # DataLoader's handler would raise in the middle of a training step, without the sample's name.
             signal.signal(signal.SIGCHLD, on_child_exit)
+        # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
+        self._kill = util.Finalize(self, _kill, (self.processes,), exitpriority=10)
 
     def submit(self, task: Task) -> None:
         self._pending.append(task)
@@ -163,36 +166,12 @@ class _Queue:
             yield self._pending.popleft() if self._pending else None
 
 
-def _data_loader(
-    calls: _Calls, queue: _Queue, count: int, queued: int, progress: npt.NDArray[np.int64]
-) -> DataLoader[Any]:
-    # DataLoader draws a seed for its workers; a generator of its own leaves the training's random numbers alone.
-    options: dict[str, Any] = {"batch_size": None, "sampler": queue, "collate_fn": _unchanged}
-    options["generator"] = torch.Generator()
-    if count == 0:
-        return DataLoader(calls, **options)
-    parent = os.getpid()
-
-    def start_worker(number: int) -> None:
-        progress[number, _PID] = os.getpid()
-        for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
-            signal.signal(name, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-        threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-
-    return DataLoader(
-        calls,
-        **options,
-        num_workers=count,
-        prefetch_factor=queued,
-        timeout=_POLL_S,
-        multiprocessing_context="fork",
-        worker_init_fn=start_worker,
-    )
-
-
-def _unchanged(result: Any) -> Any:
-    return result
+def _start_worker(progress: npt.NDArray[np.int64], parent: int, number: int) -> None:
+    progress[number, _PID] = os.getpid()
+    for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
+        signal.signal(name, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:
