@@ -26,7 +26,6 @@ import torch
 from benchmarks.gpu_plan import BLOCKS_S, Group, Variant, all_groups, has_time_for, tiny_groups
 from benchmarks.matmul_rate import matmul_tflops
 from benchmarks.roofline import Machine, roofline
-from benchmarks.timm_loop import timm_step
 from cl_train.comparison.alternation import alternate, release_memory
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.config.validation import load
@@ -158,19 +157,16 @@ def block_s(step: Step, steps: int, device: torch.device) -> float:
 
 def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
     """Build the step, warm it up (kernels chosen, compiled, recorded), and add a row with its speed and peak memory."""
-    started_at, held_bytes, peak_gib = time.monotonic(), 0, None
-    if device.type == "cuda":
-        held_bytes = torch.cuda.memory_allocated(device)
+    held_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     step = build_step(variant, rows.group, device)
     for _ in range(6):
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # after the warm-up, which needs workspace for autotuning
     seconds = statistics.median(timed_s(step, device) for _ in range(3))
-    if device.type == "cuda":
-        peak_gib = (torch.cuda.max_memory_allocated(device) - held_bytes) / 2**30
-    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_gib)
-    print(f"{variant.name}: ready after {time.monotonic() - started_at:.0f} s", flush=True)
+    peak_bytes = torch.cuda.max_memory_allocated(device) - held_bytes if device.type == "cuda" else None
+    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_bytes and peak_bytes / 2**30)
+    print(f"{variant.name}: ready with {rows.left_s:.0f} s left", flush=True)
     return step
 
 
@@ -181,14 +177,14 @@ def _labels(group: Group, variant: Variant) -> dict[str, Any]:
 
 def _speeds(variant: Variant, seconds: float, rows: Rows) -> dict[str, Any]:
     images_per_s = rows.group.batch_size / seconds
-    limit = _roofline_images_per_s(rows.group, "fused" if variant.compile else "eager", rows.folder)
+    limit = _roofline_images_per_s(rows.group, variant.compile, rows.folder)
     share = None if limit is None else 100 * images_per_s / limit
     speeds = {"images_per_s": images_per_s, "step_ms": 1000 * seconds, "pct_of_roofline": share}
     return _labels(rows.group, variant) | speeds
 
 
 @lru_cache
-def _roofline_images_per_s(group: Group, pattern: str, folder: Path) -> float | None:
+def _roofline_images_per_s(group: Group, fused: bool, folder: Path) -> float | None:
     """What the measured copy bandwidth and the matmul rate of the group's precision permit; None if unknown."""
     machine = next((row for row in read_rows(folder) if row["group"] == "environment"), None)
     if machine is None:
@@ -198,7 +194,7 @@ def _roofline_images_per_s(group: Group, pattern: str, folder: Path) -> float | 
     try:
         with torch.device("meta"):
             model = build_model(group.model, num_classes=1000)
-        found = roofline(model, peaks, pattern=pattern, image_size=group.image_size, element_bytes=4 if full else 2)
+        found = roofline(model, peaks, fused=fused, image_size=group.image_size, element_bytes=4 if full else 2)
     except ValueError:
         return None
     return found.images_per_s
@@ -228,6 +224,27 @@ def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
     state = build_train_state(load(settings), precision, 1000, Dist(0, 0, 1, device), LEARNING_RATE)
     batch = Batch(images.to(precision.input_dtype), targets)
     return lambda: state.train_step([batch])
+
+
+def timm_step(name: str, images: torch.Tensor, targets: torch.Tensor, *, compile: bool) -> Step:
+    """A step of timm's `train.py --amp --channels-last --torchcompile`, with timm's parts and without its logging."""
+    import timm
+    from timm.optim import create_optimizer_v2
+    from timm.utils import NativeScaler
+
+    device = images.device
+    model = timm.create_model(name, num_classes=1000).to(device).to(memory_format=torch.channels_last).train()
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4)
+    scaler = NativeScaler(device=device.type)
+    trained = torch.compile(model) if compile else model
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.float16 if device.type == "cuda" else torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(trained(images), targets)
+        scaler(loss, optimizer, parameters=model.parameters())
+        optimizer.zero_grad()
+
+    return step
 
 
 # --- where the time and the bytes go ----------------------------------------------------------------------------------

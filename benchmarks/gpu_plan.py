@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 MARGIN_S = 5.0  # between the end of a group and the end of the report
 START_S = 15.0  # imports, CUDA context, first kernels
@@ -92,16 +93,13 @@ def all_groups() -> list[Group]:
 
 def tiny_groups() -> list[Group]:
     """For a dry run on a CPU: every kind of group once, a compilation once; the figures mean nothing."""
+    names = (FIRST_GROUP.name, "squeezenet1_1-fp16-32", "resnet50-tf32-256")
     tiny = []
     for group in all_groups():
-        if group.name in (FIRST_GROUP.name, "squeezenet1_1-fp16-32", "resnet50-tf32-256"):
-            keep_compiled = group.name == FIRST_GROUP.name
-            kept = tuple(v for v in group.variants if keep_compiled or not v.compile)
-            tiny.append(replace(group, variants=kept, model="tests.networks:small"))
-        elif group.name in ("environment", "tests", "jpeg", "bytes-eager", "zoo"):
-            tiny.append(replace(group, model="tests.networks:small"))
-    sizes = {"batch_size": 4, "image_size": 32, "steps": 2}
-    return [replace(group, limit_s=150, fixed_s=min(group.fixed_s, 20), **sizes) for group in tiny]  # type: ignore[arg-type]
+        if group.name in (*names, "environment", "tests", "jpeg", "bytes-eager", "zoo"):
+            kept = tuple(v for v in group.variants if not v.compile or group.name == FIRST_GROUP.name)
+            tiny.append(replace(group, model="tests.networks:small", variants=kept, limit_s=150, batch_size=4))
+    return [replace(group, image_size=32, steps=2, fixed_s=min(group.fixed_s, 20)) for group in tiny]
 
 
 # --- what fits into the time ------------------------------------------------------------------------------------------
@@ -125,52 +123,45 @@ def has_time_for(variant: Variant, left_s: float, ready: int) -> bool:
     return left_s - MARGIN_S >= cost_s(variant, compiled_before=ready > 0) + BLOCKS_S * (ready + 1)
 
 
-@dataclass(frozen=True)
-class PlannedGroup:
-    """What the simulation expects of a group: `seconds` is 0 and `variants` empty if it is left out."""
+class PlannedGroup(NamedTuple):
+    """What the simulation expects of a group: no seconds and no variants if it is left out."""
 
     group: Group
-    starts_s: float
-    seconds: float
-    variants: tuple[str, ...]
+    seconds: float = 0.0
+    variants: tuple[str, ...] = ()
 
 
 def simulate(groups: Sequence[Group], time_limit_s: float) -> list[PlannedGroup]:
     """Which groups and variants run within the limit, at the costs expected above."""
-    planned, elapsed_s = [], 0.0
+    planned: list[PlannedGroup] = []
     compiled: set[tuple[object, ...]] = set()
     for group in groups:
-        limit_s = group_limit_s(group, time_limit_s - elapsed_s)
+        limit_s = group_limit_s(group, time_limit_s - sum(row.seconds for row in planned))
         if limit_s is None:
-            planned.append(PlannedGroup(group, elapsed_s, 0.0, ()))
+            planned.append(PlannedGroup(group))
             continue
-        seconds, names = group.fixed_s, [variant.name for variant in group.variants]
-        if not group.fixed_s:
-            seconds, names = START_S, []
-            for variant in group.variants:
-                graph = (group.model, group.precision, group.batch_size, variant.channels_last, variant.timm)
-                left_s = limit_s - seconds
-                if not has_time_for(variant, left_s, len(names)):
-                    continue
-                seconds += cost_s(variant, compiled_before=graph in compiled)
+        seconds, names = group.fixed_s or START_S, list[str]()
+        for variant in group.variants:
+            graph = (group.model, group.precision, group.batch_size, variant.channels_last, variant.timm)
+            if group.fixed_s or has_time_for(variant, limit_s - seconds, len(names)):
                 names.append(variant.name)
-                if variant.compile:
-                    compiled.add(graph)
-            seconds += BLOCKS_S * len(names)
-        planned.append(PlannedGroup(group, elapsed_s, min(seconds, limit_s), tuple(names)))
-        elapsed_s += planned[-1].seconds
+                if not group.fixed_s:
+                    seconds += cost_s(variant, compiled_before=graph in compiled) + BLOCKS_S
+                    compiled.update([graph] if variant.compile else [])
+        planned.append(PlannedGroup(group, min(seconds, limit_s), tuple(names)))
     return planned
 
 
 def plan_table(groups: Sequence[Group], limits_s: Sequence[float]) -> str:
-    """Markdown: one row per group, one column per time limit; a cell has the expected seconds and variants."""
+    """Markdown: one row per group, one column per time limit; a cell has the expected seconds and number of variants."""
+
+    def cell(row: PlannedGroup) -> str:
+        return (
+            f"{row.seconds:.0f} s" + (f", {len(row.variants)}" if row.variants else "") if row.seconds else "left out"
+        )
+
     plans = [simulate(groups, limit_s) for limit_s in limits_s]
-    lines = ["| group | " + " | ".join(f"{limit_s:.0f} s" for limit_s in limits_s) + " |"]
-    lines.append("|---|" + "---|" * len(limits_s))
-    for row in zip(*plans, strict=True):
-        cells = []
-        for planned in row:
-            share = f", {len(planned.variants)} of {len(planned.group.variants)}" if planned.group.variants else ""
-            cells.append(f"{planned.seconds:.0f} s{share}" if planned.seconds else "left out")
-        lines.append(f"| {row[0].group.name} | {' | '.join(cells)} |")
+    rows = [["group", *(f"{limit_s:.0f} s" for limit_s in limits_s)], ["---"] * (len(plans) + 1)]
+    rows += [[row[0].group.name, *map(cell, row)] for row in zip(*plans, strict=True)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines)

@@ -165,17 +165,19 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def _speed_line(row: dict[str, Any]) -> str:
-    ratio = "" if row.get("ratio") is None else f"{row['ratio']:.3f}"
-    if row.get("ci95"):
-        ratio += f" [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
-    share, peak_gib = row.get("pct_of_roofline"), row.get("peak_memory_gib")
-    cells = [
-        *(row["model"], row["precision"], row["batch_size"], row["variant"]),
-        *(f"{row['images_per_s']:.1f}", f"{row['step_ms']:.2f}", ratio, row.get("versus", "")),
-        "" if share is None else f"{share:.1f}",
-        "" if peak_gib is None else f"{peak_gib:.2f}",
-    ]
-    return f"| {' | '.join(map(str, cells))} |"
+    low, high = row.get("ci95") or (None, None)
+    interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+    formats = {
+        "images_per_s": ".1f",
+        "step_ms": ".2f",
+        "ratio": ".3f",
+        "pct_of_roofline": ".1f",
+        "peak_memory_gib": ".2f",
+    }
+    texts = ["" if row.get(name) is None else format(row[name], form) for name, form in formats.items()]
+    speed, step, ratio, share, memory = texts
+    labels = (row["model"], row["precision"], row["batch_size"], row["variant"])
+    return f"| {' | '.join(map(str, (*labels, speed, step, ratio + interval, row.get('versus', ''), share, memory)))} |"
 
 
 def main(words: Sequence[str]) -> int:
