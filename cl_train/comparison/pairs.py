@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,10 @@ _DEPENDENT = {
 }
 # What a run really used, where the setting can be `auto`.
 _OUTCOME = {"channels_last": "memory_format", "precision": "precision", "device": "device", "nproc": "world_size"}
-_SHOWN = ("precision", "device", "compile", "batch_size", "world_size", "device_name", "channels_last")
-_SHOWN_OF_DATA = ("data.name", "data.image_size", "data.workers")
+# What the report names as held equal.
+_SHOWN = {name: name for name in ("precision", "device", "compile", "batch_size", "world_size", "device_name")}
+_SHOWN |= {"channels_last": "channels_last", "data.name": "data", "data.image_size": "image_size"}
+_SHOWN |= {"data.workers": "workers"}
 
 
 @dataclass(frozen=True)
@@ -55,40 +57,32 @@ class Pair:
         return self.verdict != "not_comparable"
 
 
-def compare_runs(
-    runs: Sequence[Run], by: str = "channels_last", parity_failures: Mapping[str, str] | None = None
-) -> list[Pair]:
+def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
     """Pair runs that are equal but for `by`; repeats are paired by their number, else in the order in which they ran.
 
     A run without an equal partner is paired with the most similar run of its model that has another value of `by`, so
-    that the report can name the differences: such a pair is never comparable. `parity_failures`: messages by model.
+    that the report can name the differences: such a pair is never comparable.
     """
-    failures = parity_failures or {}
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in sorted(runs, key=lambda run: run.started_at or 0.0):
         signature = json.dumps(_held_equal(run, by), sort_keys=True, default=str)
         groups.setdefault(signature, {}).setdefault(str(run.settings.get(by)), []).append(run)
     pairs, single = [], []
     for group in groups.values():
-        values = sorted(group, key=_baseline_first)
-        if len(values) == 1:
-            single.append(group[values[0]])
-        for value in values[1:]:
-            first, second = _same_repeats(group[values[0]], group[value])
-            pairs.append(compare_pair(first, second, by, failures.get(str(first[0].fact("model")))))
+        baseline, *candidates = [group[value] for value in sorted(group, key=_baseline_first)]
+        if not candidates:
+            single.append(baseline)
+        pairs += [compare_pair(*_same_repeats(baseline, candidate), by) for candidate in candidates]
     return pairs + [compare_pair(first, second, by) for first, second in _most_similar(single, by)]
 
 
-def compare_two(first: Run, second: Run, by: str, parity_failures: Mapping[str, str] | None = None) -> Pair:
+def compare_two(first: Run, second: Run, by: str) -> Pair:
     """Two runs named by the user are a pair whatever differs; `_baseline_first` decides which is the baseline."""
     baseline, candidate = sorted((first, second), key=lambda run: _baseline_first(str(run.settings.get(by))))
-    failures = parity_failures or {}
-    return compare_pair([baseline], [candidate], by, failures.get(str(first.fact("model"))))
+    return compare_pair([baseline], [candidate], by)
 
 
-def compare_pair(
-    baseline: Sequence[Run], candidate: Sequence[Run], by: str = "channels_last", parity_failure: str | None = None
-) -> Pair:
+def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "channels_last") -> Pair:
     """The verdict on repeats of one setting against repeats of another.
 
     A loader-bound pair without a difference is not comparable either, because the loader hides the difference.
@@ -97,8 +91,6 @@ def compare_pair(
     first, second = list(baseline[:count]), list(candidate[:count])
     names = _names(first[0], second[0], by)
     reasons = _obstacles(first, second, by, names)
-    if parity_failure is not None:
-        reasons.append(parity_failure)
     interval = None
     if all(len(run.images_per_s) >= MIN_WINDOWS for run in [*first, *second]):
         interval = interval_of_runs([run.images_per_s for run in first], [run.images_per_s for run in second])
@@ -151,12 +143,12 @@ def _held_equal(run: Run, by: str) -> dict[str, Any]:
 
 def _shown(first: Run, second: Run, by: str) -> dict[str, Any]:
     """The few of the equal settings that distinguish one pair from another in a table."""
-    models = dict.fromkeys([first.fact("model"), second.fact("model")])
-    shown = {"model": " and ".join(map(str, models))}
-    for name in (*_SHOWN, *_SHOWN_OF_DATA):
-        if name != by and first.fact(name) == second.fact(name):
-            shown["data" if name == "data.name" else name.removeprefix("data.")] = first.fact(name)
-    return shown
+    shown = {"model": " and ".join(dict.fromkeys(str(run.fact("model")) for run in (first, second)))}
+    return shown | {
+        label: first.fact(name)
+        for name, label in _SHOWN.items()
+        if name != by and first.fact(name) == second.fact(name)
+    }
 
 
 def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:
@@ -177,7 +169,7 @@ def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run],
 
 def _baseline_first(value: str) -> tuple[bool, float, str]:
     """`false` and `fp32` come first, then numbers by size: the baseline is what a reader expects it to be."""
-    is_number = value.replace(".", "", 1).isdigit()
+    is_number = value.replace(".", "", 1).isdecimal()
     return value.lower() not in ("false", "fp32"), float(value) if is_number else 0.0, value
 
 
@@ -212,7 +204,7 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     """Why the speeds of two sides cannot be compared, one sentence each."""
     baseline, candidate = first[0], second[0]
     runs = [*first, *second]
-    obstacles = [problem for run in runs for problem in run.problems]
+    obstacles = list(dict.fromkeys(problem for run in runs for problem in run.problems))
     obstacles += [
         f"{key} differs: {_text(one)} ({names[0]}) and {_text(other)} ({names[1]})"
         for key, one, other in differences(baseline, candidate, by)

@@ -53,7 +53,7 @@ def compare_folders(
         folders: the folder of a sweep or of several runs, or two or more run folders.
         by: the setting to compare by; None = the sweep's own, else channels_last.
         out: where to write the report; None = the folder of the sweep or of the runs, else the last run's.
-        parity_failures: messages by model, as in `compare_runs`.
+        parity_failures: why the runs of a model cannot be compared, by model.
         show_table: print the whole report above the verdict.
 
     Raises:
@@ -81,10 +81,12 @@ def compare_folders(
             except ConfigError as error:
                 failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
     by = by or "channels_last"
-    if len(folders) == 2:
-        pairs = [compare_two(runs[0], runs[1], by, parity_failures)]
-    else:
-        pairs = compare_runs(runs, by, parity_failures)
+    failures = parity_failures or {}
+    runs = [
+        replace(run, problems=[*run.problems, failures[model]]) if (model := run.fact("model")) in failures else run
+        for run in runs
+    ]
+    pairs = [compare_two(runs[0], runs[1], by)] if len(folders) == 2 else compare_runs(runs, by)
     report = Report(pairs, failed, by)
     target = out or (first if len(folders) == 1 else folders[-1])
     verdict = write_report(report, target)

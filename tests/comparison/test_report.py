@@ -137,6 +137,8 @@ def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     report = compare_folders([tmp_path])
     assert [pair.verdict for pair in report.pairs] == ["faster"]
     assert [job.overrides for job in report.failed] == ["c"]
+    [pair] = compare_folders([first, second], parity_failures={"resnet18": "layer1 differs"}).pairs
+    assert (pair.verdict, pair.notes[0]) == ("not_comparable", "layer1 differs")
     with pytest.raises(ConfigError):
         compare_folders([first, first])
     with pytest.raises(ConfigError):
