@@ -6,9 +6,9 @@ Two questions are asked, because the layouts round differently and are never bit
    difference above `EXACT` is no rounding.
 2. Do the kernels of the precision under test agree? Both layouts are compared with the float64 run. Channels_last may
    deviate `TOLERANCE` times as far as contiguous does (its sums run in another order: 8 times the rounding error was
-   measured in sound models), or by the square root of the dtype's epsilon, or, for gradients, by `KINKS`: an activation
-   that lies within rounding of a kink (ReLU at 0) may fall on the other side. The error of a wrong kernel has the size
-   of the values.
+   measured in sound models), or by `SMALL` or the square root of the dtype's epsilon, or, for gradients, by `KINKS`: an
+   activation that lies within rounding of a kink (ReLU at 0) may fall on the other side. The error of a wrong kernel
+   has the size of the values.
 
 Gradients that are zero in theory (a bias before BatchNorm) have no size of their own; their errors are relative to the
 typical size of all gradients.
@@ -37,7 +37,7 @@ from cl_train.system.memory import available_bytes
 EXACT = 1e-6
 EXACT_FP32 = 1e-3  # where the model does not run in float64
 TOLERANCE = 16.0
-KINKS = 0.1
+SMALL, KINKS = 0.02, 0.1
 MOST = 0.7  # values in a wrong order deviate by 1.4
 BLIND = 0.25  # contiguous deviates further by rounding alone: nothing can be said about channels_last
 SMALL_IMAGE, BATCH_SIZES = 96, (4, 2)  # layouts agree or differ whatever the size
@@ -174,7 +174,8 @@ def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Preci
         if not all(check.passed for check in again):
             why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
             return report(None, note=why)
-    floor = math.sqrt(torch.finfo(torch.float16 if precision.name == "tf32" else precision.input_dtype).eps)
+    dtype = torch.float16 if precision.name == "tf32" else precision.input_dtype
+    floor = max(SMALL, math.sqrt(torch.finfo(dtype).eps))
     more = _compare(reference, plain, rounded, lambda kind, error: _limit(kind, error, floor), precision.name)
     visible = [check for check in more if check.contiguous_error <= BLIND]
     if len(visible) < len(more):

@@ -42,15 +42,16 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     device = choose_device(settings.device)
     results = []
     for name, workload in combinations(settings, device):
-        described = describe_workload(name, workload)
+        described: dict[str, Any] = {"model": name, "precision": workload.precision.name}
+        described |= {key: getattr(workload, key) for key in ("mode", "batch_size", "compile", "cuda_graph")}
+        described["image_size"] = workload.input_shape[-1]
         try:
-            results.append({**described, **_measure(name, workload, settings)})
+            result = {**described, **_measure(name, workload, settings)}
         except Exception as error:  # whatever a model raises: the results of the others stay
             why = str(error) if isinstance(error, ConfigError) else explain_failure(error)
-            results.append({**described, "error": why, "text": f"  failed: {why}", "pairs": []})
-        flags = [str(value) for key, value in described.items() if key not in ("compile", "cuda_graph")]
-        flags += [key for key in ("compile", "cuda_graph") if described[key]]
-        print(f"{' '.join(flags)}\n{results[-1]['text']}", flush=True)
+            result = {**described, "error": why, "text": f"  failed: {why}", "pairs": []}
+        results.append(result)
+        print(f"{', '.join(f'{key} {value}' for key, value in described.items())}\n{result['text']}", flush=True)
     return {
         "schema_version": 1,
         "command": shlex.join(sys.argv),
@@ -63,45 +64,33 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
 
 def combinations(settings: BenchmarkSettings, device: torch.device) -> Iterator[tuple[str, Workload]]:
     lists = (settings.model, settings.mode, settings.precision, settings.batch_size)
-    for name, mode, precision, batch_size, compile, cuda_graph in itertools.product(
+    optim = OptimConfig(name=settings.optimizer)
+    for name, mode, precision, batch_size, compile, graph in itertools.product(
         *lists, settings.compile, settings.cuda_graph
     ):
         size = settings.image_size or models.usual_image_size(name)
-        resolved, optim = resolve_precision(precision, device), OptimConfig(name=settings.optimizer)
-        yield (
-            name,
-            Workload(
-                batch_size, (3, size, size), resolved, device, mode, compile=compile, cuda_graph=cuda_graph, optim=optim
-            ),
-        )
-
-
-def describe_workload(name: str, workload: Workload) -> dict[str, Any]:
-    fields = ("mode", "batch_size", "compile", "cuda_graph")
-    plain = {field: getattr(workload, field) for field in fields}
-    return {"model": name, "precision": workload.precision.name, "image_size": workload.input_shape[-1], **plain}
+        resolved = resolve_precision(precision, device)
+        kind: dict[str, Any] = {"mode": mode, "compile": compile, "cuda_graph": graph, "optim": optim}
+        yield name, Workload(batch_size, (3, size, size), resolved, device, **kind)
 
 
 def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict[str, Any]:
     """Parity, then speed. Layouts that compute different results are not comparable."""
     torch.manual_seed(0)
-    size = workload.input_shape[-1]
+    size, precision = workload.input_shape[-1], workload.precision.name
     model = models.build_model(name, num_classes=1000, image_size=size)
     layouts = [LAYOUTS[layout] for layout in settings.layouts]
-    notes, parity = [], []
-    for layout in layouts:
-        if settings.parity and layout is not CONTIGUOUS:
-            report = check_parity(
-                model,
-                image_size=size,
-                precision=workload.precision.name,
-                device=workload.device,
-                conversion=layout.conversion,
-            )
-            parity.append({"layout": layout.name, "passed": report.passed, "text": str(report)})
-            notes += [] if report.passed else [f"  {report}"]
+    reports = {
+        layout.name: check_parity(
+            model, image_size=size, precision=precision, device=workload.device, conversion=layout.conversion
+        )
+        for layout in layouts
+        if settings.parity and layout is not CONTIGUOUS
+    }
     done = benchmark_layouts(model, workload, layouts, target_ci=settings.target_ci, time_limit_s=settings.time_limit_s)
-    differing = [row["layout"] for row in parity if row["passed"] is False]
-    speeds = [replace(speed, verdict="not_comparable") if speed.layout in differing else speed for speed in done.speeds]
+    differing = [layout for layout, report in reports.items() if report.passed is False]
+    speeds = [replace(one, verdict="not_comparable") if one.layout in differing else one for one in done.speeds]
     done = replace(done, speeds=tuple(speeds))
+    notes = [f"  {report}" for report in reports.values() if not report.passed]
+    parity = {layout: report.to_dict() for layout, report in reports.items()}
     return {**done.to_dict(), "parity": parity, "text": "\n".join([str(done), *notes])}

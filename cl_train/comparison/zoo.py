@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ TIMM = (
 )
 
 GROUPS = ("tutorial", "torchvision", "timm")
-SMALL, USUAL = 64, 224
+SMALL = 64
 # These are built for their image size; all others take a small one.
 _FIXED_SIZE = ("vit_", "maxvit", "timm/vit_", "timm/mobilevit")
 
@@ -76,11 +76,9 @@ def group_names(group: str) -> list[str]:
 
 def image_size_of(name: str, options: ZooOptions) -> int:
     """Side of the images for `name`, pixels."""
-    if name == "inception_v3":
+    if name == "inception_v3" or name.startswith(_FIXED_SIZE):
         return models.usual_image_size(name)
-    if name.startswith(_FIXED_SIZE):
-        return USUAL
-    return options.image_size or (USUAL if options.speed else SMALL)
+    return options.image_size or (224 if options.speed else SMALL)
 
 
 def measure_model(name: str, options: ZooOptions) -> dict[str, Any]:
@@ -88,21 +86,15 @@ def measure_model(name: str, options: ZooOptions) -> dict[str, Any]:
     started_at = time.perf_counter()
     torch.manual_seed(0)
     size = image_size_of(name, options)
-    model = models.build_model(name, num_classes=1000, image_size=USUAL).to(options.device)
-    convolutions = sum(isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d) for module in model.modules())
-    row: dict[str, Any] = {
-        "model": name,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "convolutions": convolutions,
-        "image_size": size,
-    }
+    model = models.build_model(name, num_classes=1000, image_size=224).to(options.device)
+    row: dict[str, Any] = {"model": name, "image_size": size}
     try:
         report = check_parity(model, image_size=size, batch_size=2, precision=options.precision)
         row["parity"] = {"passed": report.passed, "why": str(report)}
-    except ConfigError as error:
+    except ConfigError as error:  # too large for this machine's memory
         row["parity"] = {"passed": None, "why": str(error)}
     if options.speed:
-        row |= _speeds(model, options, size)
+        row |= {mode: _speed(model, mode, options, size) for mode in ("train", "infer")}
     row |= _convert_and_audit(model, name, options, size)
     row["verdict"] = verdict(row)
     row["seconds"] = round(time.perf_counter() - started_at, 1)
@@ -113,47 +105,33 @@ def _convert_and_audit(model: nn.Module, name: str, options: ZooOptions, size: i
     device = torch.device(options.device)
     precision = resolve_precision(options.precision, device)
     model = cast_model(model, precision)
-    conversion = convert(model)
+    converted = len(convert(model).changed)
+    convolutions = sum(isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d) for module in model.modules())
     images = torch.randn(2, 3, size, size).to(device, precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.zeros(2, dtype=torch.int64, device=device)
-    report = audit(
-        model, images, precision=precision, loss=lambda output: loss_of(output, targets), name=name,
-        measure=options.speed,
-    )  # fmt: skip
-    lost: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
-    for call in report.of("lost"):
-        lost[call.direction][call.operator.removeprefix("aten.").partition(".")[0]] += call.count
-    return {
-        "converted": len(conversion.changed),
-        "audit": {
-            **report.totals,
-            "moved_pct": round(report.moved_pct, 2),
-            "copy_ms": report.copy_ms,
-            "lost_forward": dict(lost["forward"]),
-            "lost_backward": dict(lost["backward"]),
-        },
-    }
+    report = audit(model, images, precision=precision, loss=lambda output: loss_of(output, targets), name=name)
+    audited: dict[str, Any] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
+    for way in ("forward", "backward"):
+        lost: Counter[str] = Counter()
+        for call in report.of("lost", way):
+            lost[call.operator.removeprefix("aten.").partition(".")[0]] += call.count
+        audited[f"lost_{way}"] = dict(lost)
+    return {"convolutions": convolutions, "converted": converted, "audit": audited}
 
 
-def _speeds(model: nn.Module, options: ZooOptions, size: int) -> dict[str, Any]:
-    """Of training and inference. On a GPU both layouts run as CUDA graphs: eager, the host would limit both."""
+def _speed(model: nn.Module, mode: str, options: ZooOptions, size: int) -> dict[str, Any]:
+    """On a GPU both layouts run as CUDA graphs, because eager the host would limit both; else eager."""
     device = torch.device(options.device)
     precision = resolve_precision(options.precision, device)
-    rows: dict[str, Any] = {}
-    for mode in ("train", "infer"):
-        for cuda_graph in (True, False) if device.type == "cuda" else (False,):
-            workload = Workload(
-                options.batch_size, (3, size, size), precision, device, mode=mode, cuda_graph=cuda_graph
-            )
-            try:
-                done = benchmark_layouts(model, workload, time_limit_s=options.time_limit_s)
-            except ConfigError:
-                if not cuda_graph:
-                    raise
-                continue  # a step that cannot be recorded is measured eager
-            rows[mode] = {**done.to_dict(), "cuda_graph": cuda_graph}
-            break
-    return rows
+    eager = Workload(options.batch_size, (3, size, size), precision, device, mode=mode)
+    if device.type == "cuda":
+        try:
+            graphed = replace(eager, cuda_graph=True)
+            done = benchmark_layouts(model, graphed, time_limit_s=options.time_limit_s)
+            return {**done.to_dict(), "cuda_graph": True}
+        except ConfigError:  # a step that cannot be recorded
+            pass
+    return {**benchmark_layouts(model, eager, time_limit_s=options.time_limit_s).to_dict(), "cuda_graph": False}
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -162,11 +140,8 @@ def verdict(row: dict[str, Any]) -> str:
         return "do not use: the layouts compute different results"
     if row["convolutions"] == 0:
         return "no convolution: no gain possible"
-    words = []
-    for mode in ("train", "infer"):
-        if mode in row:
-            pair = row[mode]["pairs"][0]
-            words.append(f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)")
+    pairs = {mode: row[mode]["pairs"][0] for mode in ("train", "infer") if mode in row}
+    words = [f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)" for mode, pair in pairs.items()]
     lost, moved = row["audit"]["lost"], row["audit"]["moved_pct"]
     kept = "keeps the layout" if lost == 0 else f"loses the layout in {lost} call{'s' if lost > 1 else ''}"
     return "; ".join([*words, f"{kept}, {moved:.1f} % of the step's bytes moved"])
