@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 def commands(page: Path) -> list[str]:
     """Every command in a code block or in a code span."""
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:bash)?\n(.*?)```", text, flags=re.S)
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     lines = [line.partition("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     spans = re.findall(r"`((?:python|bash|torchrun|cl-train) [^`]+)`", text)
     return [line for line in [*lines, *spans] if re.match(r"(python|bash|torchrun|cl-train) ", line)]
