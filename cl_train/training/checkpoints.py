@@ -65,16 +65,8 @@ class Checkpoints:
         self.saved_step, self.saved_at = progress.step, time.monotonic()
         if not self.dist.is_main:
             return
-        parts = self.state.parts
-        collected = collect(
-            model=self.state.model,
-            optimizer=parts.optimizer,
-            scaler=parts.scaler,
-            masters=parts.masters,
-            ema=self.state.ema,
-            progress={**dataclasses.asdict(progress), "ranks": ranks},
-            metadata=self.metadata,
-        )
+        saved_progress = {**dataclasses.asdict(progress), "ranks": ranks}
+        collected = collect(**self.state.saved_objects, progress=saved_progress, metadata=self.metadata)
         self.store.save(collected, progress.step, best=best)
 
     def mark_best(self, progress: Progress, window: list[StepSums]) -> None:
@@ -122,15 +114,8 @@ class Checkpoints:
         return self.store.newest()
 
     def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepSums]]:
-        parts, device = self.state.parts, self.dist.device
-        values = restore(
-            saved,
-            model=self.state.model,
-            optimizer=parts.optimizer,
-            scaler=parts.scaler,
-            masters=parts.masters,
-            ema=self.state.ema,
-        )
+        device = self.dist.device
+        values = restore(saved, **self.state.saved_objects)
         ranks = values.pop("ranks")
         if self.dist.rank < len(ranks):  # a rank that did not exist keeps the generators that its number seeded
             restore_random_state(ranks[self.dist.rank]["random"], device)

@@ -20,11 +20,7 @@ from cl_train.training.nonfinite import TrainingFault
 
 
 class Interrupted(Exception):
-    """A signal on some rank ended an evaluation. Raised on all ranks."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+    """A signal, the exception's argument, on some rank ended an evaluation. Raised on all ranks."""
 
 
 def evaluate_exactly(

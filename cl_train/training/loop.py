@@ -9,11 +9,10 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -43,8 +42,6 @@ from cl_train.training.setup import Run, set_up
 from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, results_of_records, training_results
 
 log = logging.getLogger(__name__)
-
-ExitCallback = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], bool]
 
 
 def check(runs: list[Config]) -> None:
@@ -95,7 +92,7 @@ def train(cfg: Config, folder: Path) -> int:
             run_log.only_warnings()
         cfg = settle_batch_size(cfg, dist)
         run = set_up(cfg, folder, dist, signals, stack)
-        stack.push(write_failure(run))
+        stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
         signals.__enter__()
         plan, state = run.plan, run.state
@@ -143,19 +140,16 @@ def train(cfg: Config, folder: Path) -> int:
         return finish(run, cfg)
 
 
-def write_failure(run: Run) -> ExitCallback:
-    """An exit callback: a run that ends by an exception still writes its summary, with status `failed`."""
-
-    def on_exit(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if error is not None:
-            run.summary |= results(run) | {"why": str(error).splitlines()[:1]}
-            try:
-                run.tracker.write_summary(run.summary)
-            except OSError as second:  # the first error is the one to report
-                log.warning("summary.json was not written: %s", second)
-        return False
-
-    return on_exit
+@contextmanager
+def failure_in_summary(run: Run) -> Iterator[None]:
+    """A run that ends by an exception still writes its summary, with status `failed`."""
+    try:
+        yield
+    except BaseException as error:
+        run.summary |= results(run) | {"why": str(error).splitlines()[:1]}
+        with suppress(OSError):  # the first error is the one to report
+            run.tracker.write_summary(run.summary)
+        raise
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------------
@@ -267,7 +261,7 @@ def evaluate(run: Run) -> dict[str, dict[str, Any]]:
                 model, run.data, run.batch_format, its_precision, run.dist, run.signals, bar
             )
         except Interrupted as interrupted:
-            run.stop = interrupted.signum
+            (run.stop,) = interrupted.args
             break
         finally:
             bar.close()

@@ -29,13 +29,9 @@ class NonFiniteStep:
 def find_nonfinite_steps(
     losses: Sequence[float], skipped: Sequence[float], *, first_step: int, rank: int, scales_loss: bool
 ) -> list[NonFiniteStep]:
-    """The non-finite steps of a window on this rank.
+    """The non-finite steps of a window on this rank, from the loss and the skipped flag (0 or 1) of each step.
 
     With loss scaling, gradients that overflow are how the scale is found: only a non-finite loss counts.
-
-    Args:
-        losses: one per step, of this rank's images.
-        skipped: one per step, 1 if the update was skipped.
     """
     found = []
     for offset, (loss, was_skipped) in enumerate(zip(losses, skipped, strict=True)):

@@ -29,25 +29,21 @@ class RunLog:
 
     def __init__(self) -> None:
         self._console = _Console(sys.stdout)
-        self._console.setFormatter(logging.Formatter("%(message)s"))
-        self._handlers: list[logging.Handler] = []
+        self._handlers: list[logging.Handler] = [self._console]
 
     def __enter__(self) -> RunLog:
         self._propagate, log.propagate = log.propagate, False
         log.setLevel(logging.INFO)
-        self._add(self._console)
+        log.addHandler(self._console)
         return self
 
     def open_file(self, folder: Path) -> None:
-        self._add(_LogFile(folder / "train.log"))
+        self._handlers.append(_LogFile(folder / "train.log"))
+        log.addHandler(self._handlers[-1])
 
     def only_warnings(self) -> None:
         """For ranks other than 0."""
         self._console.setLevel(logging.WARNING)
-
-    def _add(self, handler: logging.Handler) -> None:
-        self._handlers.append(handler)
-        log.addHandler(handler)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

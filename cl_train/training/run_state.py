@@ -32,6 +32,13 @@ class TrainState:
     train_step: Callable[[Sequence[Batch]], StepSums]  # eager or as a CUDA graph
 
     @property
+    def saved_objects(self) -> dict[str, Any]:
+        """The arguments of `collect` and `restore`."""
+        parts = self.parts
+        objects = {"optimizer": parts.optimizer, "scaler": parts.scaler, "masters": parts.masters}
+        return {"model": self.model, "ema": self.ema, **objects}
+
+    @property
     def evaluated_modules(self) -> list[nn.Module]:
         return [self.model] if self.ema is None else [self.model, self.ema.module]
 

@@ -235,7 +235,6 @@ def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any
         "command": shlex.join(sys.argv),
         "seed": cfg.seed,
         "model": cfg.model,
-        "memory_format": None,
         "channels_last_requested": cfg.channels_last,
         "conversion": cfg.conversion,
         "precision": precision.name,
@@ -252,16 +251,12 @@ def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any
         "steps": 0,
         "images_seen": 0,
         "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
-        "step_ms": None,
-        "data_wait_pct": None,
-        "peak_memory_gib": None,
         "train": {"loss": None},
-        "val": None,
         "amp": {"scale": None, "skipped_steps": 0},
         "environment": describe_environment(dist.device),
-        "others_pct": None,
         "skipped_images": 0,
         "git": git_state(),
+        **dict.fromkeys(("memory_format", "step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct")),
     }
 
 
