@@ -29,7 +29,7 @@ FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bm
 FORMATS |= {".tif": "TIFF", ".tiff": "TIFF"}
 _DEFAULT_FORMATS = ("JPEG", "PNG")  # the parsers that Pillow may try: fewer parsers, fewer vulnerabilities
 _START_OF_SCAN = b"\xff\xda"
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a directory", stat.S_IFCHR: "a device", stat.S_IFSOCK: "a socket"}
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device"}
 
 
 class BadImage(Exception):
@@ -42,28 +42,17 @@ def read_file(path: str | bytes | Path) -> bytes:
     It is opened without blocking, because opening a FIFO that nobody writes to would wait for ever.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise BadImage(f"not a regular file but {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}")
+            if status.st_size == 0:
+                raise BadImage("the file is empty")
+            if status.st_size > MAX_FILE_BYTES:
+                raise BadImage(f"{status.st_size} bytes, more than the limit of {MAX_FILE_BYTES}")
+            return file.read()
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadImage(f"not a regular file but {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}")
-        if status.st_size == 0:
-            raise BadImage("the file is empty")
-        if status.st_size > MAX_FILE_BYTES:
-            raise BadImage(f"{status.st_size} bytes, more than the limit of {MAX_FILE_BYTES}")
-        data = os.read(descriptor, status.st_size)
-        while len(data) < status.st_size:
-            more = os.read(descriptor, status.st_size - len(data))
-            if not more:
-                raise BadImage(f"only {len(data)} of {status.st_size} bytes could be read")
-            data += more
-        return data
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from None
-    finally:
-        os.close(descriptor)
 
 
 class Encoded:

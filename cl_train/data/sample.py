@@ -29,6 +29,9 @@ Pattern = Callable[[Field, Field, np.random.Generator], Field]  # coordinates in
 VERSION = "5"  # of the images; another version is generated again
 _SIZES = ((500, 375), (375, 500), (500, 333), (500, 400), (333, 500), (640, 480), (480, 360), (400, 300), (800, 600))
 _SIZE_SHARES = (0.45, 0.13, 0.15, 0.06, 0.05, 0.06, 0.04, 0.04, 0.02)
+_QUALITY = 90
+_NOISE = 11.0  # grain, grey levels; determines the size of the files
+_SEED = 2012
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,6 @@ class SampleSpec:
     train_per_class: int = 110
     val_per_class: int = 22
     scale: float = 1.0  # of both sides
-    quality: int = 90
-    noise: float = 11.0  # grain, grey levels; determines the size of the files
-    seed: int = 2012
 
 
 def _wave(x: Field) -> Field:
@@ -102,7 +102,7 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-def render(pattern: Pattern, width: int, height: int, rng: np.random.Generator, noise: float) -> Pixels:
+def render(pattern: Pattern, width: int, height: int, rng: np.random.Generator) -> Pixels:
     """One image, uint8 [height, width, 3]."""
     period = rng.uniform(24, 48) * max(width, height) / 500
     angle = rng.uniform(-0.12, 0.12)
@@ -117,7 +117,7 @@ def render(pattern: Pattern, width: int, height: int, rng: np.random.Generator, 
     slope = rng.uniform(-30, 30, 2)
     image += np.linspace(-1, 1, width)[None, :, None] * slope[0] + np.linspace(-1, 1, height)[:, None, None] * slope[1]
     grain = rng.integers(0, 256, (height, width), dtype=np.uint8).astype(np.float32)
-    image += ((grain - 127.5) * np.float32(noise / 74))[:, :, None]
+    image += ((grain - 127.5) * np.float32(_NOISE / 74))[:, :, None]
     return image.clip(0, 255).astype(np.uint8)
 
 
@@ -130,28 +130,28 @@ def _two_colours(rng: np.random.Generator) -> tuple[Field, Field]:
             return first.astype(np.float32), second.astype(np.float32)
 
 
-def _encode(pixels: Pixels, number: int, quality: int) -> bytes:
+def _encode(pixels: Pixels, number: int) -> bytes:
     """Mostly JPEG 4:2:0; each 40th grey, each 97th CMYK, number 13 a PNG (named .JPEG, as one is in ImageNet)."""
     image = Image.fromarray(pixels)
     buffer = io.BytesIO()
     if number == 13:
         image.resize((150, 112)).save(buffer, "PNG")
     elif number % 97 == 96:
-        image.convert("CMYK").save(buffer, "JPEG", quality=quality)
+        image.convert("CMYK").save(buffer, "JPEG", quality=_QUALITY)
     else:
-        (image.convert("L") if number % 40 == 39 else image).save(buffer, "JPEG", quality=quality)
+        (image.convert("L") if number % 40 == 39 else image).save(buffer, "JPEG", quality=_QUALITY)
     return buffer.getvalue()
 
 
 def _write_image(folder: Path, spec: SampleSpec, place: tuple[str, int, int]) -> None:
     split, label, number = place
-    rng = np.random.Generator(np.random.Philox(key=[spec.seed, split == "val"], counter=[0, label, number, 0]))
+    rng = np.random.Generator(np.random.Philox(key=[_SEED, split == "val"], counter=[0, label, number, 0]))
     name = sorted(PATTERNS)[label]
     width, height = _SIZES[int(rng.choice(len(_SIZES), p=_SIZE_SHARES))]
     width, height = round(width * spec.scale), round(height * spec.scale)
-    pixels = render(PATTERNS[name], width, height, rng, spec.noise)
+    pixels = render(PATTERNS[name], width, height, rng)
     odd = label * spec.train_per_class + number if split == "train" else -1
-    (folder / split / name / f"{name}_{number:05d}.JPEG").write_bytes(_encode(pixels, odd, spec.quality))
+    (folder / split / name / f"{name}_{number:05d}.JPEG").write_bytes(_encode(pixels, odd))
 
 
 def write_sample(folder: Path, spec: SampleSpec = SampleSpec(), processes: int | None = None) -> None:

@@ -64,7 +64,7 @@ class Workers(Generic[Task, Result]):
         self._pending: deque[Task] = deque()
         self._progress, self._timeout_s, self._name_of = progress, timeout_s, name_of
         # DataLoader draws a seed for its workers; a generator of its own leaves the training's random numbers alone.
-        options: dict[str, Any] = {"batch_size": None, "sampler": _Queue(self._pending), "generator": torch.Generator()}
+        options: dict[str, Any] = {"batch_size": None, "sampler": _tasks(self._pending), "generator": torch.Generator()}
         if count:
             options |= {"num_workers": count, "prefetch_factor": queued, "timeout": _POLL_S}
             options |= {
@@ -106,7 +106,10 @@ class Workers(Generic[Task, Result]):
                 if not np.array_equal(begun, self._progress[:, _BEGUN]):
                     begun, since = self._progress[:, _BEGUN].copy(), time.monotonic()
                 elif time.monotonic() - since > self._timeout_s:
-                    raise self._stalled() from None
+                    raise WorkerError(
+                        f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun:"
+                        f" {self._last_samples()}. If the storage is slow, raise data.worker_timeout_s."
+                    ) from None
                 continue
             if result is not None:
                 return result
@@ -123,26 +126,19 @@ class Workers(Generic[Task, Result]):
         self._kill()
 
     def _raise_if_dead(self) -> None:
-        dead = next((process for process in self.processes if not process.is_alive()), None)
-        if dead is None:
-            return
-        code = dead.exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-        hint = " Out of memory? Lower data.workers or data.prefetch." if code == -signal.SIGKILL else ""
-        number = next((row for row, pid in enumerate(self._progress[:, _PID]) if pid == dead.pid), None)
-        last = "none yet" if number is None else self._last_sample(number)
-        raise WorkerError(f"a loader worker (pid {dead.pid}) {how}; the last image it began: {last}.{hint}") from None
+        for process in self.processes:
+            if not process.is_alive():
+                code = process.exitcode or 0
+                how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+                hint = " Out of memory? Lower data.workers or data.prefetch." if code == -signal.SIGKILL else ""
+                raise WorkerError(
+                    f"a loader worker {how}; the last image it began: {self._last_samples(process.pid)}.{hint}"
+                ) from None
 
-    def _stalled(self) -> WorkerError:
-        last = "; ".join(f"worker {number}: {self._last_sample(number)}" for number in range(len(self._progress)))
-        return WorkerError(
-            f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun: {last}."
-            " If the storage is slow, raise data.worker_timeout_s."
-        )
-
-    def _last_sample(self, worker: int) -> str:
-        row = self._progress[worker]
-        return self._name_of(int(row[_SAMPLE])) if row[_BEGUN] else "none yet"
+    def _last_samples(self, of: int | None = None) -> str:
+        """The sample that each worker, or the worker with this process id, began last."""
+        rows = [row for row in self._progress if row[_BEGUN] and of in (None, row[_PID])]
+        return "; ".join(f"{self._name_of(int(row[_SAMPLE]))} (pid {row[_PID]})" for row in rows) or "none yet"
 
 
 class _Calls(Dataset[Any]):
@@ -155,15 +151,10 @@ class _Calls(Dataset[Any]):
         return None if task is None else self._work(task)
 
 
-class _Queue:
+def _tasks(pending: deque[Any]) -> Iterator[Any]:
     """An endless sampler: the oldest pending task, or None."""
-
-    def __init__(self, pending: deque[Any]) -> None:
-        self._pending = pending
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._pending.popleft() if self._pending else None
+    while True:
+        yield pending.popleft() if pending else None
 
 
 def _start_worker(progress: npt.NDArray[np.int64], parent: int, number: int) -> None:

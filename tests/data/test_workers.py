@@ -38,7 +38,7 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root):
     victim = int(data.train_loader._slots.progress[1, 2])
     os.kill(victim, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"\(pid {victim}\) was killed by signal 9.*\d+\.jpg"):
+    with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
         for host in batches:
             host.release()
     assert time.monotonic() - start < 10
