@@ -146,7 +146,7 @@ def _layouts(model: nn.Module, workload: Workload) -> list[Layout]:
     Not for compiled models: each layout more is another compilation, and the compiler moves tensors itself.
     """
     full, conv = (convert(copy_model(model, "meta"), mode) for mode in ("full", "conv"))
-    is_same = {change.name for change in full.changed} == {change.name for change in conv.changed}
+    is_same = set(full.changed) == set(conv.changed)
     return [CONTIGUOUS, CHANNELS_LAST] + ([] if is_same or workload.compile else [CHANNELS_LAST_CONV])
 
 

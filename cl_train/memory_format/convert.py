@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,37 +22,24 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 _CONVOLUTION_NAMES = {kind.__name__ for kind in _CONVOLUTIONS}
 
 
-@dataclass(frozen=True)
-class Change:
-    """One parameter or buffer that `convert` gave new strides. Ambiguous: its bytes stayed in the same order."""
-
-    name: str
-    shape: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    size_bytes: int
-    ambiguous: bool
-
-
 @dataclass
 class ConversionReport:
-    """What `convert` did to each tensor of 4 or 5 dimensions. `left`: the reason by name of the tensor."""
+    """The tensors of 4 or 5 dimensions: names of those that `convert` changed, and the reason for those that it left.
+
+    `moved_bytes`: of tensors whose bytes are in another order now; ambiguous ones only received other strides.
+    """
 
     mode: str
     memory_format: torch.memory_format
-    changed: list[Change] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     ambiguous: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes whose order in memory changed; ambiguous tensors only received other strides."""
-        return sum(change.size_bytes for change in self.changed if not change.ambiguous)
+    moved_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "memory_format": name_of(self.memory_format), "moved_bytes": self.moved_bytes}
+        return {**vars(self), "memory_format": name_of(self.memory_format)}
 
     def __str__(self) -> str:
         lines = [
@@ -61,14 +47,11 @@ class ConversionReport:
             f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} "
             f"left unchanged; {len(self.ambiguous)} are ambiguous (one channel, or 1x1)"
         ]
-        names_by_reason = defaultdict(list)
-        for name, reason in self.left.items():
-            names_by_reason[reason].append(name)
-        for reason, names in names_by_reason.items():
+        for reason in dict.fromkeys(self.left.values()):
+            names = [name for name, why in self.left.items() if why == reason]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             lines.append(f"  left unchanged, {reason}: {', '.join(names[:3])}{more}")
-        lines.extend(f"  note: {note}" for note in self.notes)
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def convert(
@@ -230,18 +213,17 @@ def _convert_group(
         report.left.update(dict.fromkeys(candidates, reason))
         return
     first = next(iter(candidates.values()))
-    before, converted = first.stride(), to_memory_format(first.detach(), memory_format)
-    if converted.stride() == before:
+    converted = to_memory_format(first.detach(), memory_format)
+    if converted.stride() == first.stride():
         report.unchanged.extend(candidates)
         return
-    ambiguous = classify(first) == "ambiguous"
+    report.changed.extend(candidates)
+    if classify(first) != "ambiguous":
+        report.moved_bytes += len(candidates) * converted.numel() * converted.element_size()
     for tensor in {id(tensor): tensor for tensor in candidates.values()}.values():
         tensor.data = converted  # the object must stay: optimizers, hooks and tied modules refer to it
         if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
             tensor.grad.data = to_memory_format(tensor.grad, memory_format)
-    size_bytes = converted.numel() * converted.element_size()
-    for name in candidates:
-        report.changed.append(Change(name, tuple(first.shape), before, converted.stride(), size_bytes, ambiguous))
 
 
 def _reason_to_leave(group: Mapping[str, torch.Tensor], selected: set[str]) -> str:

@@ -5,7 +5,6 @@ Most depend on the version of PyTorch or cuDNN, so every line ends with the comm
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,26 +23,22 @@ def known_issues(
     device: torch.device | str,
     precision_name: str,
     compute_capability: tuple[int, int] | None = None,
-    sync_batchnorm: bool = False,
-    platform: str | None = None,
 ) -> list[str]:
     """Reasons to doubt that channels_last is faster here, one line each; empty if none is known. The model is not run.
 
     Args:
         precision_name: a resolved name, never "auto" (see `precision.resolve_precision`).
         compute_capability: of the CUDA device; None: read from `device`.
-        platform: "linux", "win32", "darwin", or "rocm"; None: this machine's.
     """
     device = torch.device(device)
-    platform = platform or ("rocm" if torch.version.hip else sys.platform)
     if compute_capability is None and device.type == "cuda" and torch.cuda.is_available():
         compute_capability = torch.cuda.get_device_capability(device)
-    reasons = _model_issues(model, device, sync_batchnorm)
-    reasons += _device_issues(device, precision_name, compute_capability, platform)
+    reasons = _model_issues(model, device)
+    reasons += _device_issues(device, precision_name, compute_capability)
     return [f"{reason}; {MEASURE}" for reason in reasons]
 
 
-def _model_issues(model: nn.Module, device: torch.device, sync_batchnorm: bool) -> list[str]:
+def _model_issues(model: nn.Module, device: torch.device) -> list[str]:
     def names(condition: Callable[[Any], bool], modules: Iterable[tuple[str, nn.Module]]) -> str:
         found = [name or "(top)" for name, module in modules if condition(module)]
         return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
@@ -77,8 +72,6 @@ def _model_issues(model: nn.Module, device: torch.device, sync_batchnorm: bool) 
         )
     if instance_norms := names(lambda module: "InstanceNorm" in type(module).__name__, modules):
         reasons.append(f"InstanceNorm ({instance_norms}) returns contiguous (pytorch/pytorch#111824)")
-    if sync_batchnorm or any(isinstance(module, nn.SyncBatchNorm) for _, module in modules):
-        reasons.append("SyncBatchNorm is slower in channels_last before torch 1.9 (3-D: 2.0) (pytorch/pytorch#50549)")
     return reasons
 
 
@@ -97,26 +90,20 @@ def _computes_its_weight(module: nn.Module) -> bool:
     return is_standardised or nn.utils.parametrize.is_parametrized(module) or hasattr(module, "weight_g")
 
 
-def _device_issues(
-    device: torch.device, precision_name: str, compute_capability: tuple[int, int] | None, platform: str
-) -> list[str]:
-    reasons = []
+def _device_issues(device: torch.device, precision_name: str, compute_capability: tuple[int, int] | None) -> list[str]:
     if device.type == "mps":
-        reasons.append("MPS had wrong or crashing channels_last backward passes (pytorch/pytorch#141009, #143196)")
-    if platform == "rocm":
-        reasons.append(
+        return ["MPS had wrong or crashing channels_last backward passes (pytorch/pytorch#141009, #143196)"]
+    if torch.version.hip:
+        return [
             "ROCm needs PYTORCH_MIOPEN_SUGGEST_NHWC=1 for channels_last kernels, and is slower with them on some GPUs "
             "(pytorch/pytorch#63617, #170947)"
-        )
-    elif device.type == "cuda" and compute_capability is not None:
-        if compute_capability < VOLTA:
-            major, minor = compute_capability
-            reasons.append(f"compute capability {major}.{minor} is below 7.0 and has no tensor cores ({_UTILITY})")
-        elif precision_name == "fp32":
-            reasons.append(
-                "fp32 does not use tensor cores, and was slower in channels_last on V100; fp16, bf16 and tf32 do "
-                "(pytorch/pytorch#44943)"
-            )
-    if platform == "win32" and device.type == "cuda":
-        reasons.append("on Windows (WDDM) each kernel launch costs more (ultralytics/ultralytics#26105)")
-    return reasons
+        ]
+    if compute_capability is not None and compute_capability < VOLTA:
+        major, minor = compute_capability
+        return [f"compute capability {major}.{minor} is below 7.0 and has no tensor cores ({_UTILITY})"]
+    if compute_capability is not None and precision_name == "fp32":
+        return [
+            "fp32 does not use tensor cores, and was slower in channels_last on V100; fp16, bf16 and tf32 do "
+            "(pytorch/pytorch#44943)"
+        ]
+    return []

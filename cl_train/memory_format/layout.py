@@ -9,7 +9,6 @@ torch calls the second one `channels_last_3d`.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -109,30 +108,21 @@ def layout_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def to_contiguous_state(state: Any) -> Any:
-    """A copy of `state` (nested dicts, lists, tuples) with every tensor contiguous; tied tensors stay tied.
+def to_contiguous_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict with every tensor contiguous; tied tensors stay tied, and other values are kept.
 
     Files hold contiguous tensors only, so that equal weights are equal bytes and safetensors accepts them.
     """
-    return _contiguous(state, {})
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
-
-def _contiguous(value: Any, seen: dict[tuple[Any, ...], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
-            return value.detach()
+    def contiguous(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return value
         key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        if value.numel() == 0 or key not in seen:
+        if value.numel() == 0 or key not in copies:
             plain = to_memory_format(value.detach(), torch.contiguous_format)
-            if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
-                plain = plain.clone()  # torch.save writes the whole storage of a slice
-            seen[key] = plain
-        return seen[key]
-    if isinstance(value, Mapping):
-        result = type(value)((key, _contiguous(item, seen)) for key, item in value.items())  # type: ignore[call-arg]
-        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            result._metadata = value._metadata  # type: ignore[attr-defined]  # module versions, for load_state_dict
-        return result
-    if isinstance(value, list | tuple):
-        return type(value)(_contiguous(item, seen) for item in value)
-    return value
+            is_slice = plain.untyped_storage().nbytes() != plain.numel() * plain.element_size()
+            copies[key] = plain.clone() if is_slice else plain  # torch.save writes the whole storage of a slice
+        return copies[key]
+
+    return {name: contiguous(value) for name, value in state.items()}
