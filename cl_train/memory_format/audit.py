@@ -81,7 +81,8 @@ def audit(
     except ConfigError:
         raise
     except Exception as error:  # the model is the user's code
-        raise ConfigError(f"the model failed on {described}: {explain_failure(error)}") from error
+        why = explain_failure(error)
+        raise ConfigError(f"the model failed on {described}; check its shape, dtype and device ({why})") from error
     report = LayoutReport(
         name or type(model).__name__,
         model_memory_format(model),

@@ -87,7 +87,7 @@ def explain_failure(error: BaseException) -> str:
         return f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape instead of .view"
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory{where}: use a smaller batch or image size"
-    return f"{type(error).__name__}{where}: {first[:300]}; check the shape, dtype and device of the model's input"
+    return f"{type(error).__name__}{where}: {first[:300]}"
 
 
 def short_path(path: str) -> str:
