@@ -153,7 +153,7 @@ def simulate(groups: Sequence[Group], time_limit_s: float) -> list[PlannedGroup]
 
 
 def plan_table(groups: Sequence[Group], limits_s: Sequence[float]) -> str:
-    """Markdown: one row per group, one column per time limit; a cell has the expected seconds and number of variants."""
+    """Markdown: a row per group, a column per time limit; a cell has the expected seconds and number of variants."""
 
     def cell(row: PlannedGroup) -> str:
         return (

@@ -1,11 +1,8 @@
 """One checkpoint file, written whole or not at all. What it contains: `training/run_state.py`.
 
-A checkpoint is a file of `torch.save` (dicts, lists, numbers, strings and contiguous tensors, nothing else) with a
-SHA-256 of all its bytes in the comment at the end of the zip archive: `torch.load` verifies no checksum and would load
-a flipped bit in a weight silently. `torch.load(path, weights_only=True)` reads it without this package.
-
-The file is written under a temporary name in the same folder, synced and renamed: whenever the process is killed, a
-name that ends in `.pt` is a whole checkpoint, and the previous one still exists.
+A checkpoint is a file of `torch.save` (plain types and contiguous tensors) with a SHA-256 of its bytes in the zip
+archive's comment: `torch.load` verifies none. `torch.load(path, weights_only=True)` reads it without this package.
+It is written under a temporary name, synced and renamed: a name that ends in `.pt` is always a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -35,20 +32,17 @@ class CheckpointError(RuntimeError):
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> None:
-    """Write `state` to `path`, whole or not at all, and durably: it survives a power cut after the return.
-
-    Args:
-        state: plain types and tensors; tensors on any device and in any memory format are stored contiguous.
+    """Write `state` to `path`, whole or not at all, and durably.
 
     Raises:
-        TypeError: `state` holds something else than plain types and tensors.
+        TypeError: see `snapshot`.
         OSError: the disk is full or failing; `path` is then unchanged.
     """
     write(Path(path), snapshot(state))
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """`save` without the copy: `state` is a snapshot already."""
+    """`save` of a snapshot."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("wb") as file:

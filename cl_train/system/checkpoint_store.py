@@ -23,13 +23,10 @@ _TEMPORARY = re.compile(r"\..+\.pt\.tmp-\d+")
 
 
 class CheckpointStore:
-    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link).
+    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link), written by rank 0.
 
-    Only rank 0 calls `save`. With `background` a thread writes the file while training continues; the snapshot is taken
-    before `save` returns, and only one file is written at a time. Call `wait` before forking loader workers: a fork
-    copies locks that another thread holds.
-
-    A failed write (disk full, I/O error) leaves the earlier checkpoints and is logged; the third in a row raises.
+    With `background` a thread writes while training continues. Call `wait` before forking loader workers: a fork copies
+    locks that another thread holds. A failed write is logged and leaves the earlier files; the third in a row raises.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
@@ -90,9 +87,8 @@ class CheckpointStore:
             raise error
         if self.failures >= MAX_FAILED_SAVES or (final and self.failures):
             raise CheckpointError(
-                f"{self.failures} checkpoints in a row could not be written to {self.folder} ({self._reason}); "
-                f"the last good one of this process: {self.last_saved or 'none'}. Free some space and continue with "
-                "resume=auto"
+                f"{self.failures} checkpoints in a row could not be written to {self.folder} ({self._reason}); the "
+                f"last good one of this process: {self.last_saved or 'none'}; free some space and use resume=auto"
             )
 
     def _write(self, state: Mapping[str, Any], step: int, best: bool) -> None:

@@ -48,9 +48,8 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
 
 def connect_to_store() -> torch.distributed.Store:
     """A separate connection to the ranks' store, because a call that waits blocks the others on its connection."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=LISTEN_S)
-    store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=LISTEN_S)
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
     return torch.distributed.PrefixStore(store_prefix("heartbeat"), store)
 
 

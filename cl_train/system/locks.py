@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import sys
@@ -43,14 +42,14 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
     try:
         message_at = 0.0
         while not _try_lock(descriptor):
-            holder = _read_holder(descriptor)
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
             if waiting_for is None:
                 raise LockHeld(holder)
             if time.monotonic() >= message_at:
                 print(f"waiting for {waiting_for}: locked by {holder} ({path})", file=sys.stderr, flush=True)
                 message_at = time.monotonic() + _REPEAT_MESSAGE_S
             time.sleep(_POLL_S)
-        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")})
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
         try:
@@ -65,15 +64,7 @@ def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
     return True
-
-
-def _read_holder(descriptor: int) -> str:
-    try:
-        known = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {known['pid']} on {known['host']} since {known['since']}"
-    except (ValueError, KeyError, TypeError):
-        return "an unknown process"

@@ -19,8 +19,7 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAVE_SIGNAL = signal.SIGUSR1
 
-# Slurm and process managers signal torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within
-# milliseconds are one request. Two SIGINTs are a person who pressed Ctrl-C twice.
+# Slurm signals torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within milliseconds are one.
 _SAME_REQUEST_S = 0.5
 
 _active: StopRequest | None = None
@@ -54,8 +53,7 @@ def ignore_stop_signals() -> None:
 class StopRequest:
     """Context manager for the main thread. Read `stop` and `save_requested` between steps.
 
-    A second SIGINT, or a second SIGTERM more than half a second after the first, ends the process at once with exit
-    code 128 + n. Nothing is saved then; existing checkpoints stay as they are.
+    A second SIGINT, or a second SIGTERM half a second after the first, exits at once with 128 + n and saves nothing.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def _check_members(path: Path) -> None:
-    """torch.save stores members as they are; compressed ones could expand to a thousand times the file."""
+    """Compressed members could expand to a thousand times the file."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
@@ -60,8 +60,7 @@ def _check_members(path: Path) -> None:
 
 def _check_values(value: Any, file_bytes: int) -> None:
     """A tensor of stride 0, or a container that is referred to many times, would grow when it is copied."""
-    visited, tensor_bytes = 0, 0
-    pending = [value]
+    visited, tensor_bytes, pending = 0, 0, [value]
     while pending:
         item = pending.pop()
         visited += 1
