@@ -92,11 +92,11 @@ def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[st
     if disk.f_files and not disk.f_favail:
         raise ConfigError(f"{folder}: the file system has no free inode (df -i), so no file can be created")
     free_bytes, count = disk.f_bavail * disk.f_frsize, keep + 2
-    sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free, but {{}} of {checkpoint_bytes / 2**20:,.1f} MiB; free some space or "
+    sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free for checkpoints of {checkpoint_bytes / 2**20:,.1f} MiB"
     if free_bytes < checkpoint_bytes:
-        raise ConfigError(sizes.format("not even one checkpoint fits") + "choose another hydra.run.dir")
+        raise ConfigError(f"{sizes}: free some space or choose another hydra.run.dir=FOLDER")
     if free_bytes < count * checkpoint_bytes:
-        return [sizes.format(f"up to {count} checkpoints exist at a time") + "lower checkpoint.keep"]
+        return [f"{sizes}, of which up to {count} exist at a time: free some space or lower checkpoint.keep"]
     return []
 
 
