@@ -81,7 +81,12 @@ class ParityReport:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "text": str(self)}
+        """Plain values, of the failed checks the first ten; an infinite error is None, as JSON has none."""
+        rows = [asdict(check) for check in [*self.failed[:10], *([self.worst] if self.worst else [])]]
+        for row in rows:
+            row |= {name: None for name, value in row.items() if value == math.inf}
+        worst = rows.pop() if self.worst else None
+        return {**vars(self), "failed": rows, "worst": worst, "text": str(self)}
 
     def __str__(self) -> str:
         what = f"parity ({self.precision}, batch {self.batch})"
@@ -133,6 +138,7 @@ def check_parity(
     Raises:
         ConfigError: the model does not run on this batch in the contiguous layout, or needs more memory than there is.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     device = torch.device(device) if device is not None else device_of(model)
     if batch is None:
         batch = torch.randn(

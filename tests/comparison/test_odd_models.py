@@ -226,6 +226,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
     "fp32 only": (FixedFp32, {}, True),
     "own extra state": (lambda: ExtraState(pooled), {}, True),
     "scripted inside": (scripted, {}, True),
+    "compiled": (lambda: torch.compile(With(pooled)), {}, True),
+    "no parameters": (lambda: nn.Sequential(nn.ReLU(), nn.Flatten()), {}, True),
     "dropout": (lambda: With(lambda x: pooled(F.dropout(x, 0.5, True))), {}, True),
     "reads strides": (lambda: nn.Sequential(body(), ReadsStrides(), nn.Flatten()), {}, False),
     "view": (Viewing, {"image_size": 16}, False),
@@ -235,7 +237,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
     "attribute that cannot be copied": (uncopyable, {}, "copied"),
 }
 # What compare_layouts does otherwise: it measures speed, so equal results are no subject, and it needs an optimizer.
-SPEED = {"reads strides": True, "view": "reshape", "complex": "floating point"}
+SPEED = {"reads strides": True, "view": "reshape", "complex": "floating point", "no parameters": "mode=infer"}
 
 
 @pytest.mark.filterwarnings("ignore:.*(torch.jit|quantiz|ao.quantization|lazy|Lazy).*")

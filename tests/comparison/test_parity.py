@@ -85,6 +85,7 @@ def test_a_view_of_raw_memory_is_named(precision: str) -> None:
     assert report.first_divergence == "1.1 (RawView)"
     assert "1.1 (RawView)" in str(report)
     assert report.failed[0].channels_last_error > 0.3
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["failed"][0]["what"] == "output of 1.1"
 
 
 def test_code_between_layers_is_attributed_to_the_module_that_holds_it() -> None:
@@ -104,7 +105,9 @@ def test_nan_is_a_divergence() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.is_contiguous() else x * float("nan")
 
-    assert check_parity(network(NanInChannelsLast()), image_size=12).first_divergence == "1 (NanInChannelsLast)"
+    report = check_parity(network(NanInChannelsLast()), image_size=12)
+    assert report.first_divergence == "1 (NanInChannelsLast)"
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["failed"][0]["channels_last_error"] is None
 
 
 # --- random models ----------------------------------------------------------------------------------------------------
