@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 
 from cl_train.config.schema import Config
-from cl_train.config.validation import Setting, setting_fields, show
+from cl_train.config.validation import Setting, kind_of, setting_fields, show
 
 _KEY_WIDTH = 34
 
@@ -48,26 +48,10 @@ def describe(schema: type) -> str:
 def _row(setting: Setting) -> str:
     default = "..." if setting.metadata["required"] else "" if setting.default == [] else show(setting.default)
     name = f"  {setting.key}={default}"
-    text = f"{setting.metadata['help']} [{kind_of(setting)}]"
+    text = f"{setting.metadata['help']} [{kind_of(setting)}{', required' if setting.metadata['required'] else ''}]"
     first = name.ljust(_KEY_WIDTH) if len(name) < _KEY_WIDTH else f"{name}\n{' ' * _KEY_WIDTH}"
     lines = textwrap.wrap(text, _width() - _KEY_WIDTH, break_on_hyphens=False)
     return first + f"\n{' ' * _KEY_WIDTH}".join(lines)
-
-
-def kind_of(setting: Setting) -> str:
-    """What may be written: `int >= 1 or auto`, `fp32|fp16`, `list of text`."""
-    limits = setting.metadata
-    names = {int: "int", float: "number", bool: "true|false", str: "text"}
-    base = setting.base_type
-    kind = "|".join(limits["choices"] or ()) or names[typing.get_args(base)[0] if setting.is_list else base]
-    low, above, high = limits["minimum"], limits["above"], limits["maximum"]
-    if low is not None and high is not None:
-        kind += f" {low:.10g} to {high:.10g}"
-    else:
-        bounds = ((">=", low), (">", above), ("<=", high))
-        kind += "".join(f" {sign} {bound:.10g}" for sign, bound in bounds if bound is not None)
-    kind = f"[a,b,...] of {kind}" if setting.is_list else kind
-    return " or ".join([kind, *(limits["words"] or {})]) + (", required" if limits["required"] else "")
 
 
 def _wrapped(text: str) -> str:

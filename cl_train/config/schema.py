@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
@@ -52,23 +53,15 @@ def setting(
         required: the user must give a value; the default is not used.
         key: the name that users write, if it is not the field's own: `data.root` for a field `root`.
     """
-    metadata = {
-        "help": help,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-        "choices": choices,
-        "words": words,
-        "affects": affects,
-        "key": key,
-        "required": required,
-    }
+    metadata = dict(locals())
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 DATA_SETS = ("sample", "imagenet", "folder", "shards", "dataset", "imagenette", "synthetic")
+loss_setting = partial(setting, affects="loss")  # changes the losses of a run, not its speed
+free_setting = partial(setting, affects="nothing")  # changes neither
 
 
 @dataclass
@@ -98,12 +91,10 @@ class DataConfig:
     worker_timeout_s: float = setting(
         60.0, "stop the run if no worker finishes an image for this many seconds", above=0
     )
-    on_bad_image: str = setting(
-        "error", "what to do with an image that cannot be decoded", choices=("error", "skip"), affects="nothing"
+    on_bad_image: str = free_setting(
+        "error", "what to do with an image that cannot be decoded", choices=("error", "skip")
     )
-    max_bad_images: int = setting(
-        100, "on_bad_image=skip: stop after more than this many", minimum=0, affects="nothing"
-    )
+    max_bad_images: int = free_setting(100, "on_bad_image=skip: stop after more than this many", minimum=0)
     mean: list[float] = setting([0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale")
     std: list[float] = setting([0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale")
     download: bool = setting(False, "data=imagenette: fetch the archive when it is missing")
@@ -133,22 +124,16 @@ class OptimConfig:
     """The optimizer."""
 
     name: str = setting("sgd", "the optimizer", choices=("sgd", "adamw", "rmsprop"))
-    lr: float = setting(0.1, "learning rate for a global batch of `reference_batch_size`", above=0, affects="loss")
-    reference_batch_size: int = setting(
-        256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0, affects="loss"
-    )
-    momentum: float = setting(0.9, "SGD and RMSprop: momentum", minimum=0, maximum=1, affects="loss")
+    lr: float = loss_setting(0.1, "learning rate for a global batch of `reference_batch_size`", above=0)
+    reference_batch_size: int = loss_setting(256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0)
+    momentum: float = loss_setting(0.9, "SGD and RMSprop: momentum", minimum=0, maximum=1)
     nesterov: bool = setting(False, "SGD: use Nesterov momentum")
-    weight_decay: float = setting(1e-4, "weight decay", minimum=0, affects="loss")
+    weight_decay: float = loss_setting(1e-4, "weight decay", minimum=0)
     decay_norm_and_bias: bool = setting(True, "false: no weight decay on normalisation layers and biases")
-    beta1: float = setting(
-        0.9, "AdamW: decay rate of the first-moment estimate", minimum=0, maximum=0.999999, affects="loss"
-    )
-    beta2: float = setting(
-        0.999, "AdamW: decay rate of the second-moment estimate", minimum=0, maximum=0.999999, affects="loss"
-    )
-    alpha: float = setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1, affects="loss")
-    eps: float = setting(1e-8, "AdamW and RMSprop: added to the denominator for stability", above=0, affects="loss")
+    beta1: float = loss_setting(0.9, "AdamW: decay rate of the first-moment estimate", minimum=0, maximum=0.999999)
+    beta2: float = loss_setting(0.999, "AdamW: decay rate of the second-moment estimate", minimum=0, maximum=0.999999)
+    alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1)
+    eps: float = loss_setting(1e-8, "AdamW and RMSprop: added to the denominator for stability", above=0)
     clip_norm: float | None = setting(None, "clip gradients to this norm, after unscaling; null = off", above=0)
 
 
@@ -156,44 +141,35 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate over the run: a linear warm-up, then one of four schedules."""
 
-    name: str = setting(
-        "cosine",
-        "the learning rate after the warm-up",
-        choices=("cosine", "step", "linear", "constant"),
-        affects="loss",
+    name: str = loss_setting(
+        "cosine", "the learning rate after the warm-up", choices=("cosine", "step", "linear", "constant")
     )
-    warmup_epochs: float = setting(
-        0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0, affects="loss"
-    )
-    warmup_start: float = setting(
-        0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1, affects="loss"
-    )
-    step_epochs: int = setting(30, "schedule=step: multiply by gamma every this many epochs", minimum=1, affects="loss")
-    gamma: float = setting(0.1, "schedule=step: the factor", above=0, maximum=1, affects="loss")
-    final_lr_ratio: float = setting(
-        0.0, "cosine and linear: final learning rate / lr", minimum=0, maximum=1, affects="loss"
-    )
+    warmup_epochs: float = loss_setting(0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
+    warmup_start: float = loss_setting(0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1)
+    step_epochs: int = loss_setting(30, "schedule=step: multiply by gamma every this many epochs", minimum=1)
+    gamma: float = loss_setting(0.1, "schedule=step: the factor", above=0, maximum=1)
+    final_lr_ratio: float = loss_setting(0.0, "cosine and linear: final learning rate / lr", minimum=0, maximum=1)
 
 
 @dataclass
 class AmpConfig:
     """Dynamic loss scaling (fp16 and fp16_o2 only)."""
 
-    init_scale: float = setting(65536.0, "initial loss scale", above=0, affects="loss")
-    growth_interval: int = setting(2000, "steps without overflow before the scale doubles", minimum=1, affects="loss")
-    min_scale: float = setting(1.0, "stop the run when the loss scale falls below this", above=0, affects="loss")
+    init_scale: float = loss_setting(65536.0, "initial loss scale", above=0)
+    growth_interval: int = loss_setting(2000, "steps without overflow before the scale doubles", minimum=1)
+    min_scale: float = loss_setting(1.0, "stop the run when the loss scale falls below this", above=0)
 
 
 @dataclass
 class CheckpointConfig:
     """What is saved, and when. A checkpoint is always saved at the end and on SIGTERM, SIGINT and SIGUSR1."""
 
-    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", minimum=0, affects="nothing")
-    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", minimum=0, affects="nothing")
-    every_minutes: float = setting(0.0, "save every this many minutes; 0 = off", minimum=0, affects="nothing")
-    keep: int = setting(2, "number of newest checkpoints to keep, besides the best", minimum=1, affects="nothing")
-    save_best: bool = setting(True, "keep the checkpoint with the best top-1", affects="nothing")
-    background: bool = setting(True, "write to disk in another thread", affects="nothing")
+    every_epochs: int = free_setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
+    every_steps: int = free_setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
+    every_minutes: float = free_setting(0.0, "save every this many minutes; 0 = off", minimum=0)
+    keep: int = free_setting(2, "number of newest checkpoints to keep, besides the best", minimum=1)
+    save_best: bool = free_setting(True, "keep the checkpoint with the best top-1")
+    background: bool = free_setting(True, "write to disk in another thread")
 
 
 @dataclass
@@ -203,28 +179,22 @@ class Config:
     channels_last: str = setting("false", "memory format of the model and its input", choices=("true", "false", "auto"))
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     model: str = setting("resnet18", MODEL_HELP)
-    weights: str | None = setting(
-        None, "pretrained weights by name (DEFAULT, IMAGENET1K_V2, ...) or a file", affects="loss"
-    )
+    weights: str | None = loss_setting(None, "pretrained weights by name (DEFAULT, IMAGENET1K_V2, ...) or a file")
     batch_size: int = setting(
         32,
         "images per device and micro-step; auto = measure which fits and is fastest",
         minimum=1,
         words={"auto": AUTO_BATCH_SIZE},
     )
-    epochs: int = setting(5, "passes over the training images", minimum=1, affects="loss")
-    max_steps: int | None = setting(None, "stop after this many optimizer steps", minimum=1, affects="loss")
-    seed: int = setting(
-        0, "seed of weights, order of images, augmentation and dropout", minimum=0, maximum=2**32 - 1, affects="loss"
+    epochs: int = loss_setting(5, "passes over the training images", minimum=1)
+    max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", minimum=1)
+    seed: int = loss_setting(
+        0, "seed of weights, order of images, augmentation and dropout", minimum=0, maximum=2**32 - 1
     )
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     compile: bool = setting(False, "compile the model with torch.compile")
 
-    compile_mode: str = setting(
-        "default",
-        "mode of torch.compile",
-        choices=COMPILE_MODES,
-    )
+    compile_mode: str = setting("default", "mode of torch.compile", choices=COMPILE_MODES)
     cuda_graph: str = setting(
         "false",
         "replay the whole step as one CUDA graph; auto = on a GPU, in one process, if no setting conflicts",
@@ -248,50 +218,29 @@ class Config:
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
     ddp_static_graph: bool = setting(False, "promise DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
-    evaluate_every: int = setting(
-        1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1, affects="nothing"
-    )
+    evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_only: bool = setting(False, "evaluate `weights` or `resume` and stop")
 
-    log_every: int = setting(
-        10, "optimizer steps per window: one console line and one record", minimum=1, affects="nothing"
+    log_every: int = free_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
+    warmup_steps: int = free_setting(10, "first steps, which the throughput averages leave out", minimum=0)
+    overwrite: bool = free_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
+    resume: str | None = free_setting(
+        None, "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder"
     )
-    warmup_steps: int = setting(
-        10, "first steps, which the throughput averages leave out", minimum=0, affects="nothing"
+    profile: bool = free_setting(False, "write a torch.profiler trace of a few steps into the run folder")
+    tensorboard: bool = free_setting(True, "write TensorBoard events into the run folder")
+    on_nonfinite: str = free_setting(
+        "stop", "what to do about a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback")
     )
-    overwrite: bool = setting(
-        False, "delete the records and checkpoints of an earlier run in the run folder", affects="nothing"
-    )
-    resume: str | None = setting(
-        None,
-        "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder",
-        affects="nothing",
-    )
-    profile: bool = setting(False, "write a torch.profiler trace of a few steps into the run folder", affects="nothing")
-    tensorboard: bool = setting(True, "write TensorBoard events into the run folder", affects="nothing")
-    on_nonfinite: str = setting(
-        "stop",
-        "what to do about a NaN or Inf loss or gradient",
-        choices=("stop", "skip", "rollback"),
-        affects="nothing",
-    )
-    max_nonfinite: int = setting(
-        10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0, affects="nothing"
-    )
-    rank_timeout_s: float = setting(
-        600.0, "end the run if a rank gives no sign for this many seconds", above=0, affects="nothing"
-    )
+    max_nonfinite: int = free_setting(10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0)
+    rank_timeout_s: float = free_setting(600.0, "end the run if a rank gives no sign for this many seconds", above=0)
 
-    nproc: int = setting(
-        1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1, affects="nothing"
+    nproc: int = free_setting(1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1)
+    repeats: int = free_setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1)
+    resume_sweep: str | None = free_setting(
+        None, "multirun: folder of an earlier sweep; run only what is missing in it"
     )
-    repeats: int = setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1, affects="nothing")
-    resume_sweep: str | None = setting(
-        None, "multirun: folder of an earlier sweep; run only what is missing in it", affects="nothing"
-    )
-    compare_by: str = setting(
-        "channels_last", "multirun: the setting whose values the report compares", affects="nothing"
-    )
+    compare_by: str = free_setting("channels_last", "multirun: the setting whose values the report compares")
 
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

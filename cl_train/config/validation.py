@@ -78,16 +78,8 @@ def suggest(name: str, known: Iterable[str], count: int = 3) -> str:
 def suggest_key(key: str, known: Iterable[str]) -> str:
     """As `suggest`; a key given without its group is found too: `lr` is `optim.lr`."""
     known, leaf = list(known), key.rpartition(".")[2]
-    near = [full for full in known if full.rpartition(".")[2] == leaf]
-    if not near:
-        score = {full: max(_likeness(key, full), _likeness(key, full.rpartition(".")[2]) - 0.15) for full in known}
-        best = max(score.values(), default=0)
-        near = sorted((full for full in known if score[full] >= max(0.6, best - 0.15)), key=lambda full: -score[full])
-    return f"; did you mean {', '.join(near[:3])}?" if near else ""
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    same = [full for full in known if full.rpartition(".")[2] == leaf][:3]
+    return f"; did you mean {', '.join(same)}?" if same else suggest(key, known)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -143,32 +135,26 @@ def checked_value(value: Any, setting: Setting) -> Any:
     Raises:
         ConfigError: it has another type or lies outside the range.
     """
-    words = setting.metadata["words"] or {}
+    words, choices = setting.metadata["words"] or {}, setting.metadata["choices"] or ()
     if isinstance(value, str) and value in words:
         return words[value]
     if value is None and setting.optional:
         return None
-    if isinstance(value, bool) and setting.metadata["choices"]:  # YAML reads channels_last=true as a boolean
+    if isinstance(value, bool) and choices:  # YAML reads channels_last=true as a boolean
         value = show(value)
     try:
-        value = _converted(value, setting.base_type)
+        converted = _converted(value, setting.base_type)
+        for item in converted if setting.is_list else [converted]:
+            _check_range(item, setting.metadata)
+        return converted
     except (ValueError, OverflowError):
-        raise ConfigError(f"{setting.key}={show(value)}: needs {type_name(setting)}") from None
-    if len(str(value)) > MAX_LENGTH:
-        raise ConfigError(f"{setting.key}={str(value)[:40]}...: longer than {MAX_LENGTH:,} characters")
-    items = value if isinstance(value, list) else [value]
-    problems = [problem for item in items for problem in _range_problems(item, setting)]
-    if problems:
-        raise ConfigError(problems)
-    return value
+        text = show(value)
+        shown = text if len(text) <= 80 else f"{text[:80]}..."
+        raise ConfigError(f"{setting.key}={shown}: expected {kind_of(setting)}{suggest(text[:80], choices)}") from None
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """`value` as a `kind`; words are read as numbers (YAML takes 1e-3 for a word), numbers as words.
-
-    Raises:
-        ValueError: that is not possible without losing something.
-    """
+    """`value` as a `kind`; words are read as numbers (YAML takes 1e-3 for a word), numbers as words."""
     if typing.get_origin(kind) is list:
         items = list(value) if isinstance(value, list | tuple) else [value]
         return [_converted(item, typing.get_args(kind)[0]) for item in items]
@@ -181,33 +167,30 @@ def _converted(value: Any, kind: Any) -> Any:
     return kind(value)
 
 
-def _range_problems(value: Any, setting: Setting) -> list[str]:
-    limits, key = setting.metadata, setting.key
-    if isinstance(value, str) and limits["choices"] and value not in limits["choices"]:
-        return [f"{key}={value}: must be one of {', '.join(limits['choices'])}{suggest(value, limits['choices'])}"]
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return []
-    if not math.isfinite(value):
-        return [f"{key}={value}: must be a finite number"]
-    bounds = (
-        (limits["minimum"], lambda bound: value < bound, "at least"),
-        (limits["above"], lambda bound: value <= bound, "above"),
-        (limits["maximum"], lambda bound: value > bound, "at most"),
-    )
-    return [
-        f"{key}={value}: must be {words} {bound:g}"
-        for bound, broken, words in bounds
-        if bound is not None and broken(bound)
-    ]
+def _check_range(value: Any, limits: Mapping[str, Any]) -> None:
+    if isinstance(value, str):
+        if (limits["choices"] and value not in limits["choices"]) or len(value) > MAX_LENGTH:
+            raise ValueError
+        return
+    low, above, high = (limits[name] for name in ("minimum", "above", "maximum"))
+    if not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above):
+        raise ValueError
+    if high is not None and value > high:
+        raise ValueError
 
 
-def type_name(setting: Setting) -> str:
-    """What a value of this setting looks like: `a whole number or auto or null`."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    lists = {int: "whole numbers", float: "numbers", bool: "true and false", str: "words"}
-    kind = setting.base_type
-    name = f"a list of {lists[typing.get_args(kind)[0]]}, [a,b,c]" if setting.is_list else names[kind]
-    return " or ".join([name, *(setting.metadata["words"] or {}), *(["null"] if setting.optional else [])])
+def kind_of(setting: Setting) -> str:
+    """What may be written: `whole number >= 1 or auto`, `fp32|fp16`, `[a,b,...] of number`."""
+    limits = setting.metadata
+    names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
+    base = typing.get_args(setting.base_type)[0] if setting.is_list else setting.base_type
+    kind = "|".join(limits["choices"] or ()) or names[base]
+    if limits["minimum"] is not None and limits["maximum"] is not None:
+        kind += f" {limits['minimum']:.10g} to {limits['maximum']:.10g}"
+    else:
+        signs = ((">=", "minimum"), (">", "above"), ("<=", "maximum"))
+        kind += "".join(f" {sign} {limits[name]:.10g}" for sign, name in signs if limits[name] is not None)
+    return " or ".join([f"[a,b,...] of {kind}" if setting.is_list else kind, *(limits["words"] or {})])
 
 
 def show(value: Any) -> str:
@@ -222,43 +205,48 @@ def show(value: Any) -> str:
 
 def check_together(cfg: Config) -> list[str]:
     """Combinations of settings that cannot work, or in which one has no effect; one line each."""
-    augment, data = cfg.augment, cfg.data
-    rules = {
-        "augment.crop_scale_min is larger than augment.crop_scale_max": augment.crop_scale_min > augment.crop_scale_max,
-        "augment.crop_ratio_min is larger than augment.crop_ratio_max": augment.crop_ratio_min > augment.crop_ratio_max,
-        f"data={data.name} needs data.root=FOLDER with train/<class>/* and val/<class>/* (no data? data=sample)": (
-            data.name in ("imagenet", "folder") and data.root is None
+    augment, data, conflict, keys = cfg.augment, cfg.data, graph_conflict(cfg), setting_fields(Config)
+    rules = [
+        (augment.crop_scale_min > augment.crop_scale_max, "augment.crop_scale_min is above augment.crop_scale_max"),
+        (augment.crop_ratio_min > augment.crop_ratio_max, "augment.crop_ratio_min is above augment.crop_ratio_max"),
+        (
+            data.name in ("imagenet", "folder") and data.root is None,
+            f"data={data.name} needs data.root=FOLDER with train/<class>/* and val/<class>/* (no data? data=sample)",
         ),
-        "data.mean and data.std need three numbers each, those of data.std above 0": (
-            len(data.mean) != 3 or len(data.std) != 3 or not all(value > 0 for value in data.std)
+        (len(data.mean) != 3 or len(data.std) != 3 or min(data.std) <= 0, "data.mean and data.std: need three numbers"),
+        (
+            (data.val_resize or data.image_size) < data.image_size,
+            f"data.val_resize={data.val_resize} is smaller than data.image_size={data.image_size}",
         ),
-        f"data.val_resize={data.val_resize} is smaller than data.image_size={data.image_size}: the crop does not fit": (
-            data.val_resize is not None and data.val_resize < data.image_size
+        (
+            any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)),
+            "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01",
         ),
-        "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01": any(
-            0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)
+        (cfg.optim.nesterov and cfg.optim.momentum == 0, "optim.nesterov=true needs optim.momentum above 0"),
+        (
+            cfg.schedule.warmup_epochs > cfg.epochs,
+            f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}",
         ),
-        "optim.nesterov=true needs optim.momentum above 0": cfg.optim.nesterov and cfg.optim.momentum == 0,
-        f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}": (
-            cfg.schedule.warmup_epochs > cfg.epochs
+        ((cfg.conversion == "select") != bool(cfg.select), "conversion=select needs select=[NAMES], and the reverse"),
+        (
+            cfg.evaluate_only and cfg.weights is None and cfg.resume is None,
+            "evaluate_only=true needs weights=... or resume=..., else it would evaluate random weights",
         ),
-        "conversion=select needs select=[NAMES], the modules to convert": cfg.conversion == "select" and not cfg.select,
-        "select=... has an effect with conversion=select only": cfg.conversion != "select" and bool(cfg.select),
-        "evaluate_only=true needs weights=... or resume=..., else it would evaluate random weights": (
-            cfg.evaluate_only and cfg.weights is None and cfg.resume is None
+        (cfg.cuda_graph == "true" and conflict is not None, f"cuda_graph=true: {conflict}"),
+        (
+            cfg.ddp_static_graph and cfg.accumulate_steps > 1,
+            "ddp_static_graph=true does not work with accumulate_steps above 1",
         ),
-        f"cuda_graph=true: {graph_conflict(cfg)}": cfg.cuda_graph == "true" and graph_conflict(cfg) is not None,
-        "ddp_static_graph=true does not go with accumulate_steps above 1: only the last micro-step is synchronised": (
-            cfg.ddp_static_graph and cfg.accumulate_steps > 1
+        (
+            cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None,
+            "batch_size=auto with resume=...: give the batch size that the run started with (see its config.yaml)",
         ),
-        "batch_size=auto with resume=...: a run goes on with the batch size that it began with; see its config.yaml": (
-            cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None
+        (
+            cfg.compare_by not in keys,
+            f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, keys)}",
         ),
-        f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, setting_fields(Config))}": (
-            cfg.compare_by not in setting_fields(Config)
-        ),
-    }
-    return [text for text, broken in rules.items() if broken]
+    ]
+    return [text for broken, text in rules if broken]
 
 
 def graph_conflict(cfg: Config) -> str | None:
@@ -291,12 +279,12 @@ def load(values: Mapping[str, Any] | DictConfig) -> Config:
 RENAMED = {
     "batch": "batch_size=",
     "by": "compare_by=",
-    "diff": "baseline=",
     "folder": "out=",
     "memory_format": "channels_last=",
     "models": "model=",
     "no_speed": "speed=false",
     "output": "out=",
+    "parity": "parity=true model=",
     "seconds": "time_limit_s=",
     "timeout": "model_time_limit_s=",
 }
@@ -313,21 +301,17 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     values: dict[str, Any] = {}
     for word in arguments:
         key, equals, text = word.partition("=")
-        if not equals or word.startswith("-"):
-            problems.append(f"{word}: settings are written key=value{_written(key, known)}")
-        elif key not in known and key in RENAMED:
-            problems.append(f"{word}: written {RENAMED[key]}{text if RENAMED[key].endswith('=') else ''} now")
+        name = key.lstrip("-").replace("-", "_")
+        if not equals or name != key or (key not in known and key in RENAMED):
+            problems.append(f"{word}: write {f'{name}=' if name in known else RENAMED.get(name, 'key=value')}")
         elif key == "json" and key in known and text not in ("true", "false"):
-            problems.append(f"{word}: needs true or false; the file is given as out={text}")
+            problems.append(f"{word}: must be true or false; the file is given as out={text}")
         elif key in known and known[key].is_list and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
             values[key] = _value_of(text)
-    problems += [
-        f"{key}=... is missing: {item.metadata['help']}"
-        for key, item in known.items()
-        if item.metadata["required"] and key not in values
-    ]
+    missing = [item for key, item in known.items() if item.metadata["required"] and key not in values]
+    problems += [f"{item.key}=... is missing: {item.metadata['help']}" for item in missing]
     try:
         settings = from_mapping(schema, values)
     except ConfigError as error:
@@ -335,14 +319,6 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     if problems:
         raise ConfigError(problems)
     return settings
-
-
-def _written(option: str, known: Mapping[str, Setting]) -> str:
-    """`; here out=...` for an option such as --output."""
-    name = option.lstrip("-").replace("-", "_")
-    if name in known:
-        return f"; here {name}={'true' if known[name].base_type is bool else '...'}"
-    return f"; here {RENAMED[name]}" if name in RENAMED else suggest_key(name, known)
 
 
 def is_setting(word: str) -> bool:

@@ -130,10 +130,10 @@ def test_a_run_with_auto_trains_and_writes_the_number_down(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"batch_size": "all"}, "batch_size=all: needs a whole number or auto"),
-        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
-        ({"batch_size": "auto", "resume": "auto"}, "a run goes on with the batch size that it began with"),
-        ({"epochs": "auto"}, "epochs=auto: needs a whole number$"),
+        ({"batch_size": "all"}, "batch_size=all: expected whole number >= 1 or auto"),
+        ({"batch_size": 0}, "batch_size=0: expected whole number >= 1"),
+        ({"batch_size": "auto", "resume": "auto"}, "batch_size=auto with resume"),
+        ({"epochs": "auto"}, "epochs=auto: expected whole number >= 1$"),
     ],
 )
 def test_wrong_values_are_refused(words: dict[str, object], message: str) -> None:
