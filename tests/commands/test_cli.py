@@ -64,7 +64,14 @@ def test_folders_are_told_from_settings() -> None:
 
 def test_help_states_name_default_meaning_type_and_range() -> None:
     text = describe(Example)
-    for part in ("data.root=null", "folder of images", "sizes=[224]", "whole number >= 8", "time_limit_s=1.5", "number > 0"):
+    for part in (
+        "data.root=null",
+        "folder of images",
+        "sizes=[224]",
+        "whole number >= 8",
+        "time_limit_s=1.5",
+        "number > 0",
+    ):
         assert part in text
 
 

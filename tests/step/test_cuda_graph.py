@@ -208,7 +208,10 @@ def test_a_rollback_with_cuda_graph_goes_on(train: Callable[..., Run]) -> None:
             "cuda_graph=true: compile_mode=reduce-overhead makes CUDA graphs itself",
         ),
         ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
-        ({"ddp_static_graph": True, "accumulate_steps": 2}, "ddp_static_graph=true does not work with accumulate_steps"),
+        (
+            {"ddp_static_graph": True, "accumulate_steps": 2},
+            "ddp_static_graph=true does not work with accumulate_steps",
+        ),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(words: dict[str, object], message: str) -> None:
