@@ -4,7 +4,6 @@
     cl-train audit model=my_package.my_model:build out=audit.json
     cl-train audit model=my_package.my_model:segment output=mask   a model that returns a dict
     cl-train audit model=resnext50_32x4d compile=true            also: which graphs inductor lays out by itself
-    cl-train audit operators=true out=results                    which operators keep the format, here
 
 Exit codes: 0 done, 2 wrong usage or a model that does not run.
 """
@@ -52,8 +51,7 @@ class AuditSettings:
     backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step and each permuting copy")
     compile: bool = setting(False, "also report which compiled graphs inductor lays out channels_last")
-    operators: bool = setting(False, "measure which operators keep channels_last, instead of a model")
-    out: str | None = setting(None, "file for the report as JSON; with operators=true a folder (results)")
+    out: str | None = setting(None, "file for the report as JSON")
     json: bool = setting(False, "print the report as JSON")
 
 
@@ -63,9 +61,6 @@ SETTINGS = {"settings": AuditSettings}
 
 def main(words: list[str]) -> int:
     settings = settings_from_arguments(AuditSettings, words)
-    if settings.operators:
-        measure_operators(settings)
-        return 0
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
         report = audit_model(settings)
         print(report)
@@ -168,14 +163,3 @@ def _compiled_graphs(
     except Exception as error:  # torch.compile cannot trace every model
         raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error
     return [dataclasses.asdict(graph) for graph in graphs]
-
-
-def measure_operators(settings: AuditSettings) -> None:
-    from cl_train.memory_format import operator_table
-    from cl_train.memory_format.audit_report import text_table
-    from cl_train.system.distributed import choose_device
-
-    table = operator_table.measure(choose_device(settings.device))
-    print(text_table(table["operators"]))
-    path = operator_table.write(table, Path(settings.out or "results"))
-    print(f"written: {path} and {path.with_suffix('.md')}")

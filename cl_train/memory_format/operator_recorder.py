@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cl_train.memory_format.audit_report import Call, CopyKind, Outcome
+from cl_train.memory_format.audit_report import Call, Outcome
 from cl_train.memory_format.layout import Layout, classify
 from cl_train.memory_format.model_call import short_path
 
@@ -122,14 +122,15 @@ class OperatorRecorder(TorchDispatchMode):
         outcome = _outcome(images, produced, self._channels_last_shapes if backward else set())
         if outcome is None:
             return
-        call = _call(function, backward, origin, outcome, produced[0])
-        call.inputs = tuple(f"{layout} {_dtype(tensor)} {list(tensor.shape)}" for tensor, layout in images)
+        call = _call(function, backward, origin, outcome, images, produced[0])
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         call.moved_bytes = sum(2 * _bytes(tensor) for tensor, layout in images if layout == permuted)
-        call.copy = _copy_kind(function) if call.moved_bytes else ""
-        self.calls.append(call)
+        if call.moved_bytes:
+            is_pointwise = torch.Tag.pointwise in function.tags
+            call.copy = "explicit" if function._schema.name in _COPIES else "strided" if is_pointwise else "hidden"
         if call.copy == "explicit":
             self._copies[_storage(produced[0])] = call
+        self.calls.append(call)
 
     # Window partitioning and channel shuffles view an image in more dimensions, permute these and copy. The copy of a
     # channels_last image into contiguous memory is a loss; a copy of other memory (windows after attention) is one only
@@ -144,8 +145,7 @@ class OperatorRecorder(TorchDispatchMode):
         known = self._image_formats.get(_storage(source))
         if source.is_contiguous() or not copied.is_contiguous() or known not in ("channels_last", None):
             return
-        call = _call(function, backward, origin, "lost", copied)
-        call.inputs = (f"{known or 'regrouped'} {_dtype(source)} {list(source.shape)}",)
+        call = _call(function, backward, origin, "lost", [(source, known or "other")], copied)
         call.copy, call.moved_bytes = "explicit", 2 * _bytes(source)
         self._copies[_storage(copied)] = call
         if known == "channels_last":
@@ -191,24 +191,18 @@ def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple
     return None
 
 
-def _call(function: Any, backward: bool, origin: _Origin, outcome: Outcome, shown: torch.Tensor) -> Call:
+def _call(
+    function: Any, backward: bool, origin: _Origin, outcome: Outcome, images: Images, shown: torch.Tensor
+) -> Call:
     return Call(
         operator=str(function),
         direction="backward" if backward else "forward",
         outcome=outcome,
-        module=origin.module,
-        module_type=origin.module_type,
-        source=origin.source,
-        line=origin.line,
+        **vars(origin),
         shape=tuple(shown.shape),
         dtype=_dtype(shown),
+        inputs=tuple(f"{layout} {_dtype(tensor)} {list(tensor.shape)}" for tensor, layout in images),
     )
-
-
-def _copy_kind(function: Any) -> CopyKind:
-    if function._schema.name in _COPIES:
-        return "explicit"
-    return "strided" if torch.Tag.pointwise in function.tags else "hidden"
 
 
 def _is_view(function: Any) -> bool:

@@ -26,8 +26,8 @@ HALF_TOLERANCE = 2e-2
 
 @dataclass
 class FileConversion:
-    """The result of converting a file. `difference`: the largest of the outputs, relative to the largest output; None:
-    not compared. `problems`: why it is not proved that the new file computes what the old one did.
+    """`difference`: the largest of the outputs, relative to the largest output; None: not compared. `problems`: why it
+    is not proved that the new file computes what the old one did.
     """
 
     kind: str
@@ -155,7 +155,9 @@ def _compare_outputs(
     output: str | int | None,
 ) -> None:
     """Fill in the difference of the outputs, or the problem."""
-    name = model_name or _recorded_model(before)
+    recorded = before.metadata.get("model")
+    is_zoo_model = isinstance(recorded, str) and ":" not in recorded  # only the user may name a function to import
+    name = model_name or (recorded if is_zoo_model else None)
     reference, converted = (_runnable(saved, name, input_shape[-1]) for saved in (before, after))
     if reference is None or converted is None:
         result.problems.append("outputs not compared: give model=<name>, the model that these weights belong to")
@@ -172,21 +174,12 @@ def _compare_outputs(
             result.problems.append(f"outputs not compared: the model fails on {shape}: {why}; input=N,C,H,W sets it")
             return
     result.tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE)
-    result.difference = max(_relative_difference(*pair) for pair in zip(*outputs, strict=True))
+    result.difference = max(
+        ((one - other).abs().max() / one.abs().max().clamp_min(1e-30)).item()
+        for one, other in zip(*outputs, strict=True)
+    )
     if not result.difference <= result.tolerance:  # a NaN fails too
         result.problems.append("the outputs of the two formats differ")
-
-
-def _relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    if not expected.numel():
-        return 0.0
-    return ((expected - found).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
-
-
-def _recorded_model(saved: SavedModel) -> str | None:
-    """The zoo model that a checkpoint of cl_train names. Only the user may name a function to import."""
-    name = saved.metadata.get("model")
-    return name if isinstance(name, str) and ":" not in name else None
 
 
 def _runnable(saved: SavedModel, model_name: str | None, image_size: int | None = None) -> nn.Module | None:
