@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -98,15 +97,6 @@ def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[st
     if free_bytes < count * checkpoint_bytes:
         return [f"{sizes}, of which up to {count} exist at a time: free some space or lower checkpoint.keep"]
     return []
-
-
-def sweep_jobs(folder: Path) -> list[str]:
-    """The names of the jobs of the sweep that the run in `folder` is one of; empty for a run outside a sweep."""
-    try:
-        names = [job["name"] for job in json.loads((folder.parent / "sweep.json").read_text(encoding="utf-8"))["jobs"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return names if folder.name in names else []
 
 
 def safe_name(text: str, limit: int = 100) -> str:

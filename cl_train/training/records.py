@@ -23,7 +23,6 @@ from torch.utils.tensorboard.summary import hparams, scalar, text
 
 from cl_train.system.append_file import AppendFile
 from cl_train.system.files import write_json, write_text
-from cl_train.system.run_folder import sweep_jobs
 
 TENSORBOARD_TAGS = {
     "loss": "loss",
@@ -42,7 +41,7 @@ TENSORBOARD_TAGS = {
 class Tracker:
     """Writes the records of one run.
 
-    In a sweep, TensorBoard gets the images of the first job only, and the comparison writes the HPARAMS table.
+    In a sweep the comparison writes the HPARAMS table.
 
     Args:
         folder: the run folder; None = do nothing.
@@ -58,7 +57,7 @@ class Tracker:
         if folder is None:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
-        self._sweep = sweep_jobs(folder)
+        self._in_sweep = (folder.parent / "sweep.json").is_file()
         self.rewind(resumed_step, is_closed=is_closed)
         if tensorboard:
             self._events = _EventFile(folder, purge_step=resumed_step + 1)
@@ -107,7 +106,7 @@ class Tracker:
         if self._folder is None:
             return
         self._metrics.flush()
-        if self._events is not None and settings is not None and not self._sweep:
+        if self._events is not None and settings is not None and not self._in_sweep:
             self._events.add_hparams(summary, settings)
         write_json(self._folder / "summary.json", finite_or_null(summary), indent=2)
 

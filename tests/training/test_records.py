@@ -53,3 +53,13 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_json_has_no_nan() -> None:
     assert finite_or_null({"a": [float("inf"), 1.5], "b": {"c": float("nan")}}) == {"a": [None, 1.5], "b": {"c": None}}
+
+
+def test_the_comparison_of_a_sweep_writes_the_table(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").touch()
+    for folder, has_table in ((tmp_path / "sweep" / "job", False), (tmp_path / "run", True)):
+        folder.mkdir()
+        Tracker(folder, tensorboard=True, resumed_step=0).write_summary({"steps": 1}, {"model": "resnet18"})
+        events = EventAccumulator(str(folder)).Reload()
+        assert ("_hparams_/session_start_info" in events.summary_metadata) == has_table
