@@ -121,7 +121,7 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
     if channels_last == "false":
         return torch.contiguous_format
     for line in known_issues(model, device=dist.device, precision_name=precision.name):
-        log.warning("channels_last: %s", line)
+        log.info("channels_last: %s", line)
     report = convert(model, conversion, select=cfg.select or None)
     log.info("channels_last: %s", report)
     return torch.channels_last

@@ -88,7 +88,7 @@ class Checkpoints:
             return None
         path, saved, skipped = found
         for line in skipped:
-            log.warning("skipped a damaged checkpoint: %s", line)
+            log.info("skipped a damaged checkpoint: %s", line)
         for note in check_compatible(saved["facts"], self.metadata):
             log.info("resume: %s", note)
         progress, window = self._restore(saved)
@@ -106,7 +106,7 @@ class Checkpoints:
             raise TrainingFault("on_nonfinite=rollback: there is no checkpoint yet; set checkpoint.every_steps")
         path, saved, _ = found
         progress, window = self._restore(saved)
-        log.warning("rolled back to %s, step %d", path.name, progress.step)
+        log.info("rolled back to %s, step %d", path.name, progress.step)
         return progress, window
 
     def _newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
