@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -29,24 +28,8 @@ WARM_UP_STEPS = 3
 WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with events that cannot be recorded
 
 
-class Recorder(Protocol):
-    """Runs and records work; tests use one without CUDA."""
-
-    def on_stream(self) -> AbstractContextManager[object]:
-        """The stream of the recording. DDP and the first backward pass bind to the stream that they first run on."""
-        ...
-
-    def run(self, work: Work) -> torch.Tensor:
-        """Run `work` eagerly on the stream of the recording."""
-        ...
-
-    def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
-        """Record `work` without running it. Each replay overwrites the returned result."""
-        ...
-
-
 class CudaRecorder:
-    """CUDA graphs on one side stream."""
+    """CUDA graphs on one side stream, to which DDP and the first backward pass must bind as well (`on_stream`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,6 +39,7 @@ class CudaRecorder:
         return torch.cuda.stream(self.stream)
 
     def run(self, work: Work) -> torch.Tensor:
+        """Run `work` eagerly on the stream of the recording."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with self.on_stream():
@@ -64,6 +48,7 @@ class CudaRecorder:
         return result
 
     def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
+        """Record `work` without running it. Each replay overwrites the returned result."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: the threads of the loader and of NCCL call CUDA during the recording.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -72,7 +57,7 @@ class CudaRecorder:
 
 
 class HostRecorder:
-    """The same sequence of warm-up, recording and replay without CUDA; a replay runs the work again."""
+    """The same interface without CUDA: a replay runs the work again."""
 
     def on_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -90,6 +75,9 @@ class HostRecorder:
         return result, replay
 
 
+Recorder = CudaRecorder | HostRecorder
+
+
 class GraphedCall:
     """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from then on.
 
@@ -97,7 +85,6 @@ class GraphedCall:
     to freed memory, so the work is warmed up and recorded again.
 
     Args:
-        work: launches work on the device and never waits for it.
         tensors: every tensor that `work` uses and that outlives a call.
     """
 

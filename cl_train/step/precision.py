@@ -86,23 +86,14 @@ def _cpu_has_native_bf16() -> bool:
 
 def warnings_for(precision: Precision, device: torch.device) -> list[str]:
     """Why `precision` is a bad choice on `device`, one sentence each; empty if it is not."""
-    is_fp16, is_bf16 = precision.name in ("fp16", "fp16_o2"), precision.name == "bf16"
-    if device.type != "cuda":
-        warnings = {
-            "fp16 is slow on a CPU; bf16 or fp32 is faster": is_fp16,
-            "this CPU has no native bf16 and emulates it; fp32 is likely to be faster": (
-                is_bf16 and not _cpu_has_native_bf16()
-            ),
-        }
-    else:
-        capability = torch.cuda.get_device_capability(device)
-        warnings = {
-            "no tensor cores before compute capability 7.0: fp16 and channels_last gain little": (
-                is_fp16 and capability < VOLTA
-            ),
-            "bf16 is emulated before compute capability 8.0; use fp16": is_bf16 and capability < (8, 0),
-        }
-    return [f"precision={precision.name}: {text}" for text, applies in warnings.items() if applies]
+    on_cpu, is_fp16 = device.type != "cuda", precision.name in ("fp16", "fp16_o2")
+    if on_cpu and is_fp16:
+        return [f"precision={precision.name} is slow on a CPU; bf16 or fp32 is faster"]
+    if on_cpu and precision.name == "bf16" and not _cpu_has_native_bf16():
+        return ["precision=bf16: this CPU emulates bf16; fp32 is likely to be faster"]
+    if not on_cpu and is_fp16 and torch.cuda.get_device_capability(device) < VOLTA:
+        return [f"precision={precision.name}: this GPU has no tensor cores, so fp16 and channels_last gain little"]
+    return []
 
 
 @contextmanager

@@ -36,8 +36,6 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class BatchSpeed:
-    """The measurement of one batch size."""
-
     batch_size: int
     images_per_s: float
     peak_memory_gib: float
@@ -74,11 +72,9 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     release_memory(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    tried = ", ".join(
-        f"{item.batch_size}: {item.images_per_s:.1f} ({item.peak_memory_gib:.2f} GiB)" for item in measured
-    )
     chosen = smallest_of_the_fastest(measured)
-    log.info("batch_size=auto: %d; images/s with %.1f GiB available: %s", chosen, limit_gib, tried)
+    speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)
+    log.info("batch_size=auto: %d (images/s by size, in %.1f GiB: %s)", chosen, limit_gib, speeds)
     return chosen
 
 
@@ -98,13 +94,7 @@ def search(
     """Double the batch size from 8 while it fits; returns the sizes that fit, in ascending order.
 
     A size whose memory, extrapolated from the last two, exceeds the limit is not tried: running out of memory is slow,
-    and on a CPU the system ends the process.
-
-    Args:
-        measure: runs steps at a batch size; may run out of memory.
-
-    Raises:
-        ConfigError: not even two images fit.
+    and on a CPU the system ends the process. Raises ConfigError if not even two images fit.
     """
     measured: list[BatchSpeed] = []
     started_at = clock()
@@ -136,7 +126,7 @@ def search(
 
 
 def _extrapolated_gib(measured: list[BatchSpeed], size: int) -> float:
-    """Peak memory is linear in the batch size: weights and optimizer state, and a constant amount per image."""
+    """Peak memory is linear in the batch size."""
     first, second = measured[-2:]
     per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
     return second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)

@@ -43,10 +43,7 @@ log = logging.getLogger(__name__)
 def build_train_state(
     cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float, *, preflight: bool = True
 ) -> TrainState:
-    """Build the model and what trains it, in the order that the head of this file explains.
-
-    Args:
-        preflight: run one step on blank images, see `check_model_trains`.
+    """Build the model and what trains it; with `preflight`, run it on blank images (see `check_model_trains`).
 
     Raises:
         ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.

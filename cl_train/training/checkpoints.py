@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import ConfigError
@@ -46,11 +45,7 @@ class Checkpoints:
         return (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
-        """Find state that cannot be saved before the first step instead of after the first epoch.
-
-        Raises:
-            ConfigError: a module's `get_extra_state` returns something else than plain types and tensors.
-        """
+        """Raises ConfigError if a module's `get_extra_state` returns something else than plain types and tensors."""
         try:
             for name, value in self.state.model.state_dict().items():
                 if name.endswith("_extra_state"):
@@ -101,17 +96,14 @@ class Checkpoints:
         Raises:
             TrainingFault: there is none yet.
         """
-        found = on_main(self._newest, self.dist)
+        on_main(self.store.wait, self.dist)
+        found = on_main(self.store.newest, self.dist)
         if found is None:
             raise TrainingFault("on_nonfinite=rollback: there is no checkpoint yet; set checkpoint.every_steps")
         path, saved, _ = found
         progress, window = self._restore(saved)
         log.info("rolled back to %s, step %d", path.name, progress.step)
         return progress, window
-
-    def _newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
-        self.store.wait()
-        return self.store.newest()
 
     def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepSums]]:
         device = self.dist.device

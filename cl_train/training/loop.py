@@ -39,7 +39,7 @@ from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_s
 from cl_train.training.profiling import profile
 from cl_train.training.run_log import RunLog, describe_failure
 from cl_train.training.setup import Run, set_up
-from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, results_of_records, training_results
+from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, results_of_records, speed
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,8 @@ def train(cfg: Config, folder: Path) -> int:
                 waiting_since = time.perf_counter()
                 micro_batches = list(islice(batches, cfg.accumulate_steps))
                 wait_s = time.perf_counter() - waiting_since
+                if progress.step == 0:
+                    run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
                 set_lr(state.parts.optimizer, run.lr_at(progress.step))
                 run.window.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
@@ -334,11 +336,14 @@ def warn_of_bad_images(run: Run) -> int:
 
 
 def results(run: Run) -> dict[str, Any]:
-    scaler = run.state.parts.scaler
-    return training_results(
-        run.progress,
-        run.meter.measured(),
-        run.last_window.get("loss"),
-        scaler.get_scale() if scaler.is_enabled() else None,
-        run.dist.device,
-    )
+    """What is known once training has ended; speeds without warm-up."""
+    progress, scaler = run.progress, run.state.parts.scaler
+    scale = scaler.get_scale() if scaler.is_enabled() else None
+    return {
+        "steps": progress.step,
+        "images_seen": progress.images_seen,
+        "peak_memory_gib": round(peak_memory_gib(run.dist.device), 4),
+        "train": {"loss": run.last_window.get("loss")},
+        "amp": {"scale": scale, "skipped_steps": progress.skipped_steps},
+        **speed(run.meter.measured()),
+    }

@@ -63,11 +63,7 @@ class NonFinitePolicy:
         self._rolled_back: set[int] = set()
 
     def must_roll_back(self, found: Sequence[NonFiniteStep]) -> bool:
-        """Decide on the non-finite steps of all ranks since the last call.
-
-        Raises:
-            TrainingFault: the policy is to stop, or the limit is exceeded.
-        """
+        """Decide on the non-finite steps of all ranks; raises TrainingFault if the run must stop."""
         if not found:
             return False
         steps = sorted({item.step for item in found})
@@ -85,11 +81,7 @@ class NonFinitePolicy:
 
 
 def check_loss_scale(scale: float | None, min_scale: float, step: int) -> None:
-    """GradScaler has no minimum (pytorch/pytorch#99640): below a certain scale a run continues without learning.
-
-    Raises:
-        TrainingFault: the scale is below `min_scale`.
-    """
+    """Raises TrainingFault: GradScaler has no minimum (pytorch/pytorch#99640) and would continue without learning."""
     if scale is not None and scale < min_scale:
         raise TrainingFault(
             f"the loss scale fell to {scale:g} at step {step} (amp.min_scale={min_scale:g}): gradients overflow "
@@ -98,11 +90,7 @@ def check_loss_scale(scale: float | None, min_scale: float, step: int) -> None:
 
 
 def check_skipped_share(skipped: int, steps: int) -> None:
-    """A run that skipped most of its updates did not train, whatever its last loss.
-
-    Raises:
-        TrainingFault: more than half of at least 20 updates were skipped.
-    """
+    """Raises TrainingFault if more than half of at least 20 updates were skipped: the run did not train."""
     if steps >= 20 and skipped > steps / 2:
         raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
 

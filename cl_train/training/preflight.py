@@ -27,13 +27,10 @@ def check_model_trains(
     image_size: int,
     num_classes: int,
 ) -> None:
-    """Run forward and backward once on blank images. Weights, statistics and random numbers stay as they are.
+    """Run forward and backward once on blank images, before `model` is wrapped in DDP, whose hooks would count it.
 
     On a GPU with the whole batch, to find one that does not fit. On a CPU with two images, and for a user's own model
     only: models of the zoo have been run on the meta device.
-
-    Args:
-        model: not wrapped in DDP, whose hooks would count the pass.
 
     Raises:
         TrainingFault: the batch does not fit into memory.

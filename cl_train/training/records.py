@@ -16,10 +16,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import hparams, scalar, text
+from torch.utils.tensorboard.summary import hparams, image, scalar, text
+from torchvision.utils import make_grid
 
 from cl_train.system.append_file import AppendFile
 from cl_train.system.files import write_json, write_text
@@ -41,7 +43,7 @@ TENSORBOARD_TAGS = {
 class Tracker:
     """Writes the records of one run.
 
-    In a sweep the comparison writes the HPARAMS table.
+    In a sweep, TensorBoard gets the images of the first job only, and the comparison writes the HPARAMS table.
 
     Args:
         folder: the run folder; None = do nothing.
@@ -96,6 +98,18 @@ class Tracker:
         write_text(self._folder / "config.yaml", yaml)
         if self._events is not None:
             self._events.add([text("config", "\n".join(f"    {line}" for line in yaml.splitlines()))])
+
+    def write_images(self, images: torch.Tensor, mean: list[float], std: list[float]) -> None:
+        """Show up to 32 training images, float [N, 3, H, W] normalised by `mean` and `std`, in TensorBoard.
+
+        The host waits for the device: the images are copied, once per run.
+        """
+        if self._events is None or self._folder is None:
+            return
+        if self._in_sweep and self._folder != min(path for path in self._folder.parent.iterdir() if path.is_dir()):
+            return
+        pixels = images[:32].float().cpu() * torch.tensor(std).view(1, 3, 1, 1) + torch.tensor(mean).view(1, 3, 1, 1)
+        self._events.add([image("first_batch", make_grid(pixels.clamp(0, 1), nrow=8), dataformats="CHW")])
 
     def write_summary(self, summary: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
         """`summary.json`; with `settings` also the run's row in TensorBoard's HPARAMS table.

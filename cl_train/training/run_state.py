@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,6 @@ from cl_train.step.ema import EMA
 from cl_train.step.precision import MasterWeights, full_precision_state, trainable_parameters
 from cl_train.step.train_step import StepParts, StepSums
 from cl_train.system.checkpoint_file import CheckpointError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,7 @@ def collect(
     """The state between two steps, as references: saving copies it. The host waits for the device (loss scale).
 
     Weights are saved in float32 if there are master weights, and optimizer state by parameter name, so that a run in
-    another precision or layout, or with other parameter groups, can load them.
-
-    Args:
-        model: without DDP or compile wrappers.
-        progress: see `Progress`; with the random state of every rank.
-        metadata: what run this is: see `check_compatible`.
+    another precision or layout, or with other parameter groups, can load them. `metadata`: see `check_compatible`.
     """
     return {
         "model": full_precision_state(model, masters),
@@ -104,13 +96,10 @@ def restore(
     if masters is not None:
         masters.load(state["model"])
     _restore_optimizer(state["optimizer"], trainable_parameters(model, masters), optimizer)
-    _restore_scaler(state["scaler"], scaler)
+    if scaler.is_enabled() and state["scaler"]:
+        scaler.load_state_dict(dict(state["scaler"]))  # else the scale starts at amp.init_scale
     if ema is not None:
-        if state["average"] is None:
-            log.info("the checkpoint has no EMA: it starts from the checkpoint's weights")
         ema.module.load_state_dict(state["average"] or state["model"])
-    elif state["average"] is not None:
-        log.info("the checkpoint's EMA is dropped: ema_decay is 0")
     return dict(state["progress"])
 
 
@@ -140,15 +129,6 @@ def _restore_optimizer(
                 optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _restore_scaler(saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> None:
-    if scaler.is_enabled() and saved:
-        scaler.load_state_dict(dict(saved))
-    elif scaler.is_enabled():
-        log.info("the checkpoint was saved without loss scaling: the scale starts at amp.init_scale")
-    elif saved:
-        log.info("the checkpoint's loss scale is dropped: this precision needs none")
-
-
 def tensor_bytes(tree: Any) -> int:
     """The size of all tensors in nested containers: nearly all of a checkpoint."""
     if isinstance(tree, torch.Tensor):
@@ -172,56 +152,45 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-# What must be equal, and what may differ with a note. `config` is compared by key, `classes` by name.
-_MUST_MATCH = {
-    "model": "another model",
-    "num_classes": "another number of classes",
-    "data_fingerprint": "other training images",
-    "global_batch_size": "another global batch (batch_size x accumulate_steps x ranks) changes steps and order",
-}
+_MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size")
 _MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Refuse to continue another run; return notes on allowed differences.
 
-    Both arguments have model, num_classes, classes, data_fingerprint, global_batch_size, precision, memory_format,
-    world_size, versions and config (a nested dict).
+    Both arguments have the keys above, `classes` and `config`, a nested dict of settings.
 
     Raises:
         ConfigError: the keys that differ, with both values.
     """
-    problems = [
-        f"resume: {key} was {_short(saved.get(key))}, now {_short(current.get(key))}: {why}"
-        for key, why in _MUST_MATCH.items()
-        if saved.get(key) != current.get(key)
-    ]
-    before, now = list(saved.get("classes") or []), list(current.get("classes") or [])
-    if before != now:
-        different = sorted(set(before) ^ set(now)) or [a for a, b in zip(before, now, strict=True) if a != b]
-        problems.append(f"resume: other classes, or in another order: {_short(different)}")
+    problems = _differences(saved, current, _MUST_MATCH)
+    old_classes, classes = saved.get("classes") or [], current.get("classes") or []
+    if old_classes != classes:
+        problems.append(f"other classes: {_short(sorted({*old_classes} ^ {*classes}) or 'another order')}")
     if problems:
-        problems.append(
-            "resume needs the same model, data and global batch; weights=<checkpoint> starts a new run from its weights"
+        raise ConfigError(
+            [f"resume: {problem}" for problem in problems]
+            + ["resume needs the same model, data and global batch; weights=<checkpoint> starts from its weights alone"]
         )
-        raise ConfigError(problems)
-    notes = [
-        f"{key} was {_short(saved.get(key))}, now {_short(current.get(key))}"
-        for key in _MAY_DIFFER
-        if saved.get(key) != current.get(key)
+    before, now = _flat(saved.get("config") or {}), _flat(current.get("config") or {})
+    ignored = {"resume", "resume_sweep", "overwrite"}
+    return _differences(saved, current, _MAY_DIFFER) + _differences(before, now, sorted({*before, *now} - ignored))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    return [
+        f"{key} was {_short(before.get(key))}, now {_short(now.get(key))}"
+        for key in keys
+        if before.get(key) != now.get(key)
     ]
-    return notes + _different_settings(saved.get("config") or {}, current.get("config") or {})
 
 
-def _different_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    notes = []
-    for key in sorted(set(before) | set(now)):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            notes += _different_settings(old, new, f"{prefix}{key}.")
-        elif old != new and prefix + key not in ("resume", "resume_sweep", "overwrite"):
-            notes.append(f"setting {prefix}{key} was {_short(old)}, now {_short(new)}")
-    return notes
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def _short(value: Any) -> str:

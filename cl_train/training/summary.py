@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from cl_train.system.machine_load import BUSY_PCT
-from cl_train.training.progress import Progress
 from cl_train.training.records import read_records
 from cl_train.training.throughput import Window, spread
 
@@ -24,20 +23,6 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; on macOS bytes
     return peak / 2**20 if sys.platform != "darwin" else peak / 2**30
-
-
-def training_results(
-    progress: Progress, windows: list[Window], loss: float | None, loss_scale: float | None, device: torch.device
-) -> dict[str, Any]:
-    """What is known once training has ended; `windows` without warm-up."""
-    return {
-        "steps": progress.step,
-        "images_seen": progress.images_seen,
-        "peak_memory_gib": round(peak_memory_gib(device), 4),
-        "train": {"loss": loss},
-        "amp": {"scale": loss_scale, "skipped_steps": progress.skipped_steps},
-        **speed(windows),
-    }
 
 
 def speed(windows: list[Window]) -> dict[str, Any]:
@@ -75,14 +60,8 @@ def results_of_records(metrics: Path) -> dict[str, Any]:
 def hparams_of(summary: dict[str, Any], batch_size: int, lr: float) -> dict[str, str | int | float | bool]:
     """The settings that distinguish runs in TensorBoard's HPARAMS table, where None would turn a column into text."""
     names = ("model", "precision", "compile", "image_size", "seed", "world_size")
-    return {name: summary[name] for name in names} | {
-        "channels_last": summary["channels_last_requested"],
-        "memory_format": str(summary["memory_format"]),
-        "batch_size": batch_size,
-        "lr": lr,
-        "device": summary["device_name"],
-        "torch": str(summary["environment"]["torch"]),
-    }
+    layout = {"channels_last": summary["channels_last_requested"], "memory_format": str(summary["memory_format"])}
+    return {name: summary[name] for name in names} | layout | {"batch_size": batch_size, "lr": lr}
 
 
 def closing_line(summary: dict[str, Any], folder: Path) -> str:

@@ -42,7 +42,7 @@ class ThroughputMeter:
         self.start()
 
     def start(self) -> None:
-        """Begin a window and drop what was counted since the last one. Call it where training starts or continues."""
+        """Begin a window where training starts or continues."""
         self._started_at = self._clock()
         self._paused_s = 0.0
         self._wait_s = 0.0

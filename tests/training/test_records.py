@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.training.records import Tracker, finite_or_null
@@ -63,3 +64,14 @@ def test_the_comparison_of_a_sweep_writes_the_table(tmp_path: Path) -> None:
         Tracker(folder, tensorboard=True, resumed_step=0).write_summary({"steps": 1}, {"model": "resnet18"})
         events = EventAccumulator(str(folder)).Reload()
         assert ("_hparams_/session_start_info" in events.summary_metadata) == has_table
+
+
+def test_images_are_shown_once_per_sweep(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").touch()
+    shown = []
+    for name in ("0_true", "1_false"):
+        (tmp_path / name).mkdir()
+        tracker = Tracker(tmp_path / name, tensorboard=True, resumed_step=0)
+        tracker.write_images(torch.zeros(4, 3, 8, 8), [0.5] * 3, [0.25] * 3)
+        shown.append(EventAccumulator(str(tmp_path / name)).Reload().Tags()["images"])
+    assert shown == [["first_batch"], []]
