@@ -106,7 +106,8 @@ class Tracker:
         """
         if self._events is None or self._folder is None:
             return
-        if self._in_sweep and self._folder != min(path for path in self._folder.parent.iterdir() if path.is_dir()):
+        runs_with_events = {path.parent for path in self._folder.parent.glob("*/events.out.tfevents.*")}
+        if self._in_sweep and runs_with_events - {self._folder}:
             return
         pixels = images[:32].float().cpu() * torch.tensor(std).view(1, 3, 1, 1) + torch.tensor(mean).view(1, 3, 1, 1)
         self._events.add([image("first_batch", make_grid(pixels.clamp(0, 1), nrow=8), dataformats="CHW")])

@@ -69,7 +69,7 @@ def test_the_comparison_of_a_sweep_writes_the_table(tmp_path: Path) -> None:
 def test_images_are_shown_once_per_sweep(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").touch()
     shown = []
-    for name in ("0_true", "1_false"):
+    for name in ("true", "false"):
         (tmp_path / name).mkdir()
         tracker = Tracker(tmp_path / name, tensorboard=True, resumed_step=0)
         tracker.write_images(torch.zeros(4, 3, 8, 8), [0.5] * 3, [0.25] * 3)
