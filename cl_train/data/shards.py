@@ -17,11 +17,11 @@ import json
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from cl_train.data.decode import BadImage
 from cl_train.data.source import ImageSource, Indices
 from cl_train.data.tar import open_tar, read_member, regular_files
 from cl_train.system.files import cache_folder
-from cl_train.system.locks import lock_file
 from cl_train.system.process_pool import map_in_processes
 
 MANIFEST = "shards.json"
@@ -91,6 +90,9 @@ class ShardSplit:
         return tuple(np.split(order, np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))[:-1]))
 
 
+_Index = tuple[tuple[str, ...], ShardSplit, ShardSplit]  # classes, train, val
+
+
 def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     """Index the shards below `root`, or take the index from the user's cache if no shard has another size or time.
 
@@ -101,152 +103,99 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     Raises:
         ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels.
     """
-    shards = _find_shards(str(root))
+    shards, notes = _find_shards(str(root))
     paths = shards["train"] + shards["val"]
     manifest = Path(paths[0]).parent / MANIFEST
     status = [f"{path}\0{os.stat(path).st_size}\0{os.stat(path).st_mtime_ns}" for path in paths]
-    status.append(manifest.read_text(encoding="utf-8") if manifest.is_file() else "")
+    status.append(manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else "")
     digest = hashlib.sha256("\0".join(status).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     cache = cache_folder() / f"shards-{hashlib.sha256(os.fsencode(paths[0])).hexdigest()[:16]}.npz"
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with lock_file(cache.with_suffix(".lock"), waiting_for="the index of the shards"):  # ranks of one machine
-        return _load(cache, digest, shards) or _index(cache, digest, shards, _read_manifest(manifest, paths), workers)
+    stored = _load(cache, digest, shards)
+    if stored is None:
+        stored = _index(shards, manifest if manifest.is_file() else None, workers)
+        _save(cache, digest, *stored)
+    classes, train, val = stored
+    content = hashlib.sha256("\0".join(classes).encode())
+    for split in (train, val):
+        content.update(split.names + split.labels.tobytes() + split.sizes.tobytes())
+    return ImageSource(classes, train, val, content.hexdigest()[:16], train.by_shard(), notes)
 
 
-def _index(
-    cache: Path, digest: str, shards: dict[str, list[str]], manifest: _Manifest | None, workers: int | None
-) -> ImageSource:
-    paths = shards["train"] + shards["val"]
-    contents = list(
-        map_in_processes(
-            partial(index_shard, by_folder=manifest is not None),
-            paths,
-            workers,
-            description="index shards",
-            unit="shard",
-        )
-    )
-    _raise_all([problem for content in contents for problem in content.problems])
-    count = len(shards["train"])
-    train, val = _split(shards["train"], contents[:count]), _split(shards["val"], contents[count:])
-    classes = _classes(train, contents, manifest)
+def _save(cache: Path, digest: str, classes: tuple[str, ...], train: ShardSplit, val: ShardSplit) -> None:
     arrays: dict[str, Any] = {"digest": np.array(digest), "classes": np.array(classes)}
     for name, split in (("train", train), ("val", val)):
         arrays |= {f"{name}_{field}": getattr(split, field) for field in _ARRAYS}
         arrays[f"{name}_names"] = np.frombuffer(split.names, np.uint8)
     with suppress(OSError):  # without a cache the shards are indexed at every start
+        cache.parent.mkdir(parents=True, exist_ok=True)
         temporary = cache.with_suffix(f".{os.getpid()}.npz")
         np.savez(temporary, allow_pickle=False, **arrays)
         temporary.replace(cache)
-    return _source(classes, train, val)
 
 
-def _load(cache: Path, digest: str, shards: dict[str, list[str]]) -> ImageSource | None:
+def _load(cache: Path, digest: str, shards: dict[str, list[str]]) -> _Index | None:
     """The stored index; None if there is none, or if it is of other shards."""
     try:
         with open(cache, "rb") as file, np.load(file, allow_pickle=False) as stored:
             if str(stored["digest"]) != digest:
                 return None
-            splits = [
+            train, val = (
                 ShardSplit(
                     tuple(shards[name]),
                     stored[f"{name}_names"].tobytes(),
-                    **{field: stored[f"{name}_{field}"] for field in _ARRAYS},
+                    *(stored[f"{name}_{key}"] for key in _ARRAYS),
                 )
                 for name in ("train", "val")
-            ]
-            return _source(tuple(stored["classes"].tolist()), *splits)
+            )
+            return tuple(stored["classes"].tolist()), train, val
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
-
-
-def _source(classes: tuple[str, ...], train: ShardSplit, val: ShardSplit) -> ImageSource:
-    digest = hashlib.sha256("\0".join(classes).encode())
-    for split in (train, val):
-        digest.update(split.names + split.labels.tobytes() + split.sizes.tobytes())
-    return ImageSource(classes, train, val, digest.hexdigest()[:16], train_shards=train.by_shard())
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a-{00..02}.tar` and `{x,y}.tar`, nested, as the shell expands them."""
-    start = pattern.find("{")
-    if start < 0:
+    """`a-{00..02}.tar` and `{x,y}.tar`, nested, as the shell expands them; sorted."""
+    match = re.search(r"\{([^{}]*)\}", pattern)  # the innermost
+    if match is None:
         return [pattern]
-    depth, parts, begin = 0, [], start + 1
-    for place in range(start, len(pattern)):
-        depth += {"{": 1, "}": -1}.get(pattern[place], 0)
-        if (pattern[place] == "," and depth == 1) or depth == 0:
-            parts.append(pattern[begin:place])
-            begin = place + 1
-        if depth == 0:
-            break
-    else:
-        raise ConfigError(f"data.root={pattern}: a brace is not closed")
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", parts[0]) if len(parts) == 1 else None
-    if span:
-        low, high = int(span[1]), int(span[2])
-        alternatives = [f"{number:0{len(span[1])}d}" for number in range(low, high + 1)]
-    else:
-        alternatives = [word for part in parts for word in expand_braces(part)]
-    return [pattern[:start] + one + rest for one, rest in product(alternatives, expand_braces(pattern[begin:]))]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
+    words = [f"{number:0{len(span[1])}d}" for number in numbers] if span else match[1].split(",")
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return sorted({path for word in words for path in expand_braces(before + word + after)})
 
 
-def _find_shards(root: str) -> dict[str, list[str]]:
-    """Absolute paths of the train and val shards, sorted."""
+def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+    """Absolute paths of the train and val shards, sorted, and a note on other tar files."""
     explicit = "{" in root or root.endswith(".tar")
     paths = expand_braces(root) if explicit else sorted(glob.glob(os.path.join(glob.escape(root), "*.tar")))
     absent = [path for path in paths if not os.path.isfile(path)]
     if absent:
         raise ConfigError(f"data.root={root}: {len(absent)} of {len(paths)} shards do not exist: {_shown(absent)}")
-    found: dict[str, list[str]] = {"train": [], "val": []}
+    found: dict[str, list[str]] = {"train": [], "val": [], "": []}
     for path in paths:
         match = _SPLIT_NAME.fullmatch(os.path.basename(path))
-        if match:
-            found[_SPLITS[match[1]]].append(os.path.abspath(path))
-    missing = [f"no {name} shards (*-{name}-*.tar)" for name, files in found.items() if not files]
-    gaps = [] if explicit else [line for files in found.values() for line in _gaps(files)]
-    _raise_all([f"data.root={root}: {problem}" for problem in missing + gaps])
-    return found
+        found[_SPLITS[match[1]] if match else ""].append(os.path.abspath(path))
+    others = found.pop("")
+    problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name, files in found.items() if not files]
+    _raise_all(problems + ([] if explicit else _gaps(found["train"] + found["val"])))
+    notes = (f"{len(others)} tar files are neither train nor val shards: {_shown(others)}",) if others else ()
+    return found, notes
 
 
 def _gaps(paths: list[str]) -> list[str]:
-    """Missing numbers in series such as `im-train-000000.tar` or `im-train-0-of-8.tar`: no shard is lost unnoticed."""
-    series: dict[tuple[str, ...], set[int]] = {}
+    """Missing numbers in series such as `im-train-000000.tar`: no shard is lost unnoticed."""
+    series: dict[tuple[str, str], set[int]] = {}
     for path in paths:
-        match = re.fullmatch(r"(.*?)(\d+)(-of-\d+)?(\D*\.tar)", os.path.basename(path))
-        if match:
-            series.setdefault((match[1], match[3] or "", match[4]), set()).add(int(match[2]))
-    problems = []
-    for (start, of, end), numbers in series.items():
-        count = int(of[4:]) if of else max(numbers) + 1
-        lost = sorted(set(range(count)) - numbers) if of or len(numbers) > 1 else []
-        if lost:
-            problems.append(f"{len(lost)} shards '{start}N{of}{end}' are missing, N = {_shown(lost)}")
-    return problems
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    path: Path
-    classes: tuple[str, ...]
-    images: dict[str, int]  # of each shard
-
-
-def _read_manifest(path: Path, shards: list[str]) -> _Manifest | None:
-    if not path.is_file():
-        return None
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        manifest = _Manifest(path, tuple(map(str, stored["classes"])), {k: int(n) for k, n in stored["images"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
-    odd = sorted({os.path.basename(name) for name in shards} ^ manifest.images.keys())
-    if odd:
-        raise ConfigError(f"{path} lists other shards than there are; missing or unknown: {_shown(odd)}")
-    return manifest
+        if match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path):
+            series.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    return [
+        f"{start}N{end}: shards are missing, N = {_shown(lost)}"
+        for (start, end), numbers in series.items()
+        if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers))
+    ]
 
 
 # --- what a shard holds -----------------------------------------------------------------------------------------------
@@ -261,6 +210,16 @@ class _Content:
     images: list[tuple[int, str, int, int]] = field(default_factory=list)
     classes: dict[tuple[str, int], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+
+def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> _Index:
+    index = partial(index_shard, by_folder=manifest is not None)
+    paths = shards["train"] + shards["val"]
+    contents = list(map_in_processes(index, paths, workers, description="index shards", unit="shard"))
+    _raise_all([problem for content in contents for problem in content.problems])
+    count = len(shards["train"])
+    train, val = _split(shards["train"], contents[:count]), _split(shards["val"], contents[count:])
+    return _check(train, contents, manifest), train, val
 
 
 def index_shard(path: str, by_folder: bool) -> _Content:
@@ -281,14 +240,13 @@ def index_shard(path: str, by_folder: bool) -> _Content:
                     label = _label(read_member(archive, member, path), extension, f"{path}/{name}")
                     if labels.setdefault(key, label) != label:
                         raise ConfigError(f"{path}: sample '{key}' has labels {labels[key]} and {label}")
+        odd = [f"'{key}' has no {'label' if key in images else 'image'}" for key in images.keys() ^ labels.keys()]
+        if odd or not images:
+            raise ConfigError(
+                f"{path}: {f'{len(odd)} incomplete samples: {_shown(sorted(odd))}' if odd else 'no samples'}"
+            )
     except ConfigError as error:
         content.problems += error.problems
-        return content
-    odd = [f"'{key}' has no {'label' if key in images else 'image'}" for key in sorted(images.keys() ^ labels.keys())]
-    if odd or not images:
-        content.problems.append(
-            f"{path}: {len(odd)} incomplete samples: {_shown(odd)}" if odd else f"{path}: no samples"
-        )
         return content
     for key, (name, offset, size) in images.items():
         content.images.append((labels[key], name, offset, size))
@@ -330,43 +288,48 @@ def _split(shards: list[str], contents: list[_Content]) -> ShardSplit:
     return ShardSplit(tuple(shards), b"".join(names), ends, label, number, offset, size)
 
 
-def _classes(train: ShardSplit, contents: list[_Content], manifest: _Manifest | None) -> tuple[str, ...]:
-    """The names of the classes: from the manifest, else WordNet ids in the names, else the labels as text.
+def _check(train: ShardSplit, contents: list[_Content], manifest: Path | None) -> tuple[str, ...]:
+    """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text.
 
     Raises:
-        ConfigError: labels outside the range, labels without a training image, or labels that contradict the names.
+        ConfigError: labels outside the range, without a training image, or in contradiction to the names; images that
+            the manifest lists and the shards lack.
     """
     pairs = {pair: sample for content in contents for pair, sample in content.classes.items()}
-    by_name: dict[str, dict[int, str]] = {}
-    for (name, label), sample in pairs.items():
-        by_name.setdefault(name, {})[label] = sample
-    problems = []
+    problems: list[str] = []
     if manifest is not None:
-        classes = manifest.classes
-        for content in contents:
-            expected = manifest.images[os.path.basename(content.path)]
-            if len(content.images) != expected:
-                problems.append(f"{content.path}: {len(content.images)} images; {manifest.path} says {expected}")
-        known = {name: label for label, name in enumerate(classes)}
-        wrong = [f"{sample} has label {label}" for (name, label), sample in pairs.items() if known.get(name) != label]
+        classes, problems = _check_manifest(manifest, contents)
+        labels = {name: label for label, name in enumerate(classes)}
+        wrong = [f"{sample} has label {label}" for (name, label), sample in pairs.items() if labels.get(name) != label]
+    elif all(_WORDNET_ID.match(f"{name}/") for name, _ in pairs):
+        classes = [name for _, name in sorted((label, name) for name, label in pairs)]
+        uses = Counter(word for pair in pairs for word in pair)
+        wrong = [f"{sample} has label {pair[1]}" for pair, sample in pairs.items() if uses[pair[0]] + uses[pair[1]] > 2]
     else:
-        are_wordnet_ids = all(re.fullmatch(r"n\d{8}", name) for name in by_name)
-        labels = sorted({label for _, label in pairs})
-        by_label = {label: name for name, label in pairs}
-        classes = tuple(by_label[label] if are_wordnet_ids else str(label) for label in labels)
-        contradictions = [found for found in by_name.values() if are_wordnet_ids and len(found) > 1]
-        wrong = [f"{sample} has label {label}" for found in contradictions for label, sample in found.items()]
-        if are_wordnet_ids and len(by_label) < len(by_name):
-            wrong.append(f"{len(by_name)} WordNet ids share {len(by_label)} labels")
+        classes = [str(label) for label in sorted({label for _, label in pairs})]
+        wrong = []
     if wrong:
         problems.append(f"{len(wrong)} labels contradict the names of the samples: {_shown(wrong)}")
     counts = np.bincount(train.labels, minlength=max(len(classes), *(label + 1 for _, label in pairs)))
-    if not counts.all():
-        problems.append(
-            f"no training image has label {_shown(np.flatnonzero(counts == 0).tolist())}; labels start at 0"
-        )
+    if empty := np.flatnonzero(counts == 0).tolist():
+        problems.append(f"no training image has label {_shown(empty)}; labels start at 0")
     _raise_all(problems)
-    return classes
+    return tuple(classes)
+
+
+def _check_manifest(path: Path, contents: list[_Content]) -> tuple[list[str], list[str]]:
+    """Classes, and problems with the number of images."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        classes, expected = [str(name) for name in manifest["classes"]], dict(manifest["images"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
+    found = {os.path.basename(content.path): len(content.images) for content in contents}
+    return classes, [
+        f"{path}: {name} has {found.get(name, 'missing')} images, {expected.get(name, 0)} are listed"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
 
 
 def _raise_all(problems: list[str]) -> None:

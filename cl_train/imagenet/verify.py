@@ -1,10 +1,10 @@
-"""Check a folder of images: counts, classes, files that are no images; with `deep` every image is decoded."""
+"""Check a folder of images: counts, classes, files that are not images; with `deep` every image is decoded."""
 
 from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,21 +12,10 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS
 from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES, done_count
+from cl_train.imagenet.shards import PNG_MAGIC
 from cl_train.system.process_pool import map_in_processes
 
-_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _SHOWN = 10
-
-
-@dataclass
-class ClassReport:
-    """What was found in one class folder."""
-
-    name: str
-    images: int = 0
-    png_named_jpeg: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)  # (path, reason)
-    missing: int = 0  # files that have gone since the folder was made
 
 
 @dataclass
@@ -35,14 +24,21 @@ class Report:
 
     images: dict[str, int]
     classes: dict[str, int]
-    bad: list[tuple[str, str]]
     problems: list[str]
-    notes: list[str]
 
     def __str__(self) -> str:
         counts = [f"{name}: {n:,} images in {self.classes[name]:,} classes" for name, n in self.images.items()]
-        notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([*counts, *notes, *self.problems, f"{len(self.problems)} problems found"])
+        return "\n".join([*counts, *self.problems, f"{len(self.problems)} problems found"])
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """One class folder. bad: (path, reason). missing: files deleted since the folder was made."""
+
+    name: str
+    images: int
+    bad: list[tuple[str, str]]
+    missing: int
 
 
 def verify(root: Path, *, deep: bool = False, official_counts: bool = True, workers: int | None = None) -> Report:
@@ -68,89 +64,59 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
         reports[split] = list(map_in_processes(check, paths, workers, description=split, unit="class"))
     images = {split: sum(report.images for report in found) for split, found in reports.items()}
     classes = {split: len(found) for split, found in reports.items()}
-    every = [report for found in reports.values() for report in found]
-    bad = [item for report in every for item in report.bad]
-    problems = _class_problems(reports) + (_count_problems(images, classes) if official_counts else [])
-    if bad:
-        listed = [f"  {path}: {why}" for path, why in bad[:_SHOWN]]
-        more = [f"  ... and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
-        problems.append("\n".join([f"{len(bad)} files are not usable images:", *listed, *more]))
-    pngs = sum(report.png_named_jpeg for report in every)
-    notes = (
-        [f"{pngs} PNG files are named .JPEG (ImageNet has one, n02105855_2933); they can be decoded"] if pngs else []
-    )
-    return Report(images, classes, bad, problems, notes)
+    return Report(images, classes, _problems(reports, official_counts))
 
 
 def check_class(path: str, deep: bool = False) -> ClassReport:
     """Check every file below a class folder."""
-    report = ClassReport(os.path.basename(path))
+    images, bad = 0, []
     for folder, folders, names in os.walk(path):
         folders.sort()
-        for name in sorted(names):
-            if name == DONE:
-                continue
-            file = os.path.join(folder, name)
-            reason = _fault_of(file, deep, report)
-            if reason is None:
-                report.images += 1
+        for file in (os.path.join(folder, name) for name in sorted(names) if name != DONE):
+            if reason := _why_unusable(file, deep):
+                bad.append((file, reason))
             else:
-                report.bad.append((file, reason))
-    report.missing = max(0, (done_count(Path(path)) or 0) - report.images - len(report.bad))
-    return report
+                images += 1
+    return ClassReport(os.path.basename(path), images, bad, max(0, (done_count(Path(path)) or 0) - images - len(bad)))
 
 
-def _fault_of(path: str, deep: bool, report: ClassReport) -> str | None:
-    """Why a file is not a usable image; None if it is one."""
+def _why_unusable(path: str, deep: bool) -> str | None:
     if not path.lower().endswith(EXTENSIONS):
         return f"its name does not end in {', '.join(EXTENSIONS)}"
     try:
         if deep:
-            data = read_file(path)
-            Encoded(data).decode()
-            start = data[:8]
-        else:
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):
-                return "not a regular file"
-            if status.st_size == 0:
-                return "the file is empty"
-            with open(path, "rb", buffering=0) as file:
-                start = file.read(8)
+            Encoded(read_file(path)).decode()
+            return None
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return "not a regular file"
+        with open(path, "rb", buffering=0) as file:
+            start = file.read(8)
     except BadImage as error:
         return str(error)
     except OSError as error:
-        return error.strerror or str(error)
-    if start == _PNG_MAGIC:
-        report.png_named_jpeg += not path.lower().endswith(".png")
-    elif not start.startswith(JPEG_MAGIC):
-        return "neither a JPEG nor a PNG"
-    return None
+        return error.strerror
+    if not start:
+        return "the file is empty"
+    return None if start.startswith((JPEG_MAGIC, PNG_MAGIC)) else "neither a JPEG nor a PNG"
 
 
-def _class_problems(reports: dict[str, list[ClassReport]]) -> list[str]:
+def _problems(reports: dict[str, list[ClassReport]], official_counts: bool) -> list[str]:
     problems = []
     names = {split: {report.name for report in found} for split, found in reports.items()}
-    for split, other in (("train", "val"), ("val", "train")):
-        only = sorted(names[split] - names[other])
-        if only:
+    for split, other, official in (("train", "val", TRAIN_IMAGES), ("val", "train", VAL_IMAGES)):
+        found = reports[split]
+        images = sum(report.images for report in found)
+        if official_counts and (len(found), images) != (CLASSES, official):
+            official_text = f"ILSVRC2012 has {official:,} in {CLASSES:,} (another data set: expect=any)"
+            problems.append(f"{split}: {images:,} images in {len(found):,} classes; {official_text}")
+        if only := sorted(names[split] - names[other]):
             problems.append(f"{len(only)} classes are in {split} only: {', '.join(only[:_SHOWN])}")
-        empty = [report.name for report in reports[split] if not report.images]
-        if empty:
+        if empty := [report.name for report in found if not report.images]:
             problems.append(f"{split}: {len(empty)} classes have no image: {', '.join(empty[:_SHOWN])}")
-        incomplete = [report for report in reports[split] if report.missing]
-        if incomplete:
-            count = sum(report.missing for report in incomplete)
-            problems.append(f"{split}: {count} files were deleted after unpacking, for example in {incomplete[0].name}")
-    return problems
-
-
-def _count_problems(images: dict[str, int], classes: dict[str, int]) -> list[str]:
-    advice = "for another data set, use expect=any"
-    problems = []
-    for split, expected in (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)):
-        if classes[split] != CLASSES:
-            problems.append(f"{split}: {classes[split]:,} classes; ILSVRC2012 has {CLASSES:,} ({advice})")
-        if images[split] != expected:
-            problems.append(f"{split}: {images[split]:,} images; ILSVRC2012 has {expected:,} ({advice})")
+        if lost := [report for report in found if report.missing]:
+            count = sum(report.missing for report in lost)
+            problems.append(f"{split}: {count} files were deleted after unpacking, for example in {lost[0].name}")
+        if bad := [item for report in found for item in report.bad]:
+            listed = [f"\n  {path}: {reason}" for path, reason in bad[:_SHOWN]]
+            problems.append(f"{split}: {len(bad)} files are not usable images:{''.join(listed)}")
     return problems

@@ -77,8 +77,8 @@ def test_brace_patterns(tmp_path):
     assert len(read_shards(f"{root}/im-{{train-{{0000..0001}},val-0000}}.tar", workers=1).train) == 12
     with pytest.raises(ConfigError, match=r"im-train-0003\.tar"):
         read_shards(f"{root}/im-{{train-{{0000..0003}},val-0000}}.tar", workers=1)
-    with pytest.raises(ConfigError, match="brace"):
-        expand_braces("a{1..2")
+    with pytest.raises(ConfigError, match="do not exist"):
+        read_shards(f"{root}/im-{{train-{{0000..0001}},val-0000.tar", workers=1)
 
 
 @pytest.mark.parametrize("manifest", [False, True])
@@ -87,6 +87,12 @@ def test_a_missing_shard_is_an_error(tmp_path, manifest):
     (root / "im-train-0001.tar").unlink()
     with pytest.raises(ConfigError, match="missing"):
         read_shards(root, workers=1)
+
+
+def test_other_tar_files_are_noted(tmp_path):
+    root = write(tmp_path / "s", sound_shards() | {"im-test-0000.tar": []})
+    (root / "shards.json").unlink()
+    assert "im-test-0000.tar" in read_shards(root, workers=1).notes[0]
 
 
 def test_no_shards_and_no_such_folder_are_errors(tmp_path):

@@ -78,7 +78,7 @@ def test_a_second_run_continues_and_leaves_finished_copies_alone(source, tmp_pat
 def test_bad_images_are_reported_and_left_out(source, tmp_path):
     (source / "train/a/broken.jpg").write_bytes(jpeg()[:300])
     report = resize_folder(source, tmp_path / "copy", workers=1)
-    assert [path for path, _ in report.bad] == [str(source / "train/a/broken.jpg")]
+    assert len(report.bad) == 1 and report.bad[0].startswith(f"{source / 'train/a/broken.jpg'}: ")
     assert "broken.jpg: " in str(report)
     assert not (tmp_path / "copy/train/a/broken.jpg").exists()
 
