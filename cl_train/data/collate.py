@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,55 +35,64 @@ def channels_last_collate(samples: Sequence[Any]) -> Any:
 
 
 def _collate(members: list[Any]) -> Any:
-    """One batch of what stands at the same place in every sample."""
+    """One batch of the members at one place of every sample."""
     first = members[0]
+    if isinstance(first, (Mapping, tuple, list, Tensor, np.ndarray)) or _is_image(first):
+        _check_alike(members)
     if _is_image(first):
         return _stack(members)
     if isinstance(first, Mapping):
-        _check_equal(members, lambda member: sorted(member, key=str) if isinstance(member, Mapping) else None, "keys")
         return {key: _collate([member[key] for member in members]) for key in first}
     if isinstance(first, (tuple, list)) and _holds_image(first):
-        _check_equal(members, lambda member: len(member) if isinstance(member, (tuple, list)) else None, "length")
         columns = [_collate(list(column)) for column in zip(*members, strict=True)]
-        if isinstance(first, tuple) and hasattr(first, "_fields"):
-            return type(first)(*columns)
-        return tuple(columns) if isinstance(first, tuple) else columns
-    if isinstance(first, (Tensor, np.ndarray)):
-        _check_equal(members, lambda member: tuple(getattr(member, "shape", ())), "shape")
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return default_collate(members)
 
 
 def _is_image(value: Any) -> bool:
-    if isinstance(value, Image.Image):
-        return True
     if isinstance(value, Tensor):
         return value.ndim == 3 and (value.dtype == torch.uint8 or value.is_floating_point())
-    return isinstance(value, np.ndarray) and value.ndim == 3 and (value.dtype == np.uint8 or value.dtype.kind == "f")
+    if isinstance(value, np.ndarray):
+        return value.ndim == 3 and (value.dtype == np.uint8 or value.dtype.kind == "f")
+    return isinstance(value, Image.Image)
 
 
 def _holds_image(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_image(member) for member in value.values())
-    if isinstance(value, (tuple, list)):
-        return any(_holds_image(member) for member in value)
-    return _is_image(value)
+    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return _is_image(value) or any(map(_holds_image, members))
 
 
-def _check_equal(members: list[Any], property_of: Callable[[Any], Any], what: str) -> None:
-    expected = property_of(members[0])
+def _check_alike(members: list[Any]) -> None:
+    first = members[0]
+    if isinstance(first, (Tensor, np.ndarray)):  # the usual case, without descriptions
+        kind, shape, dtype = type(first), first.shape, first.dtype
+        if all(type(member) is kind and member.shape == shape and member.dtype == dtype for member in members):
+            return
+    expected = _form(first)
     for index, member in enumerate(members):
-        if property_of(member) != expected:
-            raise ValueError(
-                f"sample {index}: {what} {property_of(member)} ({type(member).__name__}); sample 0: {what} {expected}"
-                f" ({type(members[0]).__name__})"
-            )
+        if (form := _form(member)) != expected:
+            found, wanted = (" ".join(map(str, parts)) for parts in (form, expected))
+            raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {wanted}")
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    """What must be the same in all samples."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = "tensor" if isinstance(value, Tensor) else "array"
+        return (kind, tuple(value.shape), value.dtype) if _is_image(value) else (kind, tuple(value.shape))
+    if isinstance(value, Image.Image):
+        return "PIL image", (value.height, value.width, len(value.getbands())), f"mode {value.mode}"
+    if isinstance(value, Mapping):
+        return "dict", sorted(map(str, value))
+    return (type(value).__name__, len(value)) if isinstance(value, (tuple, list)) else (type(value).__name__, "()")
 
 
 def _stack(images: list[Any]) -> Tensor:
     """Images of equal size -> [N, C, H, W] with channels_last strides, also where N, C, H or W is 1."""
-    _check_images(images)
     if isinstance(images[0], Tensor):
         return _stack_tensors([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+    if isinstance(images[0], Image.Image) and images[0].mode not in _PIL_MODES:
+        raise ValueError(f"cannot collate PIL images of mode {images[0].mode}: use image.convert('RGB')")
     arrays = [np.asarray(image) for image in images]
     shape = (len(arrays), *arrays[0].shape, 1)[:4]  # a grey PIL image gives [H, W]
     batch = _empty(shape, torch.from_numpy(np.empty(0, arrays[0].dtype)).dtype)
@@ -104,40 +113,11 @@ def _stack_tensors(views: list[Tensor]) -> Tensor:
     return batch
 
 
-def _check_images(images: list[Any]) -> None:
-    """That all are of the first one's kind, shape and dtype, or PIL images of one size and mode."""
-    first = images[0]
-    if isinstance(first, Image.Image):
-        if first.mode not in _PIL_MODES:
-            raise ValueError(f"sample 0 is a PIL image of mode {first.mode}: use image.convert('RGB')")
-        size, mode = first.size, first.mode
-        odd = (not isinstance(image, Image.Image) or image.size != size or image.mode != mode for image in images)
-    else:
-        kind, shape, dtype = Tensor if isinstance(first, Tensor) else np.ndarray, first.shape, first.dtype
-        odd = (not isinstance(image, kind) or image.shape != shape or image.dtype != dtype for image in images)
-    index = next((index for index, is_odd in enumerate(odd) if is_odd), None)
-    if index is not None:
-        raise ValueError(
-            f"sample {index} is {_describe(images[index])}, sample 0 is {_describe(first)}: images of a batch need one"
-            " size, number of channels and dtype"
-        )
-
-
-def _describe(image: Any) -> str:
-    if isinstance(image, Image.Image):
-        return f"a PIL image of shape ({image.height}, {image.width}, {len(image.getbands())}), mode {image.mode}"
-    if isinstance(image, (Tensor, np.ndarray)):
-        return f"a {type(image).__name__} of shape {tuple(image.shape)}, {image.dtype}"
-    return f"a {type(image).__name__} of shape ()"
-
-
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uninitialised; in a worker in shared memory, so that the batch is not copied again on its way to the parent."""
     size = math.prod(shape) * dtype.itemsize
     if get_worker_info() is None:
-        memory = torch.from_numpy(
-            np.empty(size, np.uint8)
-        )  # huge pages: page faults take a third of torch.empty's time
+        memory = torch.from_numpy(np.empty(size, np.uint8))  # NumPy asks for huge pages, which fault in faster
     else:
         memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
     return memory.view(dtype).view(shape)

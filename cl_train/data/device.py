@@ -35,14 +35,12 @@ class DevicePrefetcher:
     """Iterates over a DataLoader's batches on the device, copied and normalised ahead of their use.
 
     `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run on a side stream;
-    copies overlap with the computation if the loader pins its memory. On a CPU, batches are prepared when they are
-    asked for.
+    copies overlap with the computation if the loader pins its memory. On a CPU, batches are prepared when asked for.
 
-    Batches are tensors, or tuples, lists or dicts of tensors, at any depth; they keep their structure, and their images
-    their place in it. Tensors uint8 [N, C, H, W], with as many channels as `mean` has entries, are images: they become
-    (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch without such a tensor, the first floating-point
-    tensor [N, C, H, W] is taken for normalised images and gets `dtype` and `memory_format`. All other tensors are only
-    moved to the device; what is not a tensor is passed on.
+    Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H, W] with a channel for
+    each entry of `mean` are images: they become (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch
+    without them, the first floating-point tensor [N, C, H, W] is taken for normalised images and gets `dtype` and
+    `memory_format`. Other tensors are only moved, everything else is passed on.
 
     Args:
         loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
@@ -63,16 +61,28 @@ class DevicePrefetcher:
         memory_format: torch.memory_format = torch.channels_last,
         ahead: int = 1,
     ) -> None:
-        self._loader, self._ahead = loader, ahead
+        self._loader, self._ahead, self._channels = loader, ahead, len(mean)
         self._normalise = Normalise(mean, std, DeviceFormat(torch.device(device), dtype, memory_format))
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        normalise = self._normalise
-        jobs = (_Job(batch, normalise.in_structure, _nothing) for batch in self._loader)
-        return _run(jobs, normalise.format.device, self._ahead)
+        jobs = (_Job(batch, self._prepare, lambda: None) for batch in self._loader)
+        return _run(jobs, self._normalise.format.device, self._ahead)
+
+    def _prepare(self, batch: Any) -> Any:
+        four_dimensional = [tensor for tensor in _tensors(batch) if tensor.ndim == 4]
+        raw = {id(x) for x in four_dimensional if x.dtype == torch.uint8 and x.shape[1] == self._channels}
+        normalised = [id(x) for x in four_dimensional if x.is_floating_point()][:1] if not raw else []
+        form = self._normalise.format
+
+        def prepare(tensor: Tensor) -> Tensor:
+            if id(tensor) in raw:
+                return self._normalise(tensor)
+            return tensor.to(form.dtype, memory_format=form.memory_format) if id(tensor) in normalised else tensor
+
+        return _map_tensors(batch, prepare)
 
 
 class Normalise:
@@ -113,25 +123,6 @@ class Normalise:
             torch.addcmul(offset, rows, scale, out=rows)
             out[first : first + _CHUNK_IMAGES].copy_(rows.view(chunk.shape).permute(0, 3, 1, 2))
 
-    def in_structure(self, batch: Any) -> Any:
-        """`batch` on the device with its images normalised; see `DevicePrefetcher`."""
-        tensors = list(_tensors(batch))
-        raw = {id(tensor) for tensor in tensors if self._is_raw(tensor)}
-        floating = [tensor for tensor in tensors if tensor.ndim == 4 and tensor.is_floating_point()]
-        cast = id(floating[0]) if floating and not raw else None
-
-        def prepare(tensor: Tensor) -> Tensor:
-            if id(tensor) in raw:
-                return self(tensor)
-            if id(tensor) == cast:
-                return tensor.to(self.format.dtype, memory_format=self.format.memory_format)
-            return tensor
-
-        return _map_tensors(batch, prepare)
-
-    def _is_raw(self, tensor: Tensor) -> bool:
-        return tensor.ndim == 4 and tensor.dtype == torch.uint8 and tensor.shape[1] == len(self._scale)
-
 
 def to_device(
     batches: Iterable[HostBatch], normalise: Normalise, mix: MixBatch | None = None, ahead: int = 1
@@ -166,15 +157,10 @@ class _Job:
     release: Callable[[], None]
 
 
-def _nothing() -> None:
-    pass
-
-
 def _run(jobs: Iterable[_Job], device: torch.device, ahead: int) -> Iterator[Any]:
-    return _on_side_stream(jobs, device, ahead) if device.type == "cuda" else _in_this_thread(jobs, device)
-
-
-def _in_this_thread(jobs: Iterable[_Job], device: torch.device) -> Iterator[Any]:
+    if device.type == "cuda":
+        yield from _on_side_stream(jobs, device, ahead)
+        return
     for job in jobs:
         batch = job.prepare(_map_tensors(job.host, lambda tensor: tensor.to(device)))
         job.release()
@@ -226,15 +212,10 @@ def _on_side_stream(jobs: Iterable[_Job], device: torch.device, ahead: int) -> I
             release()
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for member in batch.values():
-            yield from _tensors(member)
-    elif isinstance(batch, (tuple, list)):
-        for member in batch:
-            yield from _tensors(member)
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map_tensors(batch, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
 
 
 def _map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage, Encoded
@@ -131,7 +132,8 @@ def silent_losses(root: Path) -> list[str]:
         for (name, content), (_, label) in zip(members[::2], members[1::2], strict=True)
     }
     try:
-        source = read_shards(root, workers=1)
+        with patch("cl_train.data.shards.cache_folder", lambda: root / "cache"):
+            source = read_shards(root, workers=1)
     except ConfigError as error:
         return [] if str(root) in str(error) else [f"the message does not name the shard: {error}"]
     losses = []

@@ -13,6 +13,7 @@ from outcome import Outcome
 from cl_train.config.schema import ConfigError
 from cl_train.imagenet.archives import unpack
 from cl_train.imagenet.verify import verify
+from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
 from tests.imagenet_archives import HOSTILE, make_archives
 
 WNIDS = tuple(f"n{90_000_000 + number}" for number in range(12))
@@ -50,6 +51,18 @@ def hostile_archives(bench: Bench) -> Outcome:
             if any(path.is_symlink() or not (path.is_file() or path.is_dir()) for path in (sandbox / "out").rglob("*")):
                 problems.append(f"{name}: made something else than files and folders")
             outcome.check(*problems)
+    return outcome
+
+
+def damaged_shards(bench: Bench, count: int) -> Outcome:
+    """One tar shard is damaged: an error, or bad images by name; no other sample is lost or has another label."""
+    rng = random.Random(bench.seed)
+    with Outcome("a damaged tar shard", bench.seed) as outcome:
+        for number in range(count):
+            root, kind = bench.new_folder(), list(DAMAGE)[number % len(DAMAGE)]
+            damage_one(root, kind, rng)
+            outcome.check(*(f"{kind}: {loss}" for loss in silent_losses(root)))
+            shutil.rmtree(root)
     return outcome
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tiny
-from archive_faults import hostile_archives, kill_while_unpacking_imagenet
+from archive_faults import damaged_shards, hostile_archives, kill_while_unpacking_imagenet
 from bench import Bench
 from checkpoint_faults import (
     bit_flip_in_checkpoint,
@@ -100,6 +100,7 @@ _FAULTS = (
     Fault(fuzzed_images, (300,), (100_000,), slow=True),
     Fault(odd_imagenet_files, slow=True),
     Fault(hostile_archives),
+    Fault(damaged_shards, (40,), (1000,)),
     Fault(kill_while_unpacking_imagenet, (3,), (20,), slow=True),
     Fault(kill_while_generating_sample, (2,), (30,), slow=True),
     Fault(kill_while_resizing_images, (2,), (30,), slow=True),
