@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from cl_train.comparison import auto
 from cl_train.comparison.auto import Choice, choose_memory_format
 from cl_train.comparison.paired import Comparison, LayoutSpeed
 from cl_train.comparison.statistics import Interval, verdict_of
-from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS
+from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Workload
 from cl_train.config.schema import ConfigError
+from cl_train.step.precision import resolve_precision
 
 CPU = torch.device("cpu")
 
@@ -42,7 +44,7 @@ def network(width: int = 8) -> nn.Module:
 
 
 def choose(model: nn.Module, **changes: Any) -> Choice:
-    settings: dict[str, Any] = {"image_size": 16, "batch_size": 4, "precision": "fp32", "time_limit_s": 1.0}
+    settings: dict[str, Any] = {"image_size": 16, "batch_size": 4, "precision": "fp32", "time_limit_s": 0.1}
     return choose_memory_format(model, **(settings | changes))
 
 
@@ -176,7 +178,7 @@ def test_without_convolutions_there_is_nothing_to_measure(outcome: dict[str, Any
     assert outcome["calls"] == 0
 
 
-def test_convolution_weights_alone_are_measured_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolution_weights_alone_are_measured_where_they_differ() -> None:
     class WithPlane(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -186,5 +188,7 @@ def test_convolution_weights_alone_are_measured_where_they_differ(monkeypatch: p
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.body(x + self.plane)
 
-    assert "channels_last_conv" in choose(WithPlane(), time_limit_s=0.1).reason
-    assert "channels_last_conv" not in choose(network(), time_limit_s=0.1).reason
+    workload = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
+    assert auto._layouts(WithPlane(), workload) == [CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV]
+    assert auto._layouts(network(), workload) == [CONTIGUOUS, CHANNELS_LAST]
+    assert auto._layouts(WithPlane(), replace(workload, compile=True)) == [CONTIGUOUS, CHANNELS_LAST]

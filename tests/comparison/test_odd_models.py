@@ -100,7 +100,7 @@ class Video(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.rnn = body(), nn.LSTM(8, 6, batch_first=True)
+        self.body, self.rnn = body(), nn.GRU(8, 6, batch_first=True)
 
     def forward(self, x: Images) -> torch.Tensor:
         return self.rnn(self.body(x).flatten(2).transpose(1, 2))[0][:, -1]
@@ -226,7 +226,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
     "fp32 only": (FixedFp32, {}, True),
     "own extra state": (lambda: ExtraState(pooled), {}, True),
     "scripted inside": (scripted, {}, True),
-    "compiled": (lambda: torch.compile(With(pooled)), {}, True),
     "no parameters": (lambda: nn.Sequential(nn.ReLU(), nn.Flatten()), {}, True),
     "dropout": (lambda: With(lambda x: pooled(F.dropout(x, 0.5, True))), {}, True),
     "reads strides": (lambda: nn.Sequential(body(), ReadsStrides(), nn.Flatten()), {}, False),
@@ -277,6 +276,11 @@ def test_compare_layouts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=expected) as error:
         compare_layouts(model, **{**options, **arguments})
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_compared_eager() -> None:
+    assert check_parity(torch.compile(With(pooled)), image_size=12).passed
 
 
 def test_the_line_of_a_view_is_named() -> None:

@@ -14,10 +14,18 @@ import pytest
 from cl_train.comparison import suite
 from cl_train.comparison.parity import ParityReport
 from cl_train.comparison.suite import run_suite
+from cl_train.comparison.timed_model import TimedModel
 from cl_train.config.benchmarks import BenchmarkSettings
 from cl_train.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one step."""
+    original = TimedModel.block_times_s
+    monkeypatch.setattr(TimedModel, "block_times_s", lambda self, steps: original(self, 1))
 
 
 def settings(**changes: Any) -> BenchmarkSettings:
