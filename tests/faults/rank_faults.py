@@ -21,7 +21,7 @@ from outcome import Outcome
 RANK_TIMEOUT_S = 4.0
 TORCHRUN_TIMEOUT_S = 15.0  # also the time in which both ranks must have imported torch
 ROLL_CALL_S = 5.0
-MAX_ORPHAN_S = 5.0
+MAX_ORPHAN_S = 10.0  # they save at once, and then the interpreter takes a second of processor time to exit
 TORCHRUN_GRACE_S = 30.0  # torchrun sends SIGTERM, and SIGKILL half a minute later
 
 

@@ -16,7 +16,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if fault.slow else ()) for name, fault in MATRIX.items()]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if fault.slow else ())
+        for name, fault in MATRIX.items()
+        if fault.quick is not None
+    ],
 )
 def test_fault(name: str, bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
