@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -132,10 +132,7 @@ class LayoutReport:
         return 100 * moved / self.step_bytes if self.step_bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain types. "kept" and "contiguous" calls appear in the sums only."""
-        per_operator = Counter[tuple[str, str, Outcome]]()
-        for call in self.calls:
-            per_operator[call.operator, call.direction, call.outcome] += call.count
+        """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
         plain = {name: value for name, value in vars(self).items() if name not in ("calls", "training_path")}
         return {
             "schema_version": SCHEMA_VERSION,
@@ -146,10 +143,6 @@ class LayoutReport:
             "copy_ms": self.copy_ms,
             "verdict": self.verdict(),
             "calls": [asdict(call) for call in self.of("lost") + self.of("restored") + self.of("ambiguous")],
-            "per_operator": [
-                {"operator": operator, "direction": direction, "outcome": outcome, "count": count}
-                for (operator, direction, outcome), count in per_operator.items()
-            ],
             "training_path": [asdict(check) for check in self.training_path],
         }
 

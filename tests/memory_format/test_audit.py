@@ -207,7 +207,6 @@ def test_measured_shares_and_json() -> None:
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["totals"]["lost"] >= 1 and plain["calls"][0]["outcome"] == "lost"
     assert plain["calls"][0]["copy_ms"] > 0
-    assert {row["operator"] for row in plain["per_operator"]} >= {"aten.convolution.default", "aten.clone.default"}
     assert "measured" in str(report)
 
 
@@ -245,6 +244,7 @@ def test_resnet18_loses_only_the_gradient_of_its_global_mean() -> None:
     assert [call.module for call in report.of("restored")] == ["layer4.1.relu"]
 
 
+@pytest.mark.slow
 def test_shufflenet_loses_at_its_concatenations() -> None:
     model = torchvision.models.shufflenet_v2_x1_0()
     convert(model)
@@ -255,6 +255,7 @@ def test_shufflenet_loses_at_its_concatenations() -> None:
     assert any("13 x cat (forward)" in line for line in report.verdict())
 
 
+@pytest.mark.slow
 def test_vgg_loses_at_flatten() -> None:
     model = torchvision.models.vgg11(num_classes=10)
     convert(model)
@@ -270,6 +271,7 @@ def test_video_is_watched_in_five_dimensions() -> None:
     assert report.totals["kept"] > 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [torch.jit.script, torch.fx.symbolic_trace])
 def test_scripted_and_traced_models_are_audited_alike(make: Any) -> None:

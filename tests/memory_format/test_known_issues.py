@@ -67,6 +67,7 @@ def test_models_that_gain_are_not_doubted(name: str) -> None:
     assert known_issues(torchvision.models.get_model(name), device="cpu", precision_name="fp32") == []
 
 
+@pytest.mark.slow
 def test_real_models_are_named() -> None:
     assert "layer1.0.conv2" in known_issues(torchvision.models.resnext50_32x4d(), **VOLTA)[0]
     assert "conv_proj" in known_issues(torchvision.models.vit_b_32(), **VOLTA)[0]

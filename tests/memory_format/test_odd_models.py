@@ -248,7 +248,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = ("compiled", "quantised", "scripted inside", "traced")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
+)
 def test_odd_model(name: str) -> None:
     build, expected = MODELS[name]
     torch.manual_seed(0)

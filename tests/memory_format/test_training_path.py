@@ -113,6 +113,7 @@ def decisions(model: nn.Module, backward: bool, size: int = 32) -> list[tuple[st
     return [(graph.direction, graph.channels_last) for graph in graphs]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of inductor and oneDNN about themselves
 def test_what_inductor_decides() -> None:
     model = nn.Sequential(nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3, groups=2))

@@ -196,9 +196,12 @@ def as_compiled(model: nn.Module, x: torch.Tensor) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
+KINDS_IN_MEMORY = (as_fx, as_scripted, as_traced, as_exported, as_compiled)
+
+
 @pytest.mark.parametrize(
     "make",
-    [as_eager, as_fx, as_scripted, as_traced, as_exported, pytest.param(as_compiled, marks=pytest.mark.slow)],
+    [as_eager, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS_IN_MEMORY)],
 )
 @pytest.mark.parametrize("mode", ["full", "conv"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -59,6 +59,7 @@ def test_a_pretrained_head_is_replaced(name: str) -> None:
         assert logits.shape == (2, 7)
 
 
+@pytest.mark.slow
 def test_vision_transformers_are_built_for_the_image_size() -> None:
     model = build_model("vit_b_32", num_classes=4, image_size=64).eval()
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 4)

@@ -261,7 +261,11 @@ def readers(path: Path, target: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("name", FILES)
+SLOW = ("deflated zeros", "laughing lists", *(name for name in FILES if name.startswith(("exported", "TorchScript"))))
+MARKED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FILES]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_planted_file(name: str, tmp_path: Path) -> None:
     planted = Planted(tmp_path)
     with warnings.catch_warnings():
@@ -281,6 +285,7 @@ def test_planted_file(name: str, tmp_path: Path) -> None:
 TRUSTED = [name for name in FILES if name.startswith("exported") and name != "exported program"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRUSTED)
 def test_trusted_programs_are_not_unpickled(name: str, tmp_path: Path) -> None:
     planted = Planted(tmp_path)

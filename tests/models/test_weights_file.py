@@ -61,6 +61,7 @@ def test_an_entry_and_a_prefix_by_option(tmp_path: Path) -> None:
         read_weights(path, prefix="neck.")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
