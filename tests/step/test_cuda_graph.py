@@ -179,6 +179,7 @@ def test_a_call_is_recorded_again_when_a_tensor_moved() -> None:
 # --- through the whole program ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:cuda_graph")
 @pytest.mark.parametrize("words", [["precision=fp32"], ["precision=fp16_o2", "accumulate_steps=2", "batch_size=16"]])
 def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], words: list[str]) -> None:
@@ -191,6 +192,7 @@ def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], 
     assert recorded.records("train")[0]["lr"] == plain.records("train")[0]["lr"]
 
 
+@pytest.mark.slow
 def test_a_rollback_with_cuda_graph_goes_on(train: Callable[..., Run]) -> None:
     done = train(
         *("model=tests.networks:nan_at_third_step", "on_nonfinite=rollback", "checkpoint.every_steps=1"),

@@ -87,6 +87,7 @@ def test_time_ends_the_search_before_it_is_spent() -> None:
     assert machine.now <= 100 and machine.asked == [8, 16, 32]
 
 
+@pytest.mark.slow
 def test_the_real_search_keeps_within_the_memory_it_is_given(
     tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_number_is_left_alone(tiny: Callable[..., Config]) -> None:
     assert settle_batch_size(cfg, ALONE) is cfg
 
 
+@pytest.mark.slow
 def test_a_run_with_auto_trains_and_writes_the_number_down(
     train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train
     assert len(resumed.records("train")) == 24 and resumed.summary["steps"] == 24
 
 
+@pytest.mark.slow
 def test_evaluate_only_stopped_by_a_signal_says_so(train: Train) -> None:
     trained = train("model=tests.networks:small")
     weights = trained.folder / "checkpoints" / "step-00000006.pt"
@@ -41,6 +42,7 @@ def test_evaluate_only_stopped_by_a_signal_says_so(train: Train) -> None:
     assert done.exit_code == 143 and done.summary["status"] == "interrupted" and done.summary["val"] is None
 
 
+@pytest.mark.slow
 def test_the_epoch_is_saved_before_its_evaluation(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -125,6 +127,7 @@ def test_skipped_images_and_the_load_of_others_are_recorded(train: Train, tmp_pa
     assert "Bad images 2" in log and "2 bad images" in log
 
 
+@pytest.mark.slow
 def test_best_pt_follows_the_evaluation_without_a_second_file(train: Train) -> None:
     done = train("epochs=3")
     best = max(done.records("val"), key=lambda record: (record["top1"], -record["step"]))

@@ -61,6 +61,7 @@ def test_tensorboard_has_one_run_with_scalars_text_and_images(train: Train) -> N
     assert tags["images"] == ["first_batch"] and "config/text_summary" in tags["tensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels_last", ["true", "false"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp16_o2"])
 def test_each_precision_and_layout_trains(train: Train, precision: str, channels_last: str) -> None:
@@ -76,17 +77,20 @@ def test_each_precision_and_layout_trains(train: Train, precision: str, channels
     assert weight.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_have_the_same_losses(train: Train) -> None:
     assert train().losses == train().losses
     assert train("seed=1").losses != train("seed=2").losses
 
 
+@pytest.mark.slow
 def test_layouts_have_the_same_losses_in_fp32(train: Train) -> None:
     runs = [train(f"channels_last={value}", "epochs=7", "optim.lr=0.1") for value in ("false", "true")]
     assert len(runs[0].losses) == 21
     assert runs[1].losses[:20] == pytest.approx(runs[0].losses[:20], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_other_classes_and_counts_need_no_change_but_the_root(train: Train, tmp_path: Path) -> None:
     root = tmp_path / "other"
     write_images(root, {"train": 40, "val": 3})
@@ -97,6 +101,7 @@ def test_other_classes_and_counts_need_no_change_but_the_root(train: Train, tmp_
     assert done.checkpoint()["facts"]["classes"] == ["blue", "ein anderer Name", "green"]
 
 
+@pytest.mark.slow
 def test_synthetic_data_measures_the_computation(train: Train) -> None:
     done = train("data=synthetic", "data.synthetic_images=96", "data.synthetic_classes=3", "evaluate_every=-1")
     speeds = done.summary["images_per_s"]
@@ -127,6 +132,7 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tm
         assert torch.equal(done.checkpoint()["model"][name], value), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_layout_resumes_in_the_other(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     whole = train("channels_last=false")
@@ -164,6 +170,7 @@ def test_a_nan_rolls_back_to_the_last_checkpoint(train: Train) -> None:
     assert None not in done.losses, "the network's fault happens once, and the step is repeated"
 
 
+@pytest.mark.slow
 def test_a_profile_is_left(train: Train) -> None:
     done = train("profile=true", "epochs=4")
     assert (done.folder / "trace.json.gz").stat().st_size > 1000
@@ -197,6 +204,7 @@ def test_the_best_is_kept_also_where_no_checkpoint_is_due(train: Train) -> None:
     assert done.checkpoint("best.pt")["progress"]["step"] == first
 
 
+@pytest.mark.slow
 def test_the_same_command_after_the_end_changes_nothing(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "twice"
     first = train("resume=auto", folder=folder).summary
@@ -210,6 +218,7 @@ def test_nothing_to_evaluate_is_refused(train: Train) -> None:
         train("evaluate_only=true", "resume=auto")
 
 
+@pytest.mark.slow
 def test_a_bad_image_ahead_of_the_step_does_not_count_in_the_evaluation(train: Train, tmp_path: Path) -> None:
     """The epoch ends before its last batches, which the loader had prepared already: one holds a broken file."""
     images = tmp_path / "images"
@@ -222,6 +231,7 @@ def test_a_bad_image_ahead_of_the_step_does_not_count_in_the_evaluation(train: T
         assert done.exit_code == 0 and done.summary["val"]["images"] == 21
 
 
+@pytest.mark.slow
 def test_a_batch_of_bad_validation_images_does_not_spoil_the_loss(train: Train, tmp_path: Path) -> None:
     images = tmp_path / "images"
     write_images(images, {"train": 32, "val": 7})
@@ -241,6 +251,7 @@ def test_a_users_model_that_cannot_train_is_refused_before_the_first_step(train:
         train(f"model=tests.networks:{name}")
 
 
+@pytest.mark.slow
 def test_a_users_model_that_cannot_be_copied_trains(train: Train) -> None:
     assert train("model=tests.networks:uncopyable").exit_code == 0
     assert train("model=tests.networks:uncopyable", "channels_last=auto").summary["memory_format"] == "contiguous"
