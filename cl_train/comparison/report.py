@@ -54,7 +54,6 @@ def compare_folders(
         by: the setting to compare by; None = the sweep's own, else channels_last.
         out: where to write the report; None = the folder of the sweep or of the runs, else the last run's.
         parity_failures: why the runs of a model cannot be compared, by model.
-        show_table: print the whole report above the verdict.
 
     Raises:
         ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
@@ -154,8 +153,9 @@ def _rounded(value: float | None, digits: int) -> float | None:
 def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     flat = []
     for row in rows:
-        low, high = row.pop("ci95") or (None, None)
-        flat.append({**row, "ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
+        low, high = row["ci95"] or (None, None)
+        cells = {name: value for name, value in row.items() if name != "ci95"}
+        flat.append(cells | {"ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
     names = dict.fromkeys(name for row in flat for name in row)  # rows hold different settings equal
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(names) or ["verdict"])
@@ -275,12 +275,10 @@ def _notes(pairs: Sequence[Pair]) -> list[str]:
     common = [note for note in pairs[0].notes if all(note in pair.notes for pair in pairs)] if len(pairs) > 1 else []
     sections = [("All pairs", common)]
     sections += [(label_of(pair, pairs), [note for note in pair.notes if note not in common]) for pair in pairs]
-    return [
-        line
-        for title, notes in sections
-        if notes
-        for line in (f"**{title}**", "", *(f"- {note}" for note in notes), "")
-    ]
+    lines = []
+    for title, notes in sections:
+        lines += [f"**{title}**", "", *(f"- {note}" for note in notes), ""] if notes else []
+    return lines
 
 
 def _number(value: float | None, digits: int) -> str:

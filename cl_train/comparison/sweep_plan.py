@@ -119,8 +119,11 @@ def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> 
             "max_steps) or a smaller log_every"
         )
     layout = {"true": "channels_last", "false": "contiguous"}.get(cfg.channels_last, cfg.channels_last)
-    others = [word for word in chosen if _key(word) not in ("model", "channels_last")]
-    shown = [word.partition("=")[2] if _key(word) == "precision" else word.rpartition(".")[2] for word in others]
+    shown = [
+        value if key == "precision" else f"{key.rpartition('.')[2]}={value}"
+        for key, _, value in (word.partition("=") for word in chosen)
+        if key not in ("model", "channels_last")
+    ]
     return Job(0, "_".join([cfg.model.replace(":", "."), layout, *shown]), words, nproc)
 
 

@@ -101,6 +101,8 @@ def test_every_job_is_one_that_the_checks_saw() -> None:
 
 
 def test_names_are_safe_and_short() -> None:
+    planned = plan_sweep(["-m", "optim.lr=0.1,0.2", "precision=bf16,fp32", "model=tests.networks:small"])
+    assert planned.jobs[0].name == "tests.networks.small_contiguous_lr=0.1_bf16"
     planned = plan_sweep(["-m", "channels_last=true,false", "data.root='/a/very/long path/" + "x" * 200 + "',/b"])
     assert all(len(job.name) <= 100 and "/" not in job.name and " " not in job.name for job in planned.jobs)
     assert len({job.name for job in planned.jobs}) == 4
@@ -170,7 +172,7 @@ def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tm
     assert "'resume=auto'" in (folder / job.name / launcher.LOG_NAME).read_text()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_path: Path, signum: int) -> None:
     folder = tmp_path / "sweep"
     program = (
@@ -197,6 +199,7 @@ def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         run_sweep(["-m", "channels_last=true,false"])
 
 
+@pytest.mark.slow
 def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Path) -> None:
     stand_in.write_text(
         'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())'
