@@ -58,10 +58,8 @@ def _ground_truth(source: Path) -> bytes:
     if source.is_file() and source.suffix == ".txt":
         return source.read_bytes()
     if source.is_dir():
-        found = [path for path in (source, source / "ILSVRC2012_devkit_t12") if (path / _GROUND_TRUTH).is_file()]
-        if not found:
-            raise ConfigError(f"devkit={source}: the folder has no {_GROUND_TRUTH}")
-        return (found[0] / _GROUND_TRUTH).read_bytes()
+        inner = source / "ILSVRC2012_devkit_t12"
+        return ((inner if inner.is_dir() else source) / _GROUND_TRUTH).read_bytes()
     with gzip.open(source) as packed:
         content = packed.read(_MAX_KIT_BYTES + 1)
     if len(content) > _MAX_KIT_BYTES:

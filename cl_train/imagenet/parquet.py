@@ -80,6 +80,11 @@ def _files(root: Path, workers: int | None) -> list[_File]:
         before = [file for file in files if file.split == split]
         shard = f"imagenet-{split}-{len(before):06d}.tar"
         files.append(_File(path, split, shard, sum(len(file.labels) for file in before), labels, names))
+    for split in {file.split for file in files}:
+        of = [file.path.name for file in files if file.split == split]
+        expected = re.search(r"-of-(\d+)", of[0])
+        if expected and int(expected[1]) != len(of):
+            raise ConfigError(f"'{root}' has {len(of)} of {int(expected[1])} {split} files")
     return files
 
 

@@ -155,6 +155,10 @@ def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="label 0"):
         unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
     write_parquet(tmp_path / "data")
+    (tmp_path / "data/train-00000-of-00002.parquet").rename(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="1 of 2 train"):
+        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
+    (tmp_path / "kept").rename(tmp_path / "data/train-00000-of-00002.parquet")
     damaged = tmp_path / "data/train-00001-of-00002.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="train-00001"):
