@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from cl_train.commands import COMMANDS
 from cl_train.config.command_line import GROUPS, group_choices
@@ -28,35 +28,25 @@ def main(words: list[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """What can stand in the place of the last word of `line`, without the part up to its last `=`, `,` or `:`.
-
-    bash ends a word at `=` and `:`, so it expects only what follows them.
-    """
+    """What can stand in the place of the last word of `line`; of key=value only the value, as bash expects."""
     *before, word = line.split(" ")
     before = [part for part in before if part]
     if len(before) < 2:
         return [f"{name} " for name in COMMANDS if name.startswith(word)]
+    is_train = before[1] == "train"
+    known = setting_fields(Config) if is_train else _settings(before[1])
     key, equals, value = word.partition("=")
-    known = _settings(before[1], before[2:])
     if not equals:
-        groups = GROUPS if before[1] == "train" else ()
-        return sorted(f"{name}=" for name in {*known, *groups} if name.startswith(key))
+        return sorted(f"{name}=" for name in {*known, *(GROUPS if is_train else ())} if name.startswith(key))
     done, comma, last = value.rpartition(",")
-    if key in GROUPS and before[1] == "train":
-        choices = group_choices(key)
-    else:
-        choices = _values(known[key]) if key in known else []
-    prefix = f"{done}{comma}"
-    return [f"{prefix}{choice}" for choice in choices if choice.startswith(last)]
+    choices = group_choices(key) if is_train and key in GROUPS else _values(known[key]) if key in known else []
+    return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
 
 
-def _settings(command: str, words: list[str]) -> dict[str, Setting]:
-    if command == "train":
-        return setting_fields(Config)
-    try:
-        schemas = importlib.import_module(f"cl_train.commands.{command}").SETTINGS.values()
-    except ImportError:
+def _settings(command: str) -> dict[str, Setting]:
+    if command not in COMMANDS:
         return {}
+    schemas = importlib.import_module(f"cl_train.commands.{command}").SETTINGS.values()
     return {key: item for schema in schemas for key, item in setting_fields(schema).items()}
 
 
@@ -70,13 +60,10 @@ def _values(setting: Setting) -> list[str]:
 
 def model_names() -> list[str]:
     """torchvision's models, kept in a file per version, because asking torchvision takes seconds."""
-    try:
-        path = cache_folder() / f"models-torchvision-{version('torchvision')}.txt"
-        if not path.is_file():
-            from cl_train.models import registry
+    path = cache_folder() / f"models-torchvision-{version('torchvision')}.txt"
+    if not path.is_file():
+        from cl_train.models import registry
 
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, "\n".join(registry.model_names()) + "\n")
-        return path.read_text(encoding="utf-8").split()
-    except (OSError, PackageNotFoundError):
-        return []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, "\n".join(registry.model_names()) + "\n")
+    return path.read_text(encoding="utf-8").split()

@@ -1,11 +1,6 @@
 """`cl-train audit` from a checkout that is not installed."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from cl_train.cli import main
+from from_checkout import run
 
 if __name__ == "__main__":
-    sys.exit(main(["audit", *sys.argv[1:]]))
+    run("audit")

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import fnmatch
 import multiprocessing
-import os
 import signal
-import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from cl_train.config.schema import DEVICES, PRECISION_HELP, PRECISIONS, ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, suggest
@@ -46,7 +42,6 @@ class ZooSettings:
     speed: bool = setting(True, "time both layouts")
     time_limit_s: float = setting(20.0, "seconds for each timing", above=0)
     model_time_limit_s: float = setting(900.0, "seconds after which a model is given up", above=0)
-    jobs: int = setting(2, "models at once, with speed=false on a CPU", minimum=1)
     out: str = setting("results", "folder for the tables")
 
 
@@ -64,12 +59,7 @@ def main(words: list[str]) -> int:
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision, device)
     options = zoo.ZooOptions(
-        device.type,
-        precision.name,
-        settings.batch_size,
-        settings.image_size,
-        settings.speed,
-        settings.time_limit_s,
+        device.type, precision.name, settings.batch_size, settings.image_size, settings.speed, settings.time_limit_s
     )
     names = chosen_models(settings.model)
     path = Path(settings.out) / f"{table_name(settings, device.type, precision.name)}.json"
@@ -77,22 +67,14 @@ def main(words: list[str]) -> int:
     table = zoo.open_table(path, asdict(options), environment)
     missing = [name for name in names if not zoo.is_done(table, name)]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _leave_at_once)
-    jobs = 1 if settings.speed or device.type == "cuda" else settings.jobs  # a timing needs the machine for itself
-    for row in rows(missing, options, jobs, settings.model_time_limit_s):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, which ends the child
+    for name in missing:
+        row = {"model": name, **measure_in_child(name, options, settings.model_time_limit_s)}
         zoo.add_row(path, table, row)
-        print(f"{row['model']}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)", flush=True)
+        print(f"{name}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)", flush=True)
     bad = [row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False]
     print(f"written: {path} and .md; " + (f"failed: {', '.join(bad)}" if bad else "every model passed"))
     return 1 if bad else 0
-
-
-def _leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    """End with the models that are being measured; the finished rows are on the disk."""
-    for process in multiprocessing.active_children():
-        process.kill()
-    os._exit(128 + signum)
 
 
 def table_name(settings: ZooSettings, device: str, precision: str) -> str:
@@ -118,61 +100,44 @@ def chosen_models(words: Sequence[str]) -> list[str]:
 
     names: list[str] = []
     problems = []
+    known = [*models.model_names(), *zoo.TIMM]
     for word in words:
-        if word in zoo.GROUPS:
-            found = zoo.group_names(word)
-        else:
-            found = fnmatch.filter([*models.model_names(), *zoo.TIMM], word)
+        found = zoo.group_names(word) if word in zoo.GROUPS else fnmatch.filter(known, word)
         if not found and word.startswith("timm/"):
             models.check_model(word.partition(":")[0])
             found = [word]
         if not found:
-            problems.append(f"model={word}: no such model{suggest(word, [*zoo.GROUPS, *models.model_names()])}")
+            problems.append(f"model={word}: no such model{suggest(word, [*zoo.GROUPS, *known])}")
         names += [name for name in found if name not in names]
     if problems:
         raise ConfigError(problems)
     return names
 
 
-def rows(names: list[str], options: ZooOptions, jobs: int, timeout_s: float) -> Iterator[dict[str, Any]]:
-    """A row for each model as it is done, each from a process of its own."""
+def measure_in_child(name: str, options: ZooOptions, time_limit_s: float) -> dict[str, Any]:
+    """The row of a model from a process of its own: a crash, or a lack of memory, is that model's error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cl_train.comparison.zoo"])  # importing torch takes longer than most models
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_in_own_process, context, name, options, jobs, timeout_s) for name in names]
-        for future in as_completed(futures):
-            yield future.result()
-
-
-def _in_own_process(
-    context: ForkServerContext, name: str, options: ZooOptions, jobs: int, timeout_s: float
-) -> dict[str, Any]:
-    import torch
-
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, name, options, max(1, torch.get_num_threads() // jobs)))
+    process = context.Process(target=_child, args=(sender, name, options), daemon=True)
     process.start()
     sender.close()
     try:
-        row: dict[str, Any] = receiver.recv() if receiver.poll(timeout_s) else {"error": f"gave up after {timeout_s} s"}
+        row: dict[str, Any] = receiver.recv() if receiver.poll(time_limit_s) else {"error": f"over {time_limit_s:g} s"}
     except EOFError:
         process.join()
         row = {"error": f"its process ended with exit code {process.exitcode} (-9: out of memory)"}
     finally:
-        process.kill()  # it has nothing left to say
+        process.kill()
         process.join()
-    return {"model": name, **row}
+    return row
 
 
-def _child(sender: Any, name: str, options: ZooOptions, threads: int) -> None:
-    import torch
-
+def _child(sender: Any, name: str, options: ZooOptions) -> None:
     from cl_train.comparison import zoo
+    from cl_train.memory_format.model_call import explain_failure
 
-    torch.set_num_threads(threads)
     try:
         sender.send(zoo.measure_model(name, options))
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        sender.send({"error": f"{type(error).__name__} at {where}: {str(error).splitlines()[0] if str(error) else ''}"})
+        sender.send({"error": explain_failure(error)})

@@ -69,36 +69,29 @@ class Words:
 
     overrides: list[str] = field(default_factory=list)
     multirun: bool = False
-    help: bool = False
     for_hydra: bool = False  # --cfg and -sc, which print and do not run
 
     @classmethod
     def read(cls, words: Iterable[str]) -> Words:
         """Raises: ConfigError for options that this program does not have."""
-        found, rest, problems = cls(), iter(words), []
+        found, rest = cls(), iter(words)
         for word in rest:
             option, equals, value = word.partition("=")
             if not word.startswith("-"):
                 found.overrides.append(word)
             elif word in ("-m", "--multirun"):
                 found.multirun = True
-            elif word in ("-h", "--help"):
-                found.help = True
             elif option in ("-c", "--cfg", "-sc", "--shell-completion"):
                 found.for_hydra = True
                 value = value if equals else next(rest, "")
                 if not value or (option in ("-c", "--cfg") and value not in ("job", "hydra", "all")):
-                    problems.append(f"{option} {value}: the options are --cfg job and -sc install=bash")
-            elif word == "--resolve":
-                found.for_hydra = True
+                    raise ConfigError(f"{option} {value}: the options are --cfg job and -sc install=bash")
             else:
                 key = option.lstrip("-").replace("-", "_")
                 hint = f"; settings have no dashes: {key}=..." if key in setting_fields(Config) else ""
-                problems.append(f"no option {option}{hint} (there are -m, --help, --cfg job and -sc install=bash)")
+                raise ConfigError(f"no option {option}{hint} (there are -m, --help, --cfg job and -sc install=bash)")
         if found.multirun and found.for_hydra:
-            problems.append("-m cannot be combined with --cfg or -sc")
-        if problems:
-            raise ConfigError(problems)
+            raise ConfigError("-m cannot be combined with --cfg or -sc")
         return found
 
 
@@ -107,14 +100,14 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
 
     Returns:
         The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the words ask for
-        something else than a run (--help, --cfg, --shell-completion).
+        something else than a run (--cfg, -sc).
 
     Raises:
         ConfigError: every problem found.
     """
     prepare_hydra()
     asked = Words.read(words)
-    if asked.help or (asked.for_hydra and not asked.overrides):
+    if asked.for_hydra and not asked.overrides:
         return []
     parsed, problems = _parse_overrides(asked.overrides)
     valid = []
@@ -181,13 +174,10 @@ def _hydra_problems(override: Override) -> list[str]:
 
 
 def _choice_problems(group: str, override: Override) -> list[str]:
-    choices = group_choices(group)
-    problems = []
+    choices, problems = group_choices(group), []
     for value in _swept_values(override) if override.is_sweep_override() else [override.value()]:
         if isinstance(value, dict):
-            problems.append(
-                f"{override.input_line}: {group} takes a name; single settings are written {group}.key=value"
-            )
+            problems.append(f"{override.input_line}: write {group}=NAME, or {group}.key=value for a single setting")
         elif not (group == "experiment" and value is None) and str(value) not in choices:
             near = suggest(str(value), choices)
             problems.append(f"{group}={show(value)}: no such choice{near} (there are {', '.join(choices)})")
@@ -195,16 +185,12 @@ def _choice_problems(group: str, override: Override) -> list[str]:
 
 
 def _multirun_problems(cfg: Config) -> list[str]:
-    problems = []
-    for key in MULTIRUN_KEYS:
-        value = getattr(cfg, key)
-        if value != getattr(Config, key):
-            ranks = "; one run on several devices: torchrun --standalone --nproc-per-node=N train.py ..."
-            word = f"{key}={show(value)}"
-            problems.append(
-                f"{word}: a setting of multirun; use python train.py -m {word}{ranks if key == 'nproc' else ''}"
-            )
-    return problems
+    given = {key: show(getattr(cfg, key)) for key in MULTIRUN_KEYS if getattr(cfg, key) != getattr(Config, key)}
+    return [
+        f"{key}={value}: a setting of multirun, python train.py -m {key}={value}"
+        + ("; for one run use torchrun --standalone --nproc-per-node=N train.py ..." if key == "nproc" else "")
+        for key, value in given.items()
+    ]
 
 
 def group_choices(group: str) -> list[str]:
@@ -230,30 +216,21 @@ def _alternatives(override: Override) -> list[str]:
 
 
 def _swept_values(override: Override) -> list[str]:
-    """The values of `a,b`, `range(...)`, `choice(...)` or, of a group, `glob(...)`.
-
-    Raises:
-        ConfigError: an interval, which takes a program that picks values from it.
-    """
+    """The values of `a,b`, `range(...)`, `choice(...)` or, of a group, `glob(...)`; an interval is refused."""
     value = override.value()
     if isinstance(value, Glob):
         return value.filter(group_choices(override.get_key_element().lstrip("+~")))
     try:
         return list(override.sweep_string_iterator())
-    except HydraException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{override.input_line}: list the values, or use range() ({reason})") from None
+    except HydraException:
+        raise ConfigError(f"{override.input_line}: list the values, or use range()") from None
 
 
 # --- composing --------------------------------------------------------------------------------------------------------
 
 
 def _compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """What Hydra makes of the words and the files.
-
-    Raises:
-        ConfigError: a file that cannot be read, a value that cannot be composed.
-    """
+    """What Hydra makes of the words and the files."""
     _check_files()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
@@ -272,14 +249,10 @@ def _check_files() -> None:
 
 
 def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
-    """The folder that Hydra makes for a run or a sweep with these words.
-
-    Raises:
-        ConfigError: its name cannot be resolved.
-    """
+    """The folder that Hydra makes for a run or a sweep with these words."""
     try:
         return Path(str(_compose([*words], with_hydra=True).hydra[kind].dir))
-    except OmegaConfBaseException as error:
+    except OmegaConfBaseException as error:  # its name cannot be resolved
         raise ConfigError(str(error).splitlines()[0]) from None
 
 

@@ -199,7 +199,7 @@ def test_an_interval_is_refused_as_nobody_picks_from_it() -> None:
 
 @pytest.mark.parametrize("word", ["resume_sweep=multirun/x", "compare_by=precision"])
 def test_settings_of_multirun_need_multirun(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"{word}: a setting of multirun; use python train.py -m {word}"):
+    with pytest.raises(ConfigError, match=f"{word}: .*-m {word}"):
         check_command_line([word])
 
 

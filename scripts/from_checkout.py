@@ -1,0 +1,13 @@
+"""Runs a command of the package beside this folder."""
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def run(command: str) -> NoReturn:
+    from cl_train.cli import main
+
+    sys.exit(main([command, *sys.argv[1:]]))
