@@ -12,7 +12,7 @@ from cl_train.data.crops import CropRange
 from cl_train.data.dataset import dataset_loader, load_datasets
 from cl_train.data.decode import FORMATS
 from cl_train.data.folder import FolderLayout, read_folder
-from cl_train.data.image_data import ImageData
+from cl_train.data.image_data import Data, ImageData, SyntheticData
 from cl_train.data.image_loader import default_workers
 from cl_train.data.imagenette import ensure_imagenette
 from cl_train.data.images import ImageReader, ImageSettings
@@ -21,7 +21,6 @@ from cl_train.data.order import permutation, shard_permutation
 from cl_train.data.sample import ensure_sample
 from cl_train.data.shards import read_shards
 from cl_train.data.source import ImageSource, Indices
-from cl_train.data.synthetic import SyntheticData
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 
@@ -29,8 +28,6 @@ log = logging.getLogger(__name__)
 _CHECKOUT = Path(__file__).resolve().parents[2]
 # For generated and downloaded data: in the checkout, or for an installed package in the user's cache.
 DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
-
-Data = ImageData | SyntheticData
 
 
 def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed: int, dist: Dist) -> Data:
