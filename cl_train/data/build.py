@@ -10,7 +10,7 @@ from cl_train.data.augment import image_augment, label_mix
 from cl_train.data.bad_images import BadImages
 from cl_train.data.crops import CropRange
 from cl_train.data.dataset import dataset_loader, load_datasets
-from cl_train.data.decode import FORMATS
+from cl_train.data.decode import formats_of
 from cl_train.data.folder import FolderLayout, read_folder
 from cl_train.data.image_data import Data, ImageData, SyntheticData
 from cl_train.data.image_loader import default_workers
@@ -54,7 +54,7 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
         crop=CropRange(augment.crop_scale_min, augment.crop_scale_max, augment.crop_ratio_min, augment.crop_ratio_max),
         flip=augment.flip,
         decoder=cfg.decoder,
-        formats=_formats(cfg.extensions),
+        formats=formats_of(cfg.extensions),
         augment=image_augment(augment, cfg.mean),
     )
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
@@ -95,13 +95,6 @@ def _loaders(
         HostLoader(ImageReader(source.train, images, training=True), settings, bad_images, order),
         HostLoader(ImageReader(source.val, images, training=False), settings, bad_images, None),
     )
-
-
-def _formats(extensions: list[str]) -> tuple[str, ...]:
-    unknown = [extension for extension in extensions if extension.lower() not in FORMATS]
-    if unknown or not extensions:
-        raise ConfigError(f"data.extensions={extensions}: use some of {', '.join(FORMATS)}")
-    return tuple(dict.fromkeys(FORMATS[extension.lower()] for extension in extensions))
 
 
 def _source(cfg: DataConfig) -> ImageSource:

@@ -11,12 +11,15 @@ import io
 import os
 import stat
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
 from PIL import Image
+
+from cl_train.config.schema import ConfigError
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -34,6 +37,13 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device"}
 
 class BadImage(Exception):
     """A sample that holds no image we can decode. The message is the reason, without the file's name."""
+
+
+def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
+    """Pillow's names of the formats with these extensions. Raises ConfigError for unknown ones."""
+    if not extensions or any(extension.lower() not in FORMATS for extension in extensions):
+        raise ConfigError(f"data.extensions={list(extensions)}: use some of {', '.join(FORMATS)}")
+    return tuple(dict.fromkeys(FORMATS[extension.lower()] for extension in extensions))
 
 
 def read_file(path: str | bytes | Path) -> bytes:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import DeviceFormat
-from cl_train.data.decode import FORMATS
+from cl_train.data.decode import formats_of
 from cl_train.data.device import Normalise, to_device
 from cl_train.data.folder import EXTENSIONS, FolderLayout, read_folder
 from cl_train.data.images import ImageReader, ImageSettings
@@ -130,7 +130,7 @@ def image_loader(
         world_size=world_size,
     )
     training, bad_images = split == "train", BadImages(skip=skip_bad_images, limit=len(source.train) + len(source.val))
-    images = ImageSettings(image_size, seed, formats=tuple(FORMATS[extension] for extension in extensions))
+    images = ImageSettings(image_size, seed, formats=formats_of(extensions))
     reader = ImageReader(source.train if training else source.val, images, training=training)
     order = (lambda epoch: permutation(seed, epoch, len(source.train))) if training else None
     normalise = None if target is None else Normalise(mean, std, DeviceFormat(target, dtype, memory_format))
