@@ -39,15 +39,15 @@ def running(session: int) -> list[int]:
     return found
 
 
-def orphans(session: int, outcome: Outcome) -> list[str]:
+def orphans(session: int, outcome: Outcome, limit_s: float = ORPHAN_S) -> list[str]:
     """Wait for the children of a killed program to end; kill and name those that do not."""
     started = time.monotonic()
-    while (left := running(session)) and time.monotonic() - started < ORPHAN_S:
+    while (left := running(session)) and time.monotonic() - started < limit_s:
         time.sleep(0.01)
     outcome.slowest("end of children", time.monotonic() - started)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    return [f"{len(left)} processes still ran after {ORPHAN_S} s"] if left else []
+    return [f"{len(left)} processes still ran after {limit_s} s"] if left else []
 
 
 # --- preparation ------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def kill_sweep_launcher(bench: Bench, kills: int) -> Outcome:
                 time.sleep(rng.uniform(0, 0.4))
             launcher.kill()
             launcher.wait()
-            problems = orphans(launcher.pid, outcome)
+            problems = orphans(launcher.pid, outcome, 2 * ORPHAN_S)  # the job saves a checkpoint first
             log = bench.folder / f"launcher-{number}-resumed.log"
             code = start_program(["-m", f"resume_sweep={folder}"], log).wait(120)
             problems += [] if code == 0 else [f"resume_sweep: {code}: {log.read_text()[-500:]}"]
