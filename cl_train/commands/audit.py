@@ -64,6 +64,11 @@ def main(words: list[str]) -> int:
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
         report = audit_model(settings)
         print(report)
+        lost = report.totals["lost"]
+        print(
+            f"\n{settings.model}: "
+            + (f"channels_last lost in operator calls: {lost}" if lost else "channels_last kept")
+        )
     if settings.json:
         print(json.dumps(report.to_dict()))
     return 0
