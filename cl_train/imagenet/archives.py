@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from tqdm import tqdm
 
@@ -107,12 +106,10 @@ def _unpack_train(archive: Path, folder: Path) -> int:
                 f" {unknown[0]}. They may lack images: move them away, or leave out train= and run verify"
             )
         _check_space(folder, sum(member.size for member, _ in waiting))
-        with _progress("train", len(members), "class", len(members) - len(waiting)) as bar:
-            for member, wnid in waiting:
-                stream = outer.extractfile(member)
-                assert stream is not None
-                _unpack_class(stream, f"{archive}: {member.name}", wnid, folder)
-                bar.update()
+        for member, wnid in tqdm(waiting, "train", unit="class", disable=None):
+            stream = outer.extractfile(member)
+            assert stream is not None
+            _unpack_class(stream, f"{archive}: {member.name}", wnid, folder)
     return sum(done_count(folder / match[1]) or 0 for _, match in members)
 
 
@@ -162,14 +159,12 @@ def _unpack_val(source: Path, target: Callable[[re.Match[str]], Path], folder: P
     with open_tar(source, str(source)) as archive:
         members = _official_members(archive, str(source), _VAL_IMAGE)
         _check_space(folder, sum(member.size for member, _ in members))
-        with _progress("val", len(members), "image") as bar:
-            for member, match in members:
-                path = target(match)
-                if not path.exists():  # a file under its final name is complete
-                    partial = folder / PARTIAL / match[0]
-                    partial.write_bytes(read_member(archive, member, str(source)))
-                    os.replace(partial, path)
-                bar.update()
+        for member, match in tqdm(members, "val", unit="image", disable=None):
+            path = target(match)
+            if not path.exists():  # a file under its final name is complete
+                partial = folder / PARTIAL / match[0]
+                partial.write_bytes(read_member(archive, member, str(source)))
+                os.replace(partial, path)
 
 
 def _official_members(archive: tarfile.TarFile, what: str, pattern: re.Pattern[str]) -> Members:
@@ -188,9 +183,3 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(f"{folder}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed")
-
-
-def _progress(what: str, total: int, unit: str, done: int = 0) -> tqdm[NoReturn]:
-    """A bar on a terminal; elsewhere a line every half minute."""
-    seconds = 0.1 if sys.stderr.isatty() else 30.0
-    return tqdm(desc=what, total=total, unit=unit, initial=done, mininterval=seconds)

@@ -117,14 +117,13 @@ def _class_names(files: list[_File]) -> list[str]:
     if len(set(classes)) < count:
         raise ConfigError("images of one WordNet id have several labels")
     places = Counter(
-        (file.split, classes[label], _stem(name, classes[label]))
+        f"{file.split}/{classes[label]}/{_stem(name, classes[label])}"
         for file in files
         for label, name in zip(file.labels, file.names, strict=True)
         if name
     )
-    twice = next((place for place, found in places.items() if found > 1), None)
-    if twice:
-        raise ConfigError(f"two images would have the name {'/'.join(twice)}")
+    if twice := [place for place, found in places.items() if found > 1]:
+        raise ConfigError(f"{len(twice)} names belong to two images, such as {twice[0]}")
     return classes
 
 
