@@ -308,7 +308,7 @@ def test_the_commands_refuse_with_one_line(tmp_path: Path) -> None:
     for command in (
         f"scripts/audit.py {model}",
         f"train.py {model} {run}",
-        f"scripts/convert.py {path} {tmp_path}/o.pt",
+        f"scripts/convert.py {path} out={tmp_path}/o.pt",
     ):
         done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 2 and "trust=true" in done.stderr, done.stderr
