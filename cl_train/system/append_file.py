@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from cl_train.system.files import with_file_name
+
 log = logging.getLogger(__name__)
 
 
@@ -25,25 +27,29 @@ class AppendFile:
     def append(self, record: bytes) -> None:
         """Write `record`, which ends as a record of the file's format ends (a line: with a line feed)."""
         self._waiting.append(record)
-        self.flush()
-
-    def flush(self) -> bool:
-        """Write the waiting records; false if the disk refuses them."""
-        if not self._waiting:
-            return True
         try:
-            self._write(b"".join(self._waiting))
+            self.flush()
         except OSError as error:
             if not self._is_failing:
                 self._is_failing = True  # first: the log may be the file that fails
-                reason = error.strerror or error
-                log.warning("%s cannot be written (%s): its records wait in memory; free some space", self.path, reason)
-            return False
+                log.warning("%s; the records wait in memory; free some space", error)
+
+    def flush(self) -> None:
+        """Write the waiting records.
+
+        Raises:
+            OSError: the disk refuses them; they still wait.
+        """
+        if not self._waiting:
+            return
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            raise with_file_name(error, self.path) from error
         self._waiting.clear()
         if self._is_failing:
             self._is_failing = False
             log.warning("%s is written again and complete", self.path)
-        return True
 
     def keep_waiting(self, wanted: Callable[[bytes], bool]) -> None:
         """Drop the waiting records that are not `wanted`."""

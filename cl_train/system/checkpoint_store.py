@@ -7,26 +7,39 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import ConfigError
 from cl_train.system.checkpoint_file import CheckpointError, load, snapshot, sync_folder, write
+from cl_train.system.files import retry
 
 log = logging.getLogger(__name__)
 
-MAX_FAILED_SAVES = 3
+MAX_MINUTES_WITHOUT_CHECKPOINT = 30.0
 
 _STEP_FILE = re.compile(r"step-(\d+)\.pt")
 _TEMPORARY = re.compile(r"\..+\.pt\.tmp-\d+")
+
+
+@dataclass
+class _Save:
+    state: dict[str, Any]  # on the host
+    step: int
+    best: bool
 
 
 class CheckpointStore:
     """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link), written by rank 0.
 
     With `background` a thread writes while training continues. Call `wait` before forking loader workers: a fork copies
-    locks that another thread holds. A failed write is logged and leaves the earlier files; the third in a row raises.
+    locks that another thread holds.
+
+    A failed write is logged and leaves the earlier files. The next save, or `finish`, repeats it if it was of the best
+    model or the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
@@ -34,30 +47,37 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep = keep
         self.background = background
-        self.failures = 0  # failed writes in a row
-        self._reason = ""  # of the last failure
         self.last_saved: Path | None = None
+        self._unwritten: list[_Save] = []  # in order of steps; at most the best and the last one
+        self._failing_since: float | None = None
+        self._failing_minutes = 0.0  # from the first failed write in a row to the last
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of the last write
 
     def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
         """Save `state` as `step-<n>.pt`, and also as `best.pt` if `best`.
 
         Raises:
-            CheckpointError: three writes in a row failed.
+            CheckpointError: no checkpoint could be written for too long.
             TypeError: see `snapshot`.
         """
         self.wait()
-        copied = snapshot(state)
+        self._unwritten = [save for save in self._unwritten if save.best and not best and save.step < step]
+        self._unwritten.append(_Save(snapshot(state), step, best))
         # Not a daemon thread: a program that ends, even by an exception, finishes the write first.
-        self._thread = threading.Thread(target=self._write, args=(copied, step, best), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, name="checkpoint")
         self._thread.start()
         if not self.background:
             self.wait()
 
     def mark_best(self, step: int) -> bool:
-        """Make `best.pt` the checkpoint of `step`; false if that checkpoint is not on disk."""
+        """Make `best.pt` the checkpoint of `step`; false if that step was not saved."""
         self.wait()
+        last = self._unwritten[-1] if self._unwritten else None
+        if last is not None and last.step == step:
+            last.best = True
+            self._unwritten = [last]
+            return True
         path = self._path(step)
         try:
             _link(path, self.folder / "best.pt")
@@ -70,47 +90,78 @@ class CheckpointStore:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"
 
-    def wait(self, *, final: bool = False) -> None:
+    def wait(self) -> None:
         """Wait until the current write has ended.
 
-        Args:
-            final: raise if the last write failed, because no later one follows.
-
         Raises:
-            CheckpointError: the last write failed, and it was the third in a row or `final`.
+            CheckpointError: it failed, and no checkpoint could be written for too long.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
-        if error is not None and not isinstance(error, OSError):
-            raise error
-        if self.failures >= MAX_FAILED_SAVES or (final and self.failures):
-            raise CheckpointError(
-                f"{self.failures} checkpoints in a row could not be written to {self.folder} ({self._reason}); the "
-                f"last good one of this process: {self.last_saved or 'none'}; free some space and use resume=auto"
-            )
+        if self._error is None:
+            return
+        if not isinstance(self._error, OSError):
+            raise self._error
+        if self._failing_minutes > MAX_MINUTES_WITHOUT_CHECKPOINT:
+            raise self._failure(f"no checkpoint could be written for {self._failing_minutes:.0f} minutes")
 
-    def _write(self, state: Mapping[str, Any], step: int, best: bool) -> None:
-        path = self._path(step)
+    def finish(self) -> None:
+        """Wait until all is written, and repeat failed writes.
+
+        Raises:
+            CheckpointError: the last checkpoint cannot be written.
+        """
+        self.wait()
         try:
-            if self.last_saved is None:
-                self._prepare_folder()
-            write(path, state)
-            if best:
-                _link(path, self.folder / "best.pt")
-            self._retire(step)
+            if self._unwritten:
+                retry(self._write_all)
         except OSError as error:
-            self.failures += 1
-            self._error, self._reason = error, str(error)
+            self._error = error
+            raise self._failure("the last checkpoint could not be written") from error
+
+    def _failure(self, what: str) -> CheckpointError:
+        path = self._path(self._unwritten[-1].step)
+        return CheckpointError(
+            f"{what}: {path}: {self._error}; the last good one of this process: {self.last_saved or 'none'}; "
+            "free some space and use resume=auto"
+        )
+
+    def _write(self) -> None:
+        path = self._path(self._unwritten[-1].step)
+        try:
+            self._write_all()
+        except OSError as error:
+            self._error = error
+            if self._failing_since is not None:
+                self._failing_minutes = (time.monotonic() - self._failing_since) / 60
+                log.info("checkpoint %s was not written either: %s", path, error)
+                return
+            self._failing_since, self._failing_minutes = time.monotonic(), 0.0
             log.warning(
-                "checkpoint %s was not written: %s; earlier ones are unchanged, training continues", path, error
+                "checkpoint %s was not written: %s; earlier ones are unchanged and training continues, but it ends if "
+                "none can be written for %g minutes; free some space",
+                *(path, error, MAX_MINUTES_WITHOUT_CHECKPOINT),
             )
         except BaseException as error:
             self._error = error  # `wait` raises it in the training thread
-        else:
-            self.failures = 0
+
+    def _write_all(self) -> None:
+        while self._unwritten:
+            save = self._unwritten[0]
+            path = self._path(save.step)
+            if self.last_saved is None:
+                self._prepare_folder()
+            write(path, save.state)
+            if save.best:
+                _link(path, self.folder / "best.pt")
+            self._retire(save.step)
             self.last_saved = path
+            del self._unwritten[0]
+        self._error = None
+        if self._failing_since is not None:
+            self._failing_since = None
+            log.warning("checkpoints are written again: %s", self.last_saved)
 
     def _prepare_folder(self) -> None:
         """Delete what a killed process left: a run folder has one writer, see run_folder.claimed_folder."""

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 60.0
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` by `text`, in UTF-8.
 
     Raises:
-        OSError: the disk is full or failing; `path` is unchanged, and no temporary file stays.
+        OSError: the disk is full or failing; it names `path`, which is unchanged. No temporary file stays.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
+        raise with_file_name(error, path) from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
@@ -32,6 +40,30 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
         OSError: see `write_text`.
     """
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
+
+def with_file_name(error: OSError, path: Path) -> OSError:
+    """The same error with the name of the file: a failed write, unlike a failed open, does not have it."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
+
+
+def retry(write: Callable[[], None]) -> None:
+    """Call `write` until it succeeds, for `RETRY_S`: somebody may free space on a full disk.
+
+    Raises:
+        OSError: of the last attempt.
+    """
+    deadline, is_first = time.monotonic() + RETRY_S, True
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if is_first:
+                log.warning("%s: trying again for %g s; free some space", error, RETRY_S)
+            is_first = False
+        time.sleep(min(1.0, RETRY_S))
 
 
 def cache_folder() -> Path:

@@ -307,7 +307,7 @@ def finish(run: Run, cfg: Config) -> int:
         CheckpointError: the last checkpoint could not be written.
         TrainingFault: most updates were skipped.
     """
-    run.checkpoints.store.wait(final=True)
+    run.checkpoints.store.finish()
     check_skipped_share(run.progress.skipped_steps, run.progress.step)
     skipped_images = warn_of_bad_images(run)
     run.summary |= results(run) | {
@@ -319,7 +319,7 @@ def finish(run: Run, cfg: Config) -> int:
         run.summary |= results_of_records(run.folder / "metrics.jsonl")
     if cfg.data.name == "synthetic":  # without a loader the computation alone is measured
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
-    run.tracker.write_summary(run.summary, hparams_of(run.summary, run.plan.batch_size, run.plan.lr))
+    run.tracker.finish(run.summary, hparams_of(run.summary, run.plan.batch_size, run.plan.lr))
     log.info("%s", closing_line(run.summary, run.folder))
     return 128 + run.stop if run.stop else 0
 

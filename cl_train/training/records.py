@@ -24,7 +24,7 @@ from torch.utils.tensorboard.summary import hparams, image, scalar, text
 from torchvision.utils import make_grid
 
 from cl_train.system.append_file import AppendFile
-from cl_train.system.files import write_json, write_text
+from cl_train.system.files import retry, write_json, write_text
 
 TENSORBOARD_TAGS = {
     "loss": "loss",
@@ -112,8 +112,8 @@ class Tracker:
         pixels = images[:32].float().cpu() * torch.tensor(std).view(1, 3, 1, 1) + torch.tensor(mean).view(1, 3, 1, 1)
         self._events.add([image("first_batch", make_grid(pixels.clamp(0, 1), nrow=8), dataformats="CHW")])
 
-    def write_summary(self, summary: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
-        """`summary.json`; with `settings` also the run's row in TensorBoard's HPARAMS table.
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """`summary.json`, after all records.
 
         Raises:
             OSError: the disk is full or failing.
@@ -121,9 +121,19 @@ class Tracker:
         if self._folder is None:
             return
         self._metrics.flush()
-        if self._events is not None and settings is not None and not self._in_sweep:
-            self._events.add_hparams(summary, settings)
+        if self._events is not None:
+            self._events.flush()
         write_json(self._folder / "summary.json", finite_or_null(summary), indent=2)
+
+    def finish(self, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """`write_summary`, repeated on a full disk; before it the run's row in TensorBoard's HPARAMS table.
+
+        Raises:
+            OSError: see `retry`.
+        """
+        if self._events is not None and not self._in_sweep:
+            self._events.add_hparams(summary, settings)
+        retry(lambda: self.write_summary(summary))
 
 
 class _EventFile:
@@ -141,6 +151,9 @@ class _EventFile:
     def add(self, summaries: Iterable[Summary], step: int = 0) -> None:
         values = [value for summary in summaries for value in summary.value]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def add_hparams(self, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Into the run's own events: SummaryWriter.add_hparams would create a second run (pytorch/pytorch#32651)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -52,9 +53,9 @@ class RunLog:
         if message is not None:
             log.error("the run failed: %s", message)
         log.propagate = self._propagate
-        for handler in self._handlers:
-            log.removeHandler(handler)
+        for handler in reversed(self._handlers):  # the file first: the console shows its last warning
             handler.close()
+            log.removeHandler(handler)
 
 
 class _Console(logging.StreamHandler[TextIO]):
@@ -73,6 +74,11 @@ class _LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._file.append((self.format(record) + "\n").encode())
+
+    def close(self) -> None:
+        with suppress(OSError):  # the console has shown the warning and every line
+            self._file.flush()
+        super().close()
 
 
 def describe_failure(error: BaseException | None) -> str | None:

@@ -14,6 +14,7 @@ import torch
 import cl_train.data.images
 import cl_train.step.train_step
 import cl_train.system.checkpoint_file
+import cl_train.system.checkpoint_store
 import cl_train.training.build
 import cl_train.training.checkpoints
 import cl_train.training.setup
@@ -103,7 +104,11 @@ def bad_images() -> None:
 
 
 def full_disk() -> None:
-    """Writing the checkpoints of steps PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1 fails half way: no space left."""
+    """Writing the checkpoints of steps PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1 fails half way: no space left.
+
+    The run gives up after PLANT_MINUTES.
+    """
+    cl_train.system.checkpoint_store.MAX_MINUTES_WITHOUT_CHECKPOINT = number("MINUTES", 30)
     original = cl_train.system.checkpoint_file.os.fsync
     first, last = number("STEP"), number("STEP") + number("COUNT", 1)
 

@@ -25,7 +25,9 @@ def test_refused_records_are_written_later_in_order(
     with caplog.at_level(logging.WARNING):
         file.append(b"2\n")
         file.append(b"3\n")
-    assert not file.flush() and (tmp_path / "records").read_bytes() == b"1\n"
+    with pytest.raises(OSError, match=r"No space left.*records"):
+        file.flush()
+    assert (tmp_path / "records").read_bytes() == b"1\n"
     assert [str(tmp_path / "records") in message for message in caplog.messages] == [True], "one warning"
     monkeypatch.setattr(AppendFile, "_write", original)
     file.append(b"4\n")
@@ -36,7 +38,8 @@ def test_a_record_is_written_whole_or_not_at_all() -> None:
     """/dev/full accepts no byte."""
     file = AppendFile(Path("/dev/full"))
     file.append(b"x" * 100)
-    assert not file.flush()
+    with pytest.raises(OSError, match="/dev/full"):
+        file.flush()
 
 
 def test_waiting_records_can_be_dropped(tmp_path: Path) -> None:
@@ -45,4 +48,5 @@ def test_waiting_records_can_be_dropped(tmp_path: Path) -> None:
         file.append(record)
     file.keep_waiting(lambda record: record != b"2\n")
     (tmp_path / "missing").mkdir()
-    assert file.flush() and file.path.read_bytes() == b"1\n3\n"
+    file.flush()
+    assert file.path.read_bytes() == b"1\n3\n"

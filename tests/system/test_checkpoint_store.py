@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cl_train.config.schema import ConfigError
-from cl_train.system import checkpoint_store
-from cl_train.system.checkpoint_file import CheckpointError, load
+from cl_train.system import checkpoint_store, files
+from cl_train.system.checkpoint_file import CheckpointError, load, write
 from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
 
 
@@ -30,7 +30,7 @@ def test_store_keeps_the_last_ones_and_the_best(tmp_path: Path, background: bool
     store = CheckpointStore(tmp_path / "c", keep=2, background=background)
     for step in (10, 20, 30, 100):
         store.save(small_state(step), step, best=step == 20)
-    store.wait(final=True)
+    store.wait()
     assert sorted(os.listdir(tmp_path / "c")) == ["best.pt", "step-00000030.pt", "step-00000100.pt"]
     assert load(tmp_path / "c/best.pt")["model"]["w"][0, 0, 0, 0] == 20
     found = store.newest()
@@ -121,45 +121,77 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["mine.txt", "step-00000002.pt"]
 
 
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_keeps_the_previous_one_and_the_third_failure_stops(
+def test_a_full_disk_keeps_the_previous_one_and_ends_the_run_after_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
 ) -> None:
     store = CheckpointStore(tmp_path, keep=2, background=background)
     store.save(small_state(1), 1)
     store.wait()
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        for step in (2, 3):
+        for step in range(2, 9):
             store.save(small_state(step), step)
             store.wait()
         assert os.listdir(tmp_path) == ["step-00000001.pt"]
-        assert "No space left" in caplog.text
-    store.save(small_state(4), 4)
-    store.wait(final=True)  # space came back: the count starts anew
+        assert len(caplog.messages) == 1 and "No space left" in caplog.text, "one warning"
+    store.save(small_state(9), 9)
+    store.wait()  # space came back: the time starts anew
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000009.pt"]
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"3 checkpoints.*No space left.*step-00000004"):
-        for step in (5, 6, 7):
-            store.save(small_state(step), step)
-            store.wait()
+    store.save(small_state(10), 10)
+    store.wait()
+    monkeypatch.setattr(checkpoint_store, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0)
+    with pytest.raises(CheckpointError, match=r"step-00000011.*No space left.*step-00000009.*resume=auto"):
+        store.save(small_state(11), 11)
+        store.wait()
     monkeypatch.undo()
     found = store.newest()
-    assert found is not None and found[0].name == "step-00000004.pt" and found[2] == []
+    assert found is not None and found[0].name == "step-00000009.pt" and found[2] == []
 
 
-def test_the_final_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_the_best_of_a_full_disk_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=1, background=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        store.save(small_state(1), 1, best=True)
+        store.save(small_state(2), 2)
+        assert store.mark_best(2)
+        store.save(small_state(3), 3)
+        store.save(small_state(4), 4)
+    store.save(small_state(5), 5)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "step-00000005.pt"]
+    assert load(tmp_path / "best.pt")["model"]["w"].mean() == 2
 
-    monkeypatch.setattr(os, "replace", full)
+
+def test_the_last_save_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [0]
+
+    def full_for_a_while(path: Path, state: Any) -> None:
+        calls[0] += 1
+        if calls[0] < 4:
+            full()
+        write(path, state)
+
+    monkeypatch.setattr(checkpoint_store, "write", full_for_a_while)
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
     store = CheckpointStore(tmp_path, keep=1, background=False)
     store.save(small_state(), 1)
-    with pytest.raises(CheckpointError, match="No space left"):
-        store.wait(final=True)
+    store.finish()
+    assert os.listdir(tmp_path) == ["step-00000001.pt"] and calls[0] == 4
+
+
+def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(files, "RETRY_S", 0.01)
+    store = CheckpointStore(tmp_path, keep=1, background=False)
+    store.save(small_state(), 1)
+    with pytest.raises(CheckpointError, match=r"step-00000001.*No space left.*resume=auto"):
+        store.finish()
 
 
 def test_resume_targets(tmp_path: Path) -> None:

@@ -6,13 +6,19 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.config.schema import ConfigError
+from cl_train.system import checkpoint_store, files
 from cl_train.system.append_file import AppendFile
+from cl_train.system.checkpoint_file import CheckpointError
 from cl_train.system.checkpoint_store import CheckpointStore
+from cl_train.system.files import write_json
+from cl_train.training import records
 from tests.conftest import Run, write_images
 
 Train = Callable[..., Run]
@@ -75,30 +81,53 @@ def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) 
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000003.pt", "best.pt"}
 
 
-def test_a_full_disk_ends_no_run_and_loses_no_record(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = AppendFile._write, [0]
+@pytest.mark.parametrize("file", ["metrics.jsonl", "train.log", "events", "checkpoints", "summary.json"])
+@pytest.mark.parametrize("until", ["middle", pytest.param("end", marks=pytest.mark.slow)])
+def test_a_full_disk_ends_no_run_and_loses_no_record(
+    train: Train, monkeypatch: pytest.MonkeyPatch, file: str, until: str
+) -> None:
+    """The disk refuses one file, from its third write on: for some writes, or until the run waits at its end."""
+    calls, is_full = [0], [True]
 
-    def refuse_for_a_while(self: AppendFile, data: bytes) -> None:
-        calls[0] += 1
-        if 8 <= calls[0] < 40:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(self, data)
+    def refuse(path: Path) -> None:
+        if file in str(path):
+            calls[0] += 1
+            is_full[0] &= until == "end" or calls[0] < 12
+            if calls[0] >= (1 if file == "summary.json" else 3) and is_full[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(AppendFile, "_write", refuse_for_a_while)
-    done = train("epochs=8")
-    assert done.exit_code == 0 and [record["step"] for record in done.records("train")] == list(range(1, 25))
-    assert (done.folder / "train.log").read_text().count("Epoch:") == 24
-    assert calls[0] > 40
+    def refusing(original: Callable[..., None], path_of: Callable[..., Path]) -> Callable[..., None]:
+        def write(*arguments: Any) -> None:
+            refuse(path_of(*arguments))
+            original(*arguments)
+
+        return write
+
+    def free_space(_: float) -> None:
+        is_full[0] = False
+
+    monkeypatch.setattr(AppendFile, "_write", refusing(AppendFile._write, lambda self, _: self.path))
+    monkeypatch.setattr(checkpoint_store, "write", refusing(checkpoint_store.write, lambda path, _: path))
+    monkeypatch.setattr(records, "write_json", lambda path, *rest, **named: [refuse(path), write_json(path, *rest)])
+    monkeypatch.setattr(files.time, "sleep", free_space)
+    done = train("epochs=8", "tensorboard=true", "checkpoint.every_steps=1")
+    assert done.exit_code == 0 and done.summary["status"] == "completed" and calls[0] >= 2
+    assert [record["step"] for record in done.records("train")] == list(range(1, 25))
+    events = EventAccumulator(str(done.folder)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 25))
+    assert done.checkpoint()["progress"]["step"] == 24
+    best = max(done.records("val"), key=lambda record: (record["top1"], -record["step"]))["step"]
+    assert torch.load(done.folder / "checkpoints" / "best.pt", weights_only=True)["progress"]["step"] == best
+    if (file, until) != ("train.log", "end"):  # nothing waits for it: the console has its lines
+        assert (done.folder / "train.log").read_text().count("Epoch:") == 24
 
 
 def test_a_full_disk_at_the_last_save_is_named(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from cl_train.system import checkpoint_store
-    from cl_train.system.checkpoint_file import CheckpointError
-
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint_store, "write", refuse)
+    monkeypatch.setattr(files, "RETRY_S", 0.01)
     with pytest.raises(CheckpointError, match=r"No space left[\s\S]*resume=auto"):
         train(folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -61,7 +61,7 @@ def test_the_comparison_of_a_sweep_writes_the_table(tmp_path: Path) -> None:
     (tmp_path / "sweep" / "sweep.json").touch()
     for folder, has_table in ((tmp_path / "sweep" / "job", False), (tmp_path / "run", True)):
         folder.mkdir()
-        Tracker(folder, tensorboard=True, resumed_step=0).write_summary({"steps": 1}, {"model": "resnet18"})
+        Tracker(folder, tensorboard=True, resumed_step=0).finish({"steps": 1}, {"model": "resnet18"})
         events = EventAccumulator(str(folder)).Reload()
         assert ("_hparams_/session_start_info" in events.summary_metadata) == has_table
 
