@@ -2,8 +2,7 @@
 
     python -m benchmarks.loader_peers data.root=/datasets/imagenet data.workers=8 out=results/loader-peers.json
 
-Runs what is installed, set up as each project's documentation does. Also measures the collate alone against a copy of
-the same bytes.
+Runs what is installed, set up as each project's documentation does.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -33,7 +30,6 @@ from cl_train.comparison.loader_speed import (
 )
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.validation import settings_from_arguments
-from cl_train.data.collate import channels_last_collate
 from cl_train.data.folder import read_folder
 from cl_train.system.files import write_json
 
@@ -52,7 +48,7 @@ def main(words: list[str]) -> int:
         except Exception as error:  # another project's installation: the other pipelines are still worth measuring
             missing[name] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
     result = measure(pipelines, settings)
-    result |= {"missing": missing, "collate_to_memcpy": collate_to_memcpy(settings.batch_size, settings.image_size)}
+    result["missing"] = missing
     print(table(result))
     if settings.out:
         write_json(Path(settings.out), result)
@@ -127,21 +123,6 @@ PEERS: dict[str, tuple[str, Callable[[Load], Pipeline]]] = {
     "timm": ("timm", timm),
     "DALI on the CPU": ("nvidia.dali", dali),
 }
-
-
-def collate_to_memcpy(batch_size: int, size: int, rounds: int = 30) -> float:
-    """Rate of `channels_last_collate` on uint8 images / rate of one copy of the same bytes."""
-    images = [torch.randint(0, 256, (size, size, 3), dtype=torch.uint8).permute(2, 0, 1) for _ in range(batch_size)]
-    samples = [(image, 0) for image in images]
-    source = torch.stack([image.permute(1, 2, 0) for image in images])
-    ratios = []
-    for _ in range(rounds):
-        started_at = time.perf_counter()
-        channels_last_collate(samples)
-        middle = time.perf_counter()
-        source.clone()
-        ratios.append((time.perf_counter() - middle) / (middle - started_at))
-    return round(median(ratios), 2)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
-    more = ["settings: cl-train COMMAND --help", 'tab completion in bash: eval "$(cl-train completion)"']
-    return "\n".join(["usage: cl-train COMMAND [key=value ...]", "", *lines, "", *more])
+    commands = COMMANDS | {"completion": 'tab completion in bash: eval "$(cl-train completion)"'}
+    lines = [f"  {name:<18}{meaning}" for name, meaning in commands.items()]
+    return "\n".join(["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "settings: cl-train COMMAND --help"])
 
 
 def help_page(name: str, command: Any) -> str:

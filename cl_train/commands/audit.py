@@ -2,7 +2,7 @@
 
     cl-train audit model=shufflenet_v2_x1_0                      every loss with its module and line of code
     cl-train audit model=my_package.my_model:build out=audit.json
-    cl-train audit model=my_package.my_model:segment output=mask   a model that returns a dict
+    cl-train audit model=my_package.my_model:segment output_entry=mask   a model that returns a dict
     cl-train audit model=resnext50_32x4d compile=true            also: which graphs inductor lays out by itself
 
 Exit codes: 0 done, 2 wrong usage or a model that does not run.
@@ -45,7 +45,9 @@ class AuditSettings:
     frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     input_channels: int = setting(3, "channels of the images", minimum=1)
     num_classes: int = setting(1000, "number of classes", minimum=2)
-    output: str | None = setting(None, "the entry of the model's output to use: a dict's key, an attribute or an index")
+    output_entry: str | None = setting(
+        None, "which entry of the model's output is used: a dict's key, an attribute or an index"
+    )
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
@@ -64,11 +66,7 @@ def main(words: list[str]) -> int:
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
         report = audit_model(settings)
         print(report)
-        lost = report.totals["lost"]
-        print(
-            f"\n{settings.model}: "
-            + (f"channels_last lost in operator calls: {lost}" if lost else "channels_last kept")
-        )
+        print(f"\n{report.summary()}")
     if settings.json:
         print(json.dumps(report.to_dict()))
     return 0
@@ -87,6 +85,8 @@ def audit_model(settings: AuditSettings) -> LayoutReport:
 
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision, device)
+    if precision.reason:
+        print(f"precision: {precision.name} ({precision.reason})")
     torch.manual_seed(0)
     model = models.build_model(
         settings.model, num_classes=settings.num_classes, weights=settings.weights, image_size=settings.image_size
@@ -99,7 +99,7 @@ def audit_model(settings: AuditSettings) -> LayoutReport:
         model,
         images,
         precision=precision,
-        output=settings.output,
+        output=settings.output_entry,
         backward=settings.backward,
         measure=settings.measure,
         name=settings.model,
@@ -130,7 +130,7 @@ def _loss(settings: AuditSettings, model: nn.Module, images: torch.Tensor, preci
     from cl_train.step.precision import autocast
 
     with autocast(precision, images.device):
-        return mean_square(output_tensors(model(images), settings.output))
+        return mean_square(output_tensors(model(images), settings.output_entry))
 
 
 def _check_training_path(

@@ -31,7 +31,7 @@ class ConvertSettings:
     input: list[int] = setting([2, 3, 224, 224], "shape of the random images for the comparison", minimum=1)
     entry: str | None = setting(None, "which entry of a checkpoint holds the weights, such as model_ema")
     prefix: str | None = setting(None, "take only the names with this prefix, such as backbone., and remove it")
-    output: str | None = setting(None, "which entry of the model's output is compared: a dict's key or an index")
+    output_entry: str | None = setting(None, "which entry of the model's output is compared: a dict's key or an index")
     trust: bool = setting(False, "load a TorchScript or exported program, which runs the code in the file")
 
 
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
         input_shape=tuple(settings.input),
         entry=settings.entry,
         prefix=settings.prefix,
-        output=settings.output,
+        output=settings.output_entry,
         trust=settings.trust,
     )
     print(result)

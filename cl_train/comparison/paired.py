@@ -169,7 +169,6 @@ def benchmark_layouts(
     target_ci: float = 0.02,
     time_limit_s: float = 60.0,
     min_rounds: int = MIN_ROUNDS,
-    block_s: float = BLOCK_S,
 ) -> Comparison:
     """As `compare_layouts`, for a given workload and any layouts; the first is the baseline of all ratios."""
     batch_size = workload.batch_size
@@ -177,7 +176,7 @@ def benchmark_layouts(
         try:
             with measurement_state(workload):
                 timed = [TimedModel(model, layout, replace(workload, batch_size=batch_size)) for layout in layouts]
-                return _compare(timed, target_ci, time_limit_s, min_rounds, block_s, workload.batch_size)
+                return _compare(timed, target_ci, time_limit_s, min_rounds, workload.batch_size)
         except ConfigError:
             raise
         except Exception as error:  # whatever a user's model raises
@@ -212,9 +211,9 @@ def measurement_state(workload: Workload) -> Iterator[None]:
 
 
 def _compare(
-    timed: list[TimedModel], target_ci: float, time_limit_s: float, min_rounds: int, block_s: float, requested: int
+    timed: list[TimedModel], target_ci: float, time_limit_s: float, min_rounds: int, requested: int
 ) -> Comparison:
-    steps = max(1, min(100, round(block_s / max(model.warm_up() for model in timed))))
+    steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
     load = MachineLoad()
     # The median step of a block: an interruption on a shared machine is not the layout's.
     blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]

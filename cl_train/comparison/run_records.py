@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from cl_train.config.schema import ConfigError
+from cl_train.config.validation import flatten
 
 # Fields of summary.json and the settings that they report.
 _SETTING_OF = {name: name for name in ("model", "precision", "compile", "seed", "epochs")}
@@ -96,16 +97,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if re.search(r"[:\-\[,]\s*\*\w", text):  # aliases can expand without limit, and no run writes any
         raise ValueError("config.yaml has aliases")
     settings = yaml.safe_load(text) or {}
-    flat = _flat(settings) if isinstance(settings, dict) else {"\n": settings}
+    flat = dict(flatten(settings)) if isinstance(settings, dict) else {"\n": settings}
     if not all(f"{key}{value}".isprintable() for key, value in flat.items()):
         raise ValueError("config.yaml has no settings, or one with control characters")
-    return flat
-
-
-def _flat(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

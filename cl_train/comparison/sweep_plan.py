@@ -13,6 +13,7 @@ from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import settings_from_arguments
+from cl_train.data.sample import PATTERNS, SampleSpec
 from cl_train.system.files import write_json
 from cl_train.system.run_folder import safe_name
 
@@ -129,7 +130,8 @@ def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> 
 
 def _most_windows(cfg: Config, nproc: int) -> int:
     """How many windows after warm-up a run has at most; the number of images is known of some data sets only."""
-    images = {"synthetic": cfg.data.synthetic_images, "sample": 1100}.get(cfg.data.name)
+    sample_images = len(PATTERNS) * SampleSpec.train_per_class
+    images = {"synthetic": cfg.data.synthetic_images, "sample": sample_images}.get(cfg.data.name)
     step_images = max(1, cfg.batch_size) * cfg.accumulate_steps * nproc
     epoch_steps = images // step_images if images else cfg.max_steps or 10**9
     last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)

@@ -14,7 +14,7 @@ from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.data.batch import Batch
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import to_memory_format
-from cl_train.memory_format.model_call import call_model, output_tensors
+from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.models.copies import copy_model
 from cl_train.step.cuda_graph import CudaRecorder, GraphedCall, HostRecorder, make_capturable
 from cl_train.step.optim import build_optimizer
@@ -123,7 +123,10 @@ class TimedModel:
         else:
             with autocast(workload.precision, workload.device):
                 output = call_model(self.model, self.inputs)
-                scalar = workload.loss(output) if workload.loss else mean_square(output, workload.output)
+                if workload.loss:
+                    scalar = workload.loss(output)
+                else:
+                    scalar = mean_square(output_tensors(output, workload.output))
             self._parts.scaler.scale(scalar).backward()
             update_weights(self._parts)
 
@@ -180,12 +183,6 @@ def place_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, mem
         return to_memory_format(placed, memory_format) if placed.dim() in (4, 5) else placed
 
     return tree_map(place, batch)
-
-
-def mean_square(output: Any, key: str | None) -> torch.Tensor:
-    """A loss for any output, whose gradient has the output's layout (that of a mean is contiguous)."""
-    tensors = output_tensors(output, key)
-    return torch.stack([tensor.abs().float().square().sum() / max(1, tensor.numel()) for tensor in tensors]).sum()
 
 
 def _step_parts(model: nn.Module, workload: Workload) -> StepParts:

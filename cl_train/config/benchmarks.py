@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cl_train.config.schema import DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, setting
+from cl_train.config.schema import DEVICES, MODEL_HELP, OPTIMIZERS, PRECISION_HELP, PRECISIONS, setting
 
 
 @dataclass
@@ -25,7 +25,7 @@ class BenchmarkSettings:
         "the first is what the others are compared with; channels_last_conv converts convolutions only",
         choices=("contiguous", "channels_last", "channels_last_conv"),
     )
-    optimizer: str = setting("sgd", "optimizer of the training step", choices=("sgd", "adamw", "rmsprop"))
+    optimizer: str = setting("sgd", "optimizer of the training step", choices=OPTIMIZERS)
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     target_ci: float = setting(0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0)
     time_limit_s: float = setting(60.0, "seconds per combination, without warm-up and compilation", above=0)

@@ -26,7 +26,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
 from cl_train.config.validation import load, setting_fields, show, suggest, suggest_key, to_mapping
 
 GROUPS = ("data", "augment", "optim", "schedule", "experiment")
@@ -88,7 +88,8 @@ class Words:
                     raise ConfigError(f"{option} {value}: the options are --cfg job and -sc install=bash")
             else:
                 key = option.lstrip("-").replace("-", "_")
-                hint = f"; settings have no dashes: {key}=..." if key in setting_fields(Config) else ""
+                known = typed_keys()
+                hint = f"; settings have no dashes: {key}=..." if key in known else suggest_key(key, known)
                 raise ConfigError(f"no option {option}{hint} (there are -m, --help, --cfg job and -sc install=bash)")
         if found.multirun and found.for_hydra:
             raise ConfigError("-m cannot be combined with --cfg or -sc")
@@ -150,14 +151,20 @@ def _override_problems(override: Override, multirun: bool) -> list[str]:
         return [f"{word}: several values need multirun, python train.py -m ..."]
     if key in GROUPS:
         return _choice_problems(key, override)
-    known = setting_fields(Config)
-    if key not in known:
-        return [f"unknown setting '{key}'{suggest_key(key, [*known, *GROUPS])}"]
+    if key in CHOSEN_BY_GROUP:
+        return [f"{word}: write {word.replace('.name', '', 1)}, which also loads the defaults of that choice"]
+    if key not in setting_fields(Config):
+        return [f"unknown setting '{key}'{suggest_key(key, typed_keys())}"]
     if override.is_add() and not override.is_force_add():
         return [f"{word}: the setting exists, so leave out the '+'"]
     if key == "resume" and override.value() in ("", None) and word.endswith("="):
         return ["resume= is empty: give a checkpoint file, a run folder or auto, or leave it out"]
     return []
+
+
+def typed_keys() -> list[str]:
+    """What can stand before the `=` of a word."""
+    return [*GROUPS, *(key for key in setting_fields(Config) if key not in CHOSEN_BY_GROUP)]
 
 
 def _hydra_problems(override: Override) -> list[str]:

@@ -7,7 +7,7 @@ import textwrap
 import typing
 from collections.abc import Mapping
 
-from cl_train.config.schema import Config
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config
 from cl_train.config.validation import Setting, kind_of, setting_fields, show
 
 _KEY_WIDTH = 34
@@ -31,7 +31,8 @@ def train_help(usage: str, doc: str, groups: Mapping[str, list[str]]) -> str:
     pages = ["groups of settings, one file each (conf/<group>/<choice>.yaml)\n" + "\n".join(choices)]
     rows: dict[str, list[str]] = {}
     for setting in setting_fields(Config).values():
-        rows.setdefault(setting.key.rpartition(".")[0], []).append(_row(setting))
+        if setting.key not in CHOSEN_BY_GROUP:
+            rows.setdefault(setting.key.rpartition(".")[0], []).append(_row(setting))
     hints = typing.get_type_hints(Config)
     for group, lines in rows.items():
         title = f"{group}: {hints[group].__doc__}" if group else "settings"

@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any, Literal
 
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
-MEMORY_FORMATS = ("channels_last", "contiguous")
+OPTIMIZERS = ("sgd", "adamw", "rmsprop")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CONVERSIONS = ("full", "conv", "select")
 DEVICES = ("auto", "cpu", "cuda")
 MODEL_HELP = "a torchvision model, timm/<name>, or your own package.module:function"
 PRECISION_HELP = "precision of the step; auto = fp16 on CUDA from capability 7.0, bf16 on a CPU that has it, else fp32"
+CHOSEN_BY_GROUP = ("data.name", "optim.name", "schedule.name")  # users write optim=adamw, which loads its defaults too
 AUTO_BATCH_SIZE = 0  # batch_size=auto, until `batch_size.settle_batch_size` has found the number
 
 
@@ -81,7 +82,12 @@ class DataConfig:
         None, "use this share of the training images for validation", above=0, maximum=0.9
     )
     extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "of image files; also .webp, .bmp, .tif, .tiff")
-    image_size: int = setting(224, "side of the training crop, pixels", minimum=8, maximum=4096)
+    image_size: int = setting(
+        224,
+        "side of the training crop, pixels; data=sample (train.py's default) and imagenette set 128",
+        minimum=8,
+        maximum=4096,
+    )
     val_resize: int | None = setting(
         None, "validation: short side before the centre crop, pixels; null = 256/224 of image_size", minimum=8
     )
@@ -123,7 +129,7 @@ class AugmentConfig:
 class OptimConfig:
     """The optimizer."""
 
-    name: str = setting("sgd", "the optimizer", choices=("sgd", "adamw", "rmsprop"))
+    name: str = setting("sgd", "the optimizer", choices=OPTIMIZERS)
     lr: float = loss_setting(0.1, "learning rate for a global batch of `reference_batch_size`", above=0)
     reference_batch_size: int = loss_setting(256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0)
     momentum: float = loss_setting(0.9, "SGD and RMSprop: momentum", minimum=0, maximum=1)

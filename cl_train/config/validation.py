@@ -93,7 +93,7 @@ def from_mapping(schema: type[T], values: Mapping[str, Any]) -> T:
     """
     known = setting_fields(schema)
     problems, checked = [], {}
-    for key, value in _flatten(values, known):
+    for key, value in flatten(values, known):
         if key not in known:
             few = f" (there are {', '.join(known)})" if len(known) <= 12 else ""
             problems.append(f"unknown setting '{key}'{suggest_key(key, known) or few}")
@@ -107,11 +107,14 @@ def from_mapping(schema: type[T], values: Mapping[str, Any]) -> T:
     return _build(schema, checked)
 
 
-def _flatten(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(
+    values: Mapping[Any, Any], known: Mapping[str, Any] | None = None, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested settings by their full keys; a mapping whose key is `known` is a leaf."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in known:
-            yield from _flatten(value, known, f"{key}.")
+        if isinstance(value, Mapping) and key not in (known or ()):
+            yield from flatten(value, known, f"{key}.")
         else:
             yield key, value
 
@@ -180,7 +183,7 @@ def _check_range(value: Any, limits: Mapping[str, Any]) -> None:
 
 
 def kind_of(setting: Setting) -> str:
-    """What may be written: `whole number >= 1 or auto`, `fp32|fp16`, `[a,b,...] of number`."""
+    """What may be written: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
     limits = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
     base = typing.get_args(setting.base_type)[0] if setting.is_list else setting.base_type
@@ -190,13 +193,15 @@ def kind_of(setting: Setting) -> str:
     else:
         signs = ((">=", "minimum"), (">", "above"), ("<=", "maximum"))
         kind += "".join(f" {sign} {limits[name]:.10g}" for sign, name in signs if limits[name] is not None)
-    return " or ".join([f"[a,b,...] of {kind}" if setting.is_list else kind, *(limits["words"] or {})])
+    return " or ".join([f"list of {kind}" if setting.is_list else kind, *(limits["words"] or {})])
 
 
 def show(value: Any) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(show, value))}]"
+    if isinstance(value, float):
+        return f"{value:.10g}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -283,7 +288,6 @@ RENAMED = {
     "memory_format": "channels_last=",
     "models": "model=",
     "no_speed": "speed=false",
-    "output": "out=",
     "parity": "parity=true model=",
     "seconds": "time_limit_s=",
     "timeout": "model_time_limit_s=",
@@ -302,8 +306,13 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     for word in arguments:
         key, equals, text = word.partition("=")
         name = key.lstrip("-").replace("-", "_")
-        if not equals or name != key or (key not in known and key in RENAMED):
-            problems.append(f"{word}: write {f'{name}=' if name in known else RENAMED.get(name, 'key=value')}")
+        new_name = f"{name}=" if name in known else RENAMED.get(name, "")
+        if not {part.rstrip("=") for part in re.findall(r"\w+=", new_name)} <= known.keys():
+            new_name = ""
+        if not equals or name != key or (key not in known and new_name):
+            problems.append(f"{word}: write {new_name or f'key=value{suggest_key(name, known)}'}")
+        elif word == "channels_last=auto" and key in known:
+            problems.append(f"{word}: only train measures which layout is faster; write true or false")
         elif key == "json" and key in known and text not in ("true", "false"):
             problems.append(f"{word}: must be true or false; the file is given as out={text}")
         elif key in known and known[key].is_list and not text.startswith("["):

@@ -14,7 +14,7 @@ import numpy as np
 from cl_train.config.schema import ConfigError
 from cl_train.data import folder_index
 from cl_train.data.decode import FORMATS, read_file
-from cl_train.data.source import ImageSource, Indices
+from cl_train.data.source import ImageSource, Indices, listed
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
@@ -128,7 +128,7 @@ def _split_folders(root: Path, layout: FolderLayout) -> tuple[Path, Path]:
     if val is not None and train.is_dir():
         return train, val
     missing = ["'train'"] * (not train.is_dir()) + [" or ".join(f"'{name}'" for name in val_names)] * (val is None)
-    found = _shown(sorted(entry.name for entry in os.scandir(root)))
+    found = listed(sorted(entry.name for entry in os.scandir(root)))
     raise ConfigError(
         f"data.root '{root}' has no folder {' and no folder '.join(missing)}. Found: {found}. Classes without a split:"
         " data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
@@ -145,11 +145,11 @@ def _check_classes(classes: list[str], train: Path, val: Path) -> None:
             files = sorted(entry.name for entry in os.scandir(folder))
             flat = any(file.startswith("ILSVRC2012_val_") for file in files)
             advice = "; cl-train prepare_imagenet sorts the validation images into classes" if flat else ""
-            raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {_shown(files)}{advice}")
+            raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {listed(files)}{advice}")
     val_classes = _class_names(val)
     if classes != val_classes:
         only = ((train, set(classes) - set(val_classes)), (val, set(val_classes) - set(classes)))
-        parts = [f"only in {folder.name}: {_shown(sorted(names))}" for folder, names in only if names]
+        parts = [f"only in {folder.name}: {listed(sorted(names))}" for folder, names in only if names]
         raise ConfigError(f"'{train}' and '{val}' have different classes; {'; '.join(parts)}")
 
 
@@ -164,7 +164,7 @@ def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
     if empty := [name for name, files in zip(classes, listing.files, strict=True) if len(files) < least]:
         what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(layout.extensions)})"
         raise ConfigError(
-            f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {_shown(empty)}. {listing.note()}"
+            f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {listing.note()}"
         )
     return listing
 
@@ -200,8 +200,3 @@ def _pack_names(files: list[list[bytes]]) -> folder_index.PackedSplit:
     starts = np.cumsum([0, *map(len, names)], dtype=np.int64)
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
     return b"".join(names), starts, labels
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more if names else "nothing"

@@ -18,7 +18,6 @@ import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +28,7 @@ import numpy as np
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage
-from cl_train.data.source import ImageSource, Indices
+from cl_train.data.source import ImageSource, Indices, listed
 from cl_train.data.tar import open_tar, read_member, regular_files
 from cl_train.system.files import cache_folder
 from cl_train.system.process_pool import map_in_processes
@@ -173,7 +172,7 @@ def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     paths = expand_braces(root) if explicit else sorted(glob.glob(os.path.join(glob.escape(root), "*.tar")))
     absent = [path for path in paths if not os.path.isfile(path)]
     if absent:
-        raise ConfigError(f"data.root={root}: {len(absent)} of {len(paths)} shards do not exist: {_shown(absent)}")
+        raise ConfigError(f"data.root={root}: {len(absent)} of {len(paths)} shards do not exist: {listed(absent)}")
     found: dict[str, list[str]] = {"train": [], "val": [], "": []}
     for path in paths:
         match = _SPLIT_NAME.fullmatch(os.path.basename(path))
@@ -181,7 +180,7 @@ def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     others = found.pop("")
     problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name, files in found.items() if not files]
     _raise_all(problems + ([] if explicit else _gaps(found["train"] + found["val"])))
-    notes = (f"{len(others)} tar files are neither train nor val shards: {_shown(others)}",) if others else ()
+    notes = (f"{len(others)} tar files are neither train nor val shards: {listed(others)}",) if others else ()
     return found, notes
 
 
@@ -192,7 +191,7 @@ def _gaps(paths: list[str]) -> list[str]:
         if match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path):
             series.setdefault((match[1], match[3]), set()).add(int(match[2]))
     return [
-        f"{start}N{end}: shards are missing, N = {_shown(lost)}"
+        f"{start}N{end}: shards are missing, N = {listed(lost)}"
         for (start, end), numbers in series.items()
         if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers))
     ]
@@ -243,7 +242,7 @@ def index_shard(path: str, by_folder: bool) -> _Content:
         odd = [f"'{key}' has no {'label' if key in images else 'image'}" for key in images.keys() ^ labels.keys()]
         if odd or not images:
             raise ConfigError(
-                f"{path}: {f'{len(odd)} incomplete samples: {_shown(sorted(odd))}' if odd else 'no samples'}"
+                f"{path}: {f'{len(odd)} incomplete samples: {listed(sorted(odd))}' if odd else 'no samples'}"
             )
     except ConfigError as error:
         content.problems += error.problems
@@ -309,10 +308,10 @@ def _check(train: ShardSplit, contents: list[_Content], manifest: Path | None) -
         classes = [str(label) for label in sorted({label for _, label in pairs})]
         wrong = []
     if wrong:
-        problems.append(f"{len(wrong)} labels contradict the names of the samples: {_shown(wrong)}")
+        problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
     counts = np.bincount(train.labels, minlength=max(len(classes), *(label + 1 for _, label in pairs)))
     if empty := np.flatnonzero(counts == 0).tolist():
-        problems.append(f"no training image has label {_shown(empty)}; labels start at 0")
+        problems.append(f"no training image has label {listed(empty)}; labels start at 0")
     _raise_all(problems)
     return tuple(classes)
 
@@ -336,8 +335,3 @@ def _raise_all(problems: list[str]) -> None:
     if problems:
         more = [f"... and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
         raise ConfigError(problems[:_SHOWN] + more)
-
-
-def _shown(items: Sequence[object]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(map(str, items[:_SHOWN])) + more

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+_NAMED = 5  # in a message; a folder can hold a thousand
 Indices = npt.NDArray[np.int64]
 
 
@@ -53,3 +55,9 @@ class ImageSource:
     fingerprint: str
     train_shards: tuple[Indices, ...] | None = None
     notes: tuple[str, ...] = ()
+
+
+def listed(names: Sequence[object]) -> str:
+    """For messages: the first few, and the number of the others."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(map(str, names[:_NAMED])) + more if names else "nothing"

@@ -119,6 +119,16 @@ class LayoutReport:
             lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
         return lines
 
+    def summary(self) -> str:
+        """The outcome in one sentence."""
+        kept, lost, restored = (_count(self.of(outcome)) for outcome in OUTCOMES[:3])
+        number = kept + lost + restored
+        if not number:
+            return f"{self.model}: no operator call has channels_last tensors"
+        text = f"loses channels_last in {lost} of {number}" if lost else f"keeps channels_last in all {number}"
+        cost = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" if lost or restored else ""
+        return f"{self.model} {text} operator calls{cost}"
+
     def _sum(self, calls: list[Call], what: str) -> str:
         """The number of calls, their share of the bytes, and the first two lines of code with a module each."""
         places = {call.source or "no Python line": call.module or "(top)" for call in reversed(calls)}

@@ -45,7 +45,7 @@ class ConversionReport:
         lines = [
             f"{name_of(self.memory_format)} ({self.mode}): {len(self.changed)} tensors changed "
             f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} "
-            f"left unchanged; {len(self.ambiguous)} are ambiguous (one channel, or 1x1)"
+            f"left unchanged; {len(self.ambiguous)} of all have both formats at once (one channel, or 1x1)"
         ]
         for reason in dict.fromkeys(self.left.values()):
             names = [name for name, why in self.left.items() if why == reason]

@@ -11,30 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from cl_train.step.precision import VOLTA
+
 MEASURE = "measure: channels_last=auto"
-VOLTA = (7, 0)  # the first GPUs with tensor cores
 
 _UTILITY = "torch.nn.utils.convert_conv2d_weight_memory_format"  # its docstring is the source
 
 
-def known_issues(
-    model: nn.Module,
-    *,
-    device: torch.device | str,
-    precision_name: str,
-    compute_capability: tuple[int, int] | None = None,
-) -> list[str]:
+def known_issues(model: nn.Module, *, device: torch.device | str, precision_name: str) -> list[str]:
     """Reasons to doubt that channels_last is faster here, one line each; empty if none is known. The model is not run.
 
     Args:
         precision_name: a resolved name, never "auto" (see `precision.resolve_precision`).
-        compute_capability: of the CUDA device; None: read from `device`.
     """
     device = torch.device(device)
-    if compute_capability is None and device.type == "cuda" and torch.cuda.is_available():
-        compute_capability = torch.cuda.get_device_capability(device)
-    reasons = _model_issues(model, device)
-    reasons += _device_issues(device, precision_name, compute_capability)
+    reasons = _model_issues(model, device) + _device_issues(device, precision_name)
     return [f"{reason}; {MEASURE}" for reason in reasons]
 
 
@@ -90,7 +81,7 @@ def _computes_its_weight(module: nn.Module) -> bool:
     return is_standardised or nn.utils.parametrize.is_parametrized(module) or hasattr(module, "weight_g")
 
 
-def _device_issues(device: torch.device, precision_name: str, compute_capability: tuple[int, int] | None) -> list[str]:
+def _device_issues(device: torch.device, precision_name: str) -> list[str]:
     if device.type == "mps":
         return ["MPS had wrong or crashing channels_last backward passes (pytorch/pytorch#141009, #143196)"]
     if torch.version.hip:
@@ -98,10 +89,12 @@ def _device_issues(device: torch.device, precision_name: str, compute_capability
             "ROCm needs PYTORCH_MIOPEN_SUGGEST_NHWC=1 for channels_last kernels, and is slower with them on some GPUs "
             "(pytorch/pytorch#63617, #170947)"
         ]
-    if compute_capability is not None and compute_capability < VOLTA:
-        major, minor = compute_capability
+    if device.type != "cuda":
+        return []
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < VOLTA:
         return [f"compute capability {major}.{minor} is below 7.0 and has no tensor cores ({_UTILITY})"]
-    if compute_capability is not None and precision_name == "fp32":
+    if precision_name == "fp32":
         return [
             "fp32 does not use tensor cores, and was slower in channels_last on V100; fp16, bf16 and tf32 do "
             "(pytorch/pytorch#44943)"

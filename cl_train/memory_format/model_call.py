@@ -40,7 +40,8 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
         what = f"its entry {key!r}" if key is not None else "its output"
         raise ConfigError(
             f"the model returned a {type(output).__name__} and {what} holds no floating-point tensor to differentiate: "
-            "select an entry that does with output=KEY, pass a loss of your own, or run forward only (backward=false)"
+            "select an entry that does with output=KEY (command line: output_entry=KEY), pass a loss of your own, or "
+            "run forward only (backward=false)"
         )
     return tensors
 

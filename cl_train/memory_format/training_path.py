@@ -39,7 +39,9 @@ def compare_strides(
     }
     counts = Counter(found.values())
     real = [name for name, match in found.items() if match == "real"]
-    detail = f"{counts['equal']} equal, {counts['spurious']} spurious (size-1 dimensions only), {counts['real']} real"
+    detail = f"{counts['real']} mismatches in {len(found)} tensors"
+    if counts["spurious"]:
+        detail += f", and {counts['spurious']} in size-1 dimensions only, which cost nothing"
     if real:
         return LayoutCheck(what, "lost", f"{detail}: {', '.join(real[:3])}{' ...' if len(real) > 3 else ''}")
     return LayoutCheck(what, "ambiguous" if counts["spurious"] else "kept", detail)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-VOLTA = (7, 0)
+VOLTA = (7, 0)  # compute capability of the first GPUs with tensor cores
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
+from cl_train.config.validation import flatten
 from cl_train.data.batch import Batch
 from cl_train.step.ema import EMA
 from cl_train.step.precision import MasterWeights, full_precision_state, trainable_parameters
@@ -173,7 +174,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             [f"resume: {problem}" for problem in problems]
             + ["resume needs the same model, data and global batch; weights=<checkpoint> starts from its weights alone"]
         )
-    before, now = _flat(saved.get("config") or {}), _flat(current.get("config") or {})
+    before, now = dict(flatten(saved.get("config") or {})), dict(flatten(current.get("config") or {}))
     ignored = {"resume", "resume_sweep", "overwrite"}
     return _differences(saved, current, _MAY_DIFFER) + _differences(before, now, sorted({*before, *now} - ignored))
 
@@ -184,13 +185,6 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterab
         for key in keys
         if before.get(key) != now.get(key)
     ]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,7 @@ import pytest
 from cl_train.cli import main
 from cl_train.commands import COMMANDS
 from cl_train.completion import candidates
-from cl_train.config.help import describe
+from cl_train.config.help import describe, train_help
 from cl_train.config.schema import Config, ConfigError, setting
 from cl_train.config.validation import is_setting, setting_fields, settings_from_arguments
 
@@ -38,8 +38,10 @@ def test_a_key_can_differ_from_the_name_of_its_field() -> None:
 
 
 OLD = [
-    ("--output=x", "out="),
-    ("output=x", "out="),
+    ("--output=x", "did you mean out"),
+    ("output=x", "did you mean out"),
+    ("by=x", "unknown setting"),
+    ("--ouut=x", "did you mean out"),
     ("seconds=3", "time_limit_s="),
     ("--deep", "deep="),
     ("root=/x", "data.root"),
@@ -75,6 +77,18 @@ def test_help_states_name_default_meaning_type_and_range() -> None:
         assert part in text
 
 
+def test_help_hides_what_a_group_sets_and_rounds() -> None:
+    text = train_help("", "", {})
+    assert "  optim.name=" not in text and "optim.lr=0.1" in text and "augment.crop_ratio_max=1.333333333 " in text
+
+
+def test_audit_and_convert_measure_no_layouts() -> None:
+    for name in ("AuditSettings", "ConvertSettings"):
+        command = importlib.import_module(f"cl_train.commands.{name.removesuffix('Settings').lower()}")
+        with pytest.raises(ConfigError, match="channels_last=auto: only train"):
+            settings_from_arguments(getattr(command, name), ["channels_last=auto"])
+
+
 def test_the_same_key_has_the_same_type_in_every_command() -> None:
     lists = {"model", "precision", "batch_size", "compile", "cuda_graph", "data.workers"}  # of these some take several
     known = setting_fields(Config)
@@ -92,6 +106,7 @@ def test_the_same_key_has_the_same_type_in_every_command() -> None:
         ("cl-train train channels_last=", ["true", "false", "auto"]),
         ("cl-train train -m model=x data.dec", ["data.decoder="]),
         ("cl-train train optim=a", ["adamw"]),
+        ("cl-train train optim.na", []),
         ("cl-train train -m precision=fp32,b", ["fp32,bf16"]),
         ("cl-train convert channels_last=f", ["false"]),
         ("cl-train nothing a", []),

@@ -25,7 +25,12 @@ from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.precision import resolve_precision
 
 CPU = torch.device("cpu")
-QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.2, "min_rounds": 2, "block_s": 0.0}
+QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.2, "min_rounds": 2}
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
 
 
 def network() -> nn.Module:

@@ -140,7 +140,7 @@ def test_ones_own_model_has_no_named_weights() -> None:
         check_model("tests.networks:small", "DEFAULT")
 
 
-@pytest.mark.parametrize("name", [":small", ".networks:small", "tests.does_not_parse:small"])
+@pytest.mark.parametrize("name", [":small", ".networks:small", "tests.raises_on_import:small"])
 def test_modules_that_cannot_be_imported_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot import"):
         check_model(name)
