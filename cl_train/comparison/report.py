@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -242,23 +242,31 @@ def _table(pairs: Sequence[Pair]) -> list[str]:
     """One row per pair; the names of both sides are in the header if they are the same for all."""
     names = {(pair.baseline, pair.candidate) for pair in pairs}
     sides = f": {' / '.join(next(iter(names)))}" if len(names) == 1 else ""
-    columns = ["", f"images/s{sides}", "ratio [95 %]", "runs per side", "verdict", "loss gap"]
-    columns += ["peak memory GiB", "bottleneck"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for pair, row in zip(pairs, map(_row, pairs), strict=True):
-        low, high = row["ci95"] or (0, 0)
-        cells = [
-            label_of(pair, pairs),
-            f"{_number(row['baseline_images_per_s'], 1)} / {_number(row['candidate_images_per_s'], 1)}",
-            f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]" if pair.is_comparable else "-",
-            str(row["n"]),
-            f"**{pair.verdict.replace('_', ' ')}**",
-            _number(pair.loss_gap, 4),
-            f"{_number(row['baseline_peak_memory_gib'], 2)} / {_number(row['candidate_peak_memory_gib'], 2)}",
-            pair.bottleneck,
-        ]
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    columns: list[tuple[str, Callable[[Pair, dict[str, Any]], str]]] = [
+        ("", lambda pair, row: label_of(pair, pairs)),
+        (f"images/s{sides}", lambda pair, row: _both(row, "images_per_s", 1)),
+        ("ratio [95 %]", lambda pair, row: _ratio(pair)),
+        ("runs per side", lambda pair, row: str(row["n"])),
+        ("verdict", lambda pair, row: f"**{pair.verdict.replace('_', ' ')}**"),
+        ("loss gap", lambda pair, row: _number(pair.loss_gap, 4)),
+        ("peak memory GiB", lambda pair, row: _both(row, "peak_memory_gib", 2)),
+        ("bottleneck", lambda pair, row: pair.bottleneck),
+    ]
+    lines = [f"| {' | '.join(title for title, _ in columns)} |", "|---" * len(columns) + "|"]
+    for pair in pairs:
+        row = _row(pair)
+        lines.append(f"| {' | '.join(_cell(text(pair, row)) for _, text in columns)} |")
     return [*lines, ""]
+
+
+def _both(row: Mapping[str, Any], name: str, digits: int) -> str:
+    return " / ".join(_number(row[f"{side}_{name}"], digits) for side in ("baseline", "candidate"))
+
+
+def _ratio(pair: Pair) -> str:
+    if not pair.is_comparable or pair.interval is None:
+        return "-"
+    return f"{pair.interval.ratio:.3f} [{pair.interval.low:.3f}, {pair.interval.high:.3f}]"
 
 
 def _equal_for_all(pairs: Sequence[Pair]) -> list[str]:

@@ -1,6 +1,6 @@
 """WebDataset tar shards: every image is indexed once, then read at random, as from a folder.
 
-`*-train-*.tar` and `*-val*.tar` (or `validation`, `valid`), with members `KEY.jpg|.jpeg|.png` and `KEY.cls` (the label
+`*-train-*.tar` and `*-val-*.tar` (or `validation`, `valid`), with members `KEY.jpg|.jpeg|.png` and `KEY.cls` (the label
 as a number) or `KEY.json` (`{"label": 0}`). Images are sorted by label and key, so that shards made from a folder give
 the same images in the same order as the folder. The order of the members in a shard does not matter.
 

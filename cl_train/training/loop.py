@@ -139,7 +139,7 @@ def train(cfg: Config, folder: Path) -> int:
             elif not run.stop:
                 close_epoch(run, averages, save_now=bool(save_now))
         bar.close()
-        return finish(run, cfg)
+        return finish(run, evaluate_only=cfg.evaluate_only)
 
 
 @contextmanager
@@ -300,7 +300,7 @@ def advise_on_waiting(run: Run, averages: EpochAverages) -> None:
 # --- at the end -------------------------------------------------------------------------------------------------------
 
 
-def finish(run: Run, cfg: Config) -> int:
+def finish(run: Run, *, evaluate_only: bool) -> int:
     """Wait for the last checkpoint, write the summary, and return the exit code.
 
     Raises:
@@ -315,9 +315,9 @@ def finish(run: Run, cfg: Config) -> int:
         "others_pct": run.load.others_pct(),
         "skipped_images": skipped_images,
     }
-    if not (run.last_window or cfg.evaluate_only):  # the run had ended before: its results stay
+    if not (run.last_window or evaluate_only):  # the run had ended before: its results stay
         run.summary |= results_of_records(run.folder / "metrics.jsonl")
-    if cfg.data.name == "synthetic":  # without a loader the computation alone is measured
+    if run.summary["data"] == "synthetic":  # without a loader the computation alone is measured
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
     run.tracker.finish(run.summary, hparams_of(run.summary, run.plan.batch_size, run.plan.lr))
     log.info("%s", closing_line(run.summary, run.folder))
