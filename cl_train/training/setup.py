@@ -1,7 +1,7 @@
 """From the configuration to a run that is ready for its first step.
 
-The configuration is taken apart here, in `build.py` (the model) and in `batch_size.py` (batch_size=auto): what they call
-in other rooms than config gets plain values or its own part, never the whole `Config`.
+The configuration is taken apart here, in `build.py` (the model) and in `batch_size.py` (batch_size=auto): what they
+call in other rooms than config gets plain values or its own part, never the whole `Config`.
 """
 
 from __future__ import annotations
