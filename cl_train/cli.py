@@ -1,7 +1,7 @@
 """`cl-train <command> key=value ...`: finds the command and turns expected errors into a message and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. A console that cannot be written to (a
-closed pipe, a full disk) does not end a command: it goes on without one.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. A command continues if
+its output stream cannot be written (a closed pipe, a full disk).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cl_train.config.validation import stop_with, suggest
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command that `words` name (the process's arguments by default); returns the exit code."""
+    """Run the command that the arguments `words` name (default: sys.argv); returns the exit code."""
     _protect_console()
     name, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
     try:
@@ -63,7 +63,7 @@ def help_page(name: str, command: Any) -> str:
 
 
 class _Console:
-    """A text stream that drops what can no longer be written."""
+    """A text stream that discards output that can no longer be written."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -82,7 +82,7 @@ class _Console:
             self._drop()
 
     def _drop(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # also for what is buffered, and for children
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # also for buffers and children
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -91,7 +91,7 @@ class _Console:
 def _protect_console() -> None:
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is None:  # closed: the next file that is opened would get its number, and the console's text
+        if stream is None:  # closed: the next opened file would reuse file descriptor 1 or 2
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             stream = os.fdopen(descriptor, "w")
         if not isinstance(stream, _Console):

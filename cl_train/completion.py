@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """What can stand in the place of the last word of `line`; of key=value only the value, as bash expects."""
+    """Completions of the last word of `line`; for key=value only the value, as bash expects."""
     *before, word = line.split(" ")
     before = [part for part in before if part]
     if len(before) < 2:
@@ -59,7 +59,7 @@ def _values(setting: Setting) -> list[str]:
 
 
 def model_names() -> list[str]:
-    """torchvision's models, kept in a file per version, because asking torchvision takes seconds."""
+    """torchvision's models, cached in a file per version, because importing torchvision takes seconds."""
     path = cache_folder() / f"models-torchvision-{version('torchvision')}.txt"
     if not path.is_file():
         from cl_train.models import registry

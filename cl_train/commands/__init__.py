@@ -1,8 +1,8 @@
-"""The commands of `cl-train`: one short file each, which reads settings, calls the rooms below and prints the result.
+"""The commands of `cl-train`: one short file each, which reads settings, calls other packages and prints the result.
 
 Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then examples), USAGE and
-SETTINGS. Rooms below are imported inside functions, so that --help and wrong words need no torch. May import every
-other room. Read `convert.py` first.
+SETTINGS. Other packages are imported inside functions, so that --help and invalid arguments do not import torch. May
+import every other package. Read `convert.py` first.
 """
 
 COMMANDS = {

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from cl_train.config.schema import CONVERSIONS, DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 
-if TYPE_CHECKING:  # torch is imported only once the settings are right
+if TYPE_CHECKING:  # torch is imported only after the settings have been checked
     import torch
     from torch import nn
 
@@ -37,9 +37,9 @@ class AuditSettings:
     model: str = setting("resnet18", MODEL_HELP)
     weights: str | None = setting(None, "pretrained weights by name, or a file of weights")
     channels_last: bool = setting(True, "convert the model to channels_last")
-    conversion: str = setting("full", "which tensors are converted", choices=(*CONVERSIONS, "none"))
+    conversion: str = setting("full", "which tensors to convert", choices=(*CONVERSIONS, "none"))
     select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
-    input_channels_last: bool = setting(True, "false: hand the model contiguous images")
+    input_channels_last: bool = setting(True, "false: use contiguous input images")
     batch_size: int = setting(2, "images per batch", minimum=1)
     image_size: int = setting(224, "height and width of the images, pixels", minimum=8, key="data.image_size")
     frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)

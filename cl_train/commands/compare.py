@@ -1,12 +1,13 @@
 """Compare finished runs and say which layout is faster, or why that cannot be said.
 
-    cl-train compare multirun/2026-11-20_12-00-00              the report of a sweep, again
+    cl-train compare multirun/2026-11-20_12-00-00              recreate the report of a sweep
     cl-train compare outputs/A outputs/B                       two runs
     cl-train compare A1 B1 B2 A2                               repeats, paired in the order in which they ran
     cl-train compare multirun/SWEEP compare_by=precision       the same runs by another setting
     cl-train compare parity=true model=resnet50                do both layouts of a model compute the same?
 
-Writes comparison.md, .csv and .json. With folders and parity=true, pairs of a model that fails are not comparable.
+Writes comparison.md, .csv and .json. With folders and parity=true, pairs of a model that fails the check are not
+comparable.
 Exit codes: 0 done, 1 the layouts compute different results, 2 wrong usage.
 """
 

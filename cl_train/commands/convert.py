@@ -5,7 +5,7 @@
     cl-train convert outputs/RUN/checkpoints/best.pt out=resnet50.safetensors    the weights of a checkpoint
     cl-train convert scripted.pt out=scripted-nhwc.pt input=8,3,224,224 trust=true   TorchScript
     cl-train convert program.pt2 out=program-nhwc.pt2 trust=true                 an exported program
-    cl-train convert a.pth out=b.pth channels_last=false                         and back
+    cl-train convert a.pth out=b.pth channels_last=false                         convert back to contiguous
 
 trust=true loads a program, which runs its code: use it only for files whose source you trust.
 Exit codes: 0 converted and outputs equal; 1 not converted, or outputs not compared or different; 2 wrong usage or an

@@ -7,7 +7,7 @@
     cl-train prepare_imagenet shards data.root=/datasets/imagenet out=/datasets/imagenet-wds
     cl-train prepare_imagenet parquet data.root=/datasets/imagenet-1k/data out=/datasets/imagenet
 
-After an interruption the same command continues.
+After an interruption, run the same command again to continue.
 Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusable input, 130 interrupted.
 """
 
@@ -66,7 +66,7 @@ class ShardsSettings:
     workers: int | None = setting(None, WORKERS, minimum=1, key="data.workers")
     out: str = setting("", "folder for the shards", required=True)
     images_per_shard: int = setting(1000, "images in each shard", minimum=1)
-    seed: int = setting(0, "of the order in which images are dealt to shards", minimum=0)
+    seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
 
 
 @dataclass
@@ -150,14 +150,14 @@ SETTINGS = {f"{name}: {schema.__doc__}": schema for name, (schema, _) in TASKS.i
 def main(words: list[str]) -> int:
     name = words[0] if words else ""
     if name not in TASKS:
-        raise ConfigError(f"the first word must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
+        raise ConfigError(f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
     schema, task = TASKS[name]
     settings: Any = settings_from_arguments(schema, words[1:])
     try:
         return task(settings)
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died
-        print(f"failed: {error}. The same command continues", file=sys.stderr)
+        print(f"failed: {error}. Run the same command again to continue", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted. The same command continues", file=sys.stderr)
+        print("\ninterrupted. Run the same command again to continue", file=sys.stderr)
         return 130

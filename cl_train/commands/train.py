@@ -47,7 +47,7 @@ def train(raw: DictConfig) -> None:
         code = run(load(raw), run_folder())
         ignore_stop_signals()
         sys.exit(code)
-    except ConfigError as error:  # here, because Hydra would print a traceback
+    except ConfigError as error:  # caught here, because Hydra would print a traceback
         stop_with(error)
 
 
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     try:
         runs = check_command_line(words)
         with ExitStack() as claim:
-            if runs:  # none for --cfg and tab completion, which must not wait for torch
+            if runs:  # no runs for --cfg and tab completion, which must not import torch
                 launch = read_launch()
                 from cl_train.training import loop
 
@@ -69,10 +69,10 @@ def main(words: list[str]) -> int:
                     from cl_train.comparison.sweep import run_sweep
 
                     return run_sweep(words)
-                folder = Path()  # rank 0 alone makes a run folder; each rank would give it another time in its name
+                folder = Path()  # only rank 0 creates a run folder: ranks would generate different timestamps
                 if launch is None or launch.rank == 0:
                     folder = hydra_folder(Words.read(words).overrides, "run")
-                    # Before Hydra writes into it: a refused run must not change the files of another one.
+                    # Before Hydra writes into the folder: a refused run must not change the files of another one.
                     claim.enter_context(claimed_folder(folder, resume=runs[0].resume, overwrite=runs[0].overwrite))
                 words = [*words, f"hydra.run.dir={quoted(folder)}"]
             sys.argv = ["train.py", *words]  # Hydra reads it

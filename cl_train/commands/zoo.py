@@ -6,7 +6,7 @@
     cl-train zoo model=timm                  ten families of timm
     cl-train zoo 'model=resnet*,timm/convnext_atto' device=cuda precision=fp16 batch_size=256
 
-Writes zoo-<precision>-<device>-torch<version>.json and .md after each model; the same command continues.
+Writes zoo-<precision>-<device>-torch<version>.json and .md after each model. Run the same command again to continue.
 Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage.
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from cl_train.config.schema import DEVICES, PRECISION_HELP, PRECISIONS, ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, suggest
 
-if TYPE_CHECKING:  # torch is imported only once the settings are right
+if TYPE_CHECKING:  # torch is imported only after the settings have been checked
     from cl_train.comparison.zoo import ZooOptions
 
 
@@ -41,7 +41,7 @@ class ZooSettings:
     )
     speed: bool = setting(True, "time both layouts")
     time_limit_s: float = setting(20.0, "seconds for each timing", above=0)
-    model_time_limit_s: float = setting(900.0, "seconds after which a model is given up", above=0)
+    model_time_limit_s: float = setting(900.0, "timeout per model, seconds", above=0)
     out: str = setting("results", "folder for the tables")
 
 
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
     table = zoo.open_table(path, asdict(options), environment)
     missing = [name for name in names if not zoo.is_done(table, name)]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, which ends the child
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs `finally`, which ends the child
     for name in missing:
         row = {"model": name, **measure_in_child(name, options, settings.model_time_limit_s)}
         zoo.add_row(path, table, row)
@@ -78,7 +78,7 @@ def main(words: list[str]) -> int:
 
 
 def table_name(settings: ZooSettings, device: str, precision: str) -> str:
-    """For instance "zoo-bf16-cpu-torch2.15"; groups other than the tutorial's are named, and tables without speeds."""
+    """For instance "zoo-bf16-cpu-torch2.15"; names the group if it is not the tutorial's, and `speed=false`."""
     import torch
 
     from cl_train.comparison import zoo
@@ -115,7 +115,7 @@ def chosen_models(words: Sequence[str]) -> list[str]:
 
 
 def measure_in_child(name: str, options: ZooOptions, time_limit_s: float) -> dict[str, Any]:
-    """The row of a model from a process of its own: a crash, or a lack of memory, is that model's error."""
+    """The row of a model, measured in its own process: a crash or lack of memory is recorded as that model's error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cl_train.comparison.zoo"])  # importing torch takes longer than most models
     receiver, sender = context.Pipe(duplex=False)

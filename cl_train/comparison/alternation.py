@@ -20,12 +20,12 @@ from cl_train.comparison.statistics import Interval, interval_of_rounds
 
 log = logging.getLogger(__name__)
 
-MIN_ROUNDS = 8  # with fewer, an interval that is narrow by luck ends the measurement too soon
+MIN_ROUNDS = 8  # with fewer, an interval that is narrow by chance ends the measurement too soon
 
 
 @dataclass(frozen=True)
 class Alternation:
-    """Timed blocks of the variants that ran to the end: all, or those left when memory ran out."""
+    """Timed blocks of the variants that were measured to the end; variants dropped for lack of memory are missing."""
 
     blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
     seconds: float
@@ -51,9 +51,9 @@ def alternate(
     time_limit_s: float = 60.0,
     min_rounds: int = MIN_ROUNDS,
 ) -> Alternation:
-    """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or the time is over.
+    """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or time runs out.
 
-    When a block runs out of memory, the last of more than two variants is dropped and the others go on; with two
+    When a block runs out of memory, the last of more than two variants is dropped and the others continue; with two
     variants the error is raised.
 
     Args:
@@ -92,12 +92,12 @@ def _speed_ratios(times: Sequence[Sequence[float]]) -> list[Interval]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has an exception for it; the CPU's allocator raises a RuntimeError."""
+    """Whether memory ran out: CUDA has its own exception, the CPU's allocator raises a RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def release_memory(device: torch.device) -> None:
-    """Return what nothing refers to any more to the device. Waits for the device."""
+    """Free unreferenced memory on the device. Waits for the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

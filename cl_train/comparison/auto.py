@@ -1,7 +1,8 @@
-"""`channels_last=auto`: measure the layouts on the run's own model, batch and precision, take the fastest, remember it.
+"""`channels_last=auto`: measure the layouts on the run's own model, batch and precision, use the fastest, and
+cache the choice.
 
-The choice is kept in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one small JSON file per combination of everything that
-could change the answer, so the next run of the same kind starts at once.
+The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one small JSON file per combination of everything that
+could change it, so that the next run with the same settings does not measure again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
 CPU_BATCH = 8  # images at most in an eager step on a CPU, so that enough steps fit into the time limit
-NOISY_WIDTH = 0.2  # of a ratio's interval: without a difference, one this wide is no measurement
+NOISY_WIDTH = 0.2  # of a ratio's interval: without a significant difference, a wider one is inconclusive
 _FORMAT_VERSION = 2
 
 
@@ -44,7 +45,7 @@ class Choice:
     reason: str
     seconds: float
     cached: bool = False
-    conclusive: bool = True  # False: the machine was too busy to tell, and the next run measures again
+    conclusive: bool = True  # False: the measurement was too noisy, and the next run measures again
 
     @property
     def channels_last(self) -> bool:
@@ -73,16 +74,16 @@ def choose_memory_format(
     """Measure contiguous, channels_last, and channels_last for convolution weights only; choose the fastest.
 
     Contiguous unless another layout is faster beyond noise. Call it with the model built, loaded and on its device,
-    before it is converted, wrapped or compiled. `model`, its BatchNorm statistics and all random generators stay as
-    they are: copies are measured. A model that cannot be measured (no memory for copies) gives contiguous, with the
-    reason.
+    before it is converted, wrapped or compiled. Copies are measured: `model`, its BatchNorm statistics and all random
+    generators are unchanged. For a model that cannot be measured (no memory for copies) the choice is contiguous,
+    with the reason.
 
     Args:
         batch_size: images per device and step; eager on a CPU at most 8 are measured.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
         precision: auto, fp32, tf32, bf16, fp16 or fp16_o2.
         device: default: where the model is.
-        compile: measure compiled copies; compiling each layout comes on top of the time limit.
+        compile: measure compiled copies; the time limit does not include compilation.
         cuda_graph: measure the step as a replayed CUDA graph.
         optimizer: sgd, adamw or rmsprop.
         time_limit_s: for warm-up and measurement of an eager model.
@@ -141,9 +142,9 @@ def _measure(model: nn.Module, workload: Workload, time_limit_s: float) -> Choic
 
 
 def _layouts(model: nn.Module, workload: Workload) -> list[Layout]:
-    """Converting convolution weights only is a layout of its own where other tensors have four dimensions too.
+    """Whether converting convolution weights only is a separate layout: other tensors have four dimensions too.
 
-    Not for compiled models: each layout more is another compilation, and the compiler moves tensors itself.
+    Not for compiled models: each additional layout is another compilation, and the compiler moves tensors itself.
     """
     full, conv = (convert(copy_model(model, "meta"), mode) for mode in ("full", "conv"))
     is_same = set(full.changed) == set(conv.changed)
@@ -163,7 +164,7 @@ def _reason(done: Comparison, batch_size: int) -> str:
 
 
 def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
-    """Everything that could change which layout is faster. Shapes stand for code that changed under the same name."""
+    """Everything that could change which layout is faster. Shapes detect changed model code."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     versions = describe_environment(workload.device)
     return {
@@ -194,7 +195,7 @@ def _read(path: Path, key: dict[str, Any]) -> Choice | None:
 
 
 def _write(path: Path, key: dict[str, Any], choice: Choice) -> None:
-    """A cache that cannot be written costs time, not the run."""
+    """Store the choice; a cache that cannot be written must not fail the run."""
     kept = {name: getattr(choice, name) for name in ("channels_last", "conversion", "reason", "seconds")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ def write_chart(pairs: Sequence[Pair], labels: Sequence[str], path: Path) -> boo
 
 
 def _title(pairs: Sequence[Pair], baseline: str, candidate: str) -> str:
-    """Both sides, and the model, precision and device where all pairs have the same."""
+    """Names of both sides, and the model, precision and device if they are the same for all pairs."""
     equal: list[str] = []
     for name in ("model", "precision", "device_name"):
         values = {str(pair.held_equal.get(name)) for pair in pairs}
@@ -68,7 +68,7 @@ def _title(pairs: Sequence[Pair], baseline: str, candidate: str) -> str:
 
 
 def _limits(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """1 and all ratios; an interval that reaches beyond half or twice its ratio is cut at the edge."""
+    """1 and all ratios; an interval that extends beyond half or twice its ratio is clipped."""
     shown = [pair.interval for pair in pairs if pair.interval and pair.is_comparable]
     low = min([0.8, *(max(interval.low, interval.ratio / 2) for interval in shown)])
     high = max([1.25, *(min(interval.high, interval.ratio * 2) for interval in shown)])

@@ -50,7 +50,7 @@ def write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str,
 
 
 def _list_first(folder: Path) -> None:
-    """TensorBoard lists and colours runs by the time of their first event: the sides shall come before the jobs."""
+    """TensorBoard orders and colours runs by the time of their first event; list the sides before the jobs."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -60,7 +60,7 @@ def _list_first(folder: Path) -> None:
 
 
 def _speed_bands(runs: Sequence[Run]) -> Iterator[tuple[int, list[float]]]:
-    """Per window the speeds of all runs, with two neighbours to either side."""
+    """Per window the speeds of all runs, with the two windows before and after it."""
     for index, step in enumerate(runs[0].steps):
         yield step, [speed for run in runs for speed in run.images_per_s[max(0, index - 2) : index + 3]]
 

@@ -1,9 +1,9 @@
 """The same random numbers for every memory format, dtype and device: what a comparison of random models needs.
 
-`torch.rand_like(x)` fills memory in storage order, so one seed gives a channels_last tensor other logical values than a
-contiguous one. Here every random operator of the forward and backward pass is computed on contiguous float64 copies of
-its arguments on the CPU, seeded by the number of the call, and the results are copied into the tensors that the model
-gets.
+`torch.rand_like(x)` fills memory in storage order, so the same seed gives a channels_last tensor and a contiguous one
+different logical values. Here every random operator of the forward and backward pass is computed on contiguous float64
+copies of its arguments on the CPU, seeded by the number of the call, and the results are copied into the tensors that
+the model receives.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 class EqualRandomness(TorchDispatchMode):
     """While active, random operators draw the same logical values in the same order of calls.
 
-    Fused attention with dropout is the exception: it is seeded, and its kernels draw by themselves. The generators of
-    Python and numpy are seeded once, at the start.
+    Fused attention with dropout is the exception: it is seeded, and its kernels generate their own random
+    numbers. The generators of Python and numpy are seeded once, at the start.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,7 +46,7 @@ class EqualRandomness(TorchDispatchMode):
         drawn_kwargs = {name: value for name, value in drawn_kwargs.items() if name not in _ELSEWHERE}
         if "device" in kwargs:
             drawn_kwargs["device"] = CPU
-        result = func(*args, **kwargs)  # in the right layout, dtype and place; its values are replaced below
+        result = func(*args, **kwargs)  # has the right layout, dtype and device; its values are replaced below
         torch.manual_seed(self.seed)
         drawn = func(*drawn_args, **drawn_kwargs)
         for index, argument in enumerate(func._schema.arguments[: len(args)]):

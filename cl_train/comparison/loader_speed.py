@@ -66,7 +66,7 @@ def benchmark(settings: LoaderBenchmarkSettings) -> dict[str, Any]:
         ConfigError: no such folder, or fewer images than one batch.
     """
     loads = loads_of(settings)
-    own = [ours(load) for load in loads]  # refuses a folder that is none
+    own = [ours(load) for load in loads]  # raises ConfigError for a missing folder
     result = measure([torchvision_reference(loads[-1]), *own], settings)
     rows = [row for row in result["rows"] if row["pipeline"] == "cl_train"]
     per_core = max(row["images_per_s"] / min(result["cores"], row["workers"]) for row in rows)
@@ -109,14 +109,14 @@ def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) ->
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result in words, the answer last."""
+    """The result as text; the last line is the conclusion."""
     lines = [f"{'pipeline':30} workers     images/s       ratio"]
     for row in result["rows"]:
         lines.append(f"{row['pipeline']:30} {row['workers']:7} {row['images_per_s']:12.0f} {row['ratio']:10.2f}x")
     if "cores_needed" in result:
         answer = "enough" if result["cores_needed"] <= result["cores"] else "too few"
         lines.append(
-            f"{result['images_per_s_needed']:,.0f} images/s need {result['cores_needed']} cores like these; "
+            f"{result['images_per_s_needed']:,.0f} images/s need {result['cores_needed']} such cores; "
             f"this machine has {result['cores']}: {answer}"
         )
     return "\n".join(lines)
@@ -126,7 +126,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def ours(load: Load, decoder: str = "simplejpeg") -> Pipeline:
-    """uint8 NHWC batches in shared memory, as the training gets them before the copy to the device."""
+    """uint8 NHWC batches in shared memory, as training receives them before the copy to the device."""
     cfg = DataConfig(
         name="folder", root=str(load.root), image_size=load.image_size, workers=load.workers, decoder=decoder
     )

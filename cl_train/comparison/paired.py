@@ -38,7 +38,7 @@ class LayoutSpeed:
     step_ms: float
     peak_memory_gib: float
     ratio: Interval
-    verdict: str  # faster, slower, no_difference or not_comparable; of the first layout always no_difference
+    verdict: str  # faster, slower, no_difference or not_comparable; always no_difference for the first layout
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Comparison:
     rounds: int
     seconds: float
     stopped_by: str  # "target_ci" or "time_limit"
-    others_pct: float | None = None  # share of the cores that other processes took meanwhile; None = unknown
+    others_pct: float | None = None  # share of the cores that other processes used meanwhile; None = unknown
 
     @property
     def verdict(self) -> str:
-        """Of the last layout against the first."""
+        """Verdict on the last layout against the first."""
         return self.speeds[-1].verdict
 
     @property
@@ -92,9 +92,9 @@ class Comparison:
                 f"{speed.peak_memory_gib:8.2f} GiB{against if index else ''}"
             )
         if self.batch_size != self.batch_size_requested:
-            lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts ran {self.batch_size}")
+            lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts used {self.batch_size}")
         if self.others_pct is not None and self.others_pct >= BUSY_PCT:
-            lines.append(f"  other processes took {self.others_pct:.0f} % of the cores: measure on a quiet machine")
+            lines.append(f"  other processes used {self.others_pct:.0f} % of the cores: measure on a quiet machine")
         return "\n".join(lines)
 
 
@@ -116,13 +116,13 @@ def compare_layouts(
 ) -> Comparison:
     """Measure `model` contiguous and in channels_last, in alternating blocks, with training's own step.
 
-    `model`, its statistics, and all random generators stay as they are: copies are measured. A machine of which other
-    processes take more than 25 % gives the verdict "not_comparable".
+    Copies are measured: `model`, its statistics and all random generators are unchanged. If other processes use more
+    than 25 % of the cores, the verdict is "not_comparable".
 
     Args:
         batch_size: images per step; halved for both layouts when memory runs out.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
-        batch: the model's own input in place of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
+        batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
         loss: scalar of the model's output; default cross-entropy with random labels for logits [N, classes], else the
             mean square of the output.
         output: the part of the output that the default loss uses, such as "out" or "0".
@@ -179,14 +179,14 @@ def benchmark_layouts(
                 return _compare(timed, target_ci, time_limit_s, min_rounds, workload.batch_size)
         except ConfigError:
             raise
-        except Exception as error:  # whatever a user's model raises
+        except Exception as error:  # a user's model may raise any exception
             if not is_out_of_memory(error):
                 raise ConfigError(
                     f"the model cannot be measured: {explain_failure(error)}; if it takes another input, give batch or "
                     "image_size"
                 ) from error
         timed = []
-        release_memory(workload.device)  # here, where the exception no longer refers to tensors
+        release_memory(workload.device)  # outside the except block, where the exception no longer refers to tensors
         if batch_size == 1 or workload.batch is not None:
             raise ConfigError(f"a batch of {batch_size} does not fit into the memory of {workload.device}")
         batch_size //= 2
@@ -196,7 +196,7 @@ def benchmark_layouts(
 def measurement_state(workload: Workload) -> Iterator[None]:
     """Kernel selection as in training; the previous switches and all random generators are restored at the end."""
     if workload.compile:
-        torch._dynamo.reset()  # else the limit on recompilations ends in eager code
+        torch._dynamo.reset()  # else the model runs eagerly once the recompile limit is reached
     autotune = not torch.are_deterministic_algorithms_enabled()
     generators = random.getstate(), np.random.get_state()
     try:
@@ -215,7 +215,7 @@ def _compare(
 ) -> Comparison:
     steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
     load = MachineLoad()
-    # The median step of a block: an interruption on a shared machine is not the layout's.
+    # The median step of a block: interruptions on a shared machine are not caused by the layout.
     blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
     done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s, min_rounds=min_rounds)
     workload, others_pct = timed[0].workload, load.others_pct()

@@ -15,12 +15,12 @@ from cl_train.config.validation import setting_fields
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
-MAX_GAP_H = 12.0  # between the end of one run and the start of the other: a machine changes in the meantime
+MAX_GAP_H = 12.0  # between the end of one run and the start of the other: machine state may change
 
 _FIELDS = setting_fields(Config)
-# Facts of the summary that must be equal, like the settings with affects="speed".
+# Fields of the summary that must be equal, like the settings with affects="speed".
 _FACTS = ("precision", "device", "device_name", "world_size")
-# What necessarily differs as well when runs are compared by a key.
+# Fields that necessarily differ too when runs are compared by a key.
 _DEPENDENT = {
     "channels_last": ("conversion", "select"),
     "conversion": ("select",),
@@ -29,9 +29,9 @@ _DEPENDENT = {
     "nproc": ("world_size", "global_batch_size"),
     "batch_size": ("global_batch_size",),
 }
-# What a run really used, where the setting can be `auto`.
+# Fields with the value that a run used, for settings that can be `auto`.
 _OUTCOME = {"channels_last": "memory_format", "precision": "precision", "device": "device", "nproc": "world_size"}
-# What the report names as held equal.
+# Fields that the report lists as equal.
 _SHOWN = {name: name for name in ("precision", "device", "compile", "batch_size", "world_size", "device_name")}
 _SHOWN |= {"channels_last": "channels_last", "data.name": "data", "data.image_size": "image_size"}
 _SHOWN |= {"data.workers": "workers"}
@@ -58,7 +58,7 @@ class Pair:
 
 
 def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
-    """Pair runs that are equal but for `by`; repeats are paired by their number, else in the order in which they ran.
+    """Pair runs that differ only in `by`; repeats are paired by their number, else in the order in which they ran.
 
     A run without an equal partner is paired with the most similar run of its model that has another value of `by`, so
     that the report can name the differences: such a pair is never comparable.
@@ -77,7 +77,7 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
 
 
 def compare_two(first: Run, second: Run, by: str) -> Pair:
-    """Two runs named by the user are a pair whatever differs; `_baseline_first` decides which is the baseline."""
+    """Two runs named by the user always form a pair; `_baseline_first` decides which is the baseline."""
     baseline, candidate = sorted((first, second), key=lambda run: _baseline_first(str(run.settings.get(by))))
     return compare_pair([baseline], [candidate], by)
 
@@ -85,7 +85,7 @@ def compare_two(first: Run, second: Run, by: str) -> Pair:
 def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "channels_last") -> Pair:
     """The verdict on repeats of one setting against repeats of another.
 
-    A loader-bound pair without a difference is not comparable either, because the loader hides the difference.
+    A loader-bound pair without a difference is not comparable either, because the loader can mask it.
     """
     count = min(len(baseline), len(candidate))
     first, second = list(baseline[:count]), list(candidate[:count])
@@ -118,7 +118,7 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
 
 
 def differences(first: Run, second: Run, by: str) -> list[tuple[str, Any, Any]]:
-    """What differs and affects the speed: (name, value of first, value of second)."""
+    """Differences that affect the speed: (name, value of first, value of second)."""
     one, other = _held_equal(first, by), _held_equal(second, by)
     return [(key, one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)]
 
@@ -168,13 +168,13 @@ def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run],
 
 
 def _baseline_first(value: str) -> tuple[bool, float, str]:
-    """`false` and `fp32` come first, then numbers by size: the baseline is what a reader expects it to be."""
+    """Sort key: `false` and `fp32` first, then numbers by size, so that the usual value is the baseline."""
     is_number = value.replace(".", "", 1).isdecimal()
     return value.lower() not in ("false", "fp32"), float(value) if is_number else 0.0, value
 
 
 def _most_similar(single: Sequence[list[Run]], by: str) -> list[tuple[list[Run], list[Run]]]:
-    """Couples of one model with different values of `by`, each run with the one that differs in the fewest settings."""
+    """Pairs of runs of one model with different `by`: each run with the one that differs in the fewest settings."""
     couples = []
     rest = sorted(single, key=lambda runs: _baseline_first(str(runs[0].settings.get(by))))
     while rest:
@@ -197,7 +197,7 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     return (one, other) if one != other else (f"{one} A", f"{other} B")
 
 
-# --- what a reader must know -----------------------------------------------------------------------------------------
+# --- notes of the report ---------------------------------------------------------------------------------------------
 
 
 def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> list[str]:
@@ -225,10 +225,10 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     if gap_h > MAX_GAP_H:
         obstacles.append(f"the runs lie {gap_h:.0f} hours apart: repeat them on the same day")
     busy = [max((run.others_pct or 0.0) for run in side) for side in (first, second)]
-    on_cpu = baseline.fact("device") == "cpu"  # a GPU's speed suffers less, and equally if both sides are disturbed
+    on_cpu = baseline.fact("device") == "cpu"  # a GPU's speed suffers less; equal load is no problem
     if max(busy) >= TOO_BUSY_PCT and (on_cpu or abs(busy[0] - busy[1]) >= TOO_BUSY_PCT):
         obstacles.append(
-            f"other processes took up to {busy[0]:.0f} % ({names[0]}) and {busy[1]:.0f} % ({names[1]}) of the CPU cores"
+            f"other processes used up to {busy[0]:.0f} % ({names[0]}) and {busy[1]:.0f} % ({names[1]}) of the CPU cores"
         )
     return obstacles
 
@@ -240,14 +240,14 @@ def _gap_h(one: Run, other: Run) -> float:
 
 
 def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> list[str]:
-    """What does not prevent a verdict but helps to read it."""
+    """Notes that do not prevent a verdict but help to interpret it."""
     baseline, candidate = first[0], second[0]
     runs = [*first, *second]
     remarks = []
     one, other = _settings(baseline, "loss"), _settings(candidate, "loss")
     changed = [key for key in one if key != by and one[key] != other.get(key)]
     if changed:
-        remarks.append(f"the loss gap is not caused by {by} alone: {', '.join(changed)} differs as well")
+        remarks.append(f"the loss gap is not caused by {by} only: {', '.join(changed)} differs as well")
     if baseline.settings.get(by) == candidate.settings.get(by):
         remarks.append(f"both sides have the same {by}")
     if by == "channels_last" and baseline.settings.get("compile"):
@@ -256,7 +256,7 @@ def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | 
         remarks.append("how busy the machine was is unknown: summary.json has no others_pct")
     busiest = max(run.others_pct or 0.0 for run in runs)
     if BUSY_PCT <= busiest < TOO_BUSY_PCT:
-        remarks.append(f"other processes took up to {busiest:.0f} % of the CPU cores during the runs")
+        remarks.append(f"other processes used up to {busiest:.0f} % of the CPU cores during the runs")
     stopped = [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]
     if stopped:
         remarks.append(f"interrupted before the end: {', '.join(stopped)}")

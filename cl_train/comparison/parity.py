@@ -3,15 +3,15 @@
 Two questions are asked, because the layouts round differently and are never bit-equal:
 
 1. Does the model's code depend on the layout? Both layouts run in float64, where rounding is 1e-16 of the values: a
-   difference above `EXACT` is no rounding.
+   difference above `FLOAT64_LIMIT` is not caused by rounding.
 2. Do the kernels of the precision under test agree? Both layouts are compared with the float64 run. Channels_last may
-   deviate `TOLERANCE` times as far as contiguous does (its sums run in another order: 8 times the rounding error was
-   measured in sound models), or by `SMALL` or the square root of the dtype's epsilon, or, for gradients, by `KINKS`: an
-   activation that lies within rounding of a kink (ReLU at 0) may fall on the other side. The error of a wrong kernel
-   has the size of the values.
+   deviate by `TOLERANCE` times the deviation of contiguous (its sums run in another order: 8 times the rounding error
+   was measured in correct models), or by `MIN_LIMIT` or the square root of the dtype's epsilon, or, for gradients, by
+   `GRADIENT_LIMIT`: activations near a non-differentiable point (ReLU at 0) may change sign. The error of a wrong
+   kernel is as large as the values.
 
-Gradients that are zero in theory (a bias before BatchNorm) have no size of their own; their errors are relative to the
-typical size of all gradients.
+Gradients that are zero in theory (a bias before BatchNorm) consist of rounding errors only; their errors are relative to
+the typical size of all gradients.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from cl_train.models.copies import copy_model, device_of
 from cl_train.step.precision import Precision, resolve_precision
 from cl_train.system.memory import available_bytes
 
-EXACT = 1e-6
-EXACT_FP32 = 1e-3  # where the model does not run in float64
+FLOAT64_LIMIT = 1e-6
+FLOAT32_LIMIT = 1e-3  # instead of FLOAT64_LIMIT, for a model that does not run in float64
 TOLERANCE = 16.0
-SMALL, KINKS = 0.02, 0.1
-MOST = 0.7  # values in a wrong order deviate by 1.4
-BLIND = 0.25  # contiguous deviates further by rounding alone: nothing can be said about channels_last
-SMALL_IMAGE, BATCH_SIZES = 96, (4, 2)  # layouts agree or differ whatever the size
+MIN_LIMIT, GRADIENT_LIMIT = 0.02, 0.1
+MAX_LIMIT = 0.7  # values in a wrong order deviate by 1.4
+MAX_BASELINE_ERROR = 0.25  # a tensor whose contiguous run deviates more, by rounding, is not checked in this precision
+SMALL_IMAGE, BATCH_SIZES = 96, (4, 2)  # whether layouts agree does not depend on the size
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def check_parity(
 ) -> ParityReport:
     """Compare one training step of `model` in both layouts: module outputs, results, gradients, BatchNorm statistics.
 
-    `model` and all random generators stay as they are: copies run, one at a time. Dropout and other random operators
+    Copies run, one at a time: `model` and all random generators are unchanged. Dropout and other random operators
     draw equal numbers in all runs (see `equal_randomness`).
 
     Args:
         model: fp32, in any layout, on any device.
-        batch: the model's own input in place of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
+        batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
         image_size: side of RGB images in pixels, or the shape of one input. A side above 96 is reduced to 96 where the
             model takes that.
         batch_size: default: 4, or 2 where 4 do not fit into memory.
@@ -152,7 +152,7 @@ def check_parity(
         plain = run_step(task, CONTIGUOUS, resolved)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's model raises
+    except Exception as error:  # a user's model may raise any exception
         raise ConfigError(
             f"the model does not run on a batch {described}: {explain_failure(error)}; give another batch or image_size"
         ) from error
@@ -161,11 +161,11 @@ def check_parity(
 
 def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Precision, batch: str) -> ParityReport:
     report = partial(ParityReport, precision=precision.name, batch=batch)
-    fp32, exact_dtype, exact, note = Precision("fp32"), torch.float64, EXACT, ""
+    fp32, exact_dtype, exact, note = Precision("fp32"), torch.float64, FLOAT64_LIMIT, ""
     try:
         reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
     except Exception as error:  # a model that creates or expects fp32 tensors
-        exact_dtype, exact = torch.float32, EXACT_FP32
+        exact_dtype, exact = torch.float32, FLOAT32_LIMIT
         note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
         reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
     try:
@@ -181,9 +181,9 @@ def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Preci
             why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
             return report(None, note=why)
     dtype = torch.float16 if precision.name == "tf32" else precision.input_dtype
-    floor = max(SMALL, math.sqrt(torch.finfo(dtype).eps))
+    floor = max(MIN_LIMIT, math.sqrt(torch.finfo(dtype).eps))
     more = _compare(reference, plain, rounded, lambda kind, error: _limit(kind, error, floor), precision.name)
-    visible = [check for check in more if check.contiguous_error <= BLIND]
+    visible = [check for check in more if check.contiguous_error <= MAX_BASELINE_ERROR]
     if len(visible) < len(more):
         hidden = len(more) - len(visible)
         note = f"{hidden} of {len(more)} tensors were compared in float64 only: {precision.name} rounds too far"
@@ -198,7 +198,7 @@ def _badness(check: Check) -> float:
 
 
 def _limit(kind: str, contiguous_error: float, floor: float) -> float:
-    return min(MOST, max(TOLERANCE * contiguous_error, floor, KINKS if kind == "gradients" else 0.0))
+    return min(MAX_LIMIT, max(TOLERANCE * contiguous_error, floor, GRADIENT_LIMIT if kind == "gradients" else 0.0))
 
 
 def _compare(
@@ -232,7 +232,7 @@ def _sizes(tensors: list[tuple[str, torch.Tensor]], kind: str) -> list[float]:
 
 
 def _distance(tensor: torch.Tensor, truth: torch.Tensor, size: float) -> float:
-    """L2 distance / size; infinite where shapes differ or one alone is not finite."""
+    """L2 distance / size; infinite if the shapes differ or only one is not finite."""
     if tensor.shape != truth.shape:
         return math.inf
     if torch.equal(tensor, truth) or (tensor.isnan() & truth.isnan() | (tensor == truth)).all():
@@ -242,13 +242,13 @@ def _distance(tensor: torch.Tensor, truth: torch.Tensor, size: float) -> float:
 
 
 def _first_divergence(check: Check, model: nn.Module) -> str:
-    """The module to look at. Where a module's *input* differs first, it is the code of its parent."""
+    """The module to look at: if a module's *input* differs first, the code of its parent."""
     kind, _, name = check.what.partition(" of ")
     if kind == "output":
         return _described(name, model)
     if kind == "input":
         parent = name.rpartition(".")[0]
-        return f"{_described(parent or 'the model', model)}, in its own forward, before it calls {name}"
+        return f"{_described(parent or 'the model', model)}, in the forward code before submodule {name} is called"
     if kind == "gradient":
         return f"{_described(name.rpartition('.')[0] or 'the model', model)}, in backward (its forward agrees)"
     if kind == "statistics":
@@ -269,7 +269,7 @@ def fitting_shape(
 ) -> tuple[int, ...]:
     """The smallest images that the model takes, in a batch that fits into memory: [N, C, H, W] or as `image_size` says.
 
-    Tried on shapes alone: transformers take one size only, and Inception's auxiliary head has a smallest one.
+    Only shapes are computed: transformers take one size only, and Inception's auxiliary head has a minimum size.
 
     Raises:
         ConfigError: the step needs more memory than there is.
@@ -310,7 +310,7 @@ def _saved_bytes(shapes_only: nn.Module, shape: tuple[int, ...]) -> int | None:
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = shapes_only(torch.empty(shape, device="meta", dtype=dtype))
-    except Exception:  # whatever a model raises where the size is not its own, or that reads values
+    except Exception:  # a model may raise any exception for a wrong image size, or because it reads values
         return None
     del output
     return sum(saved.values())

@@ -20,12 +20,12 @@ from cl_train.comparison.timed_model import Layout, LossFunction, model_in_layou
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.step.precision import Precision, autocast, kernel_selection
 
-MOST_ELEMENTS = 2**16  # recorded per tensor: bounds the memory; wrong layouts are wrong in nearly every element
+MOST_ELEMENTS = 2**16  # recorded per tensor, to bound memory; a wrong layout changes nearly every element
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every run of a parity check does alike."""
+    """The settings that all runs of a parity check share."""
 
     model: nn.Module
     batch: Any
@@ -97,7 +97,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
-    """A loss for outputs of any shape: fixed random weights, so that every element has a gradient of its own."""
+    """A loss for outputs of any shape: fixed random weights, so that the gradients of the elements differ."""
     terms = [torch.zeros(())]
     for tensor in results:
         values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
@@ -131,7 +131,7 @@ def _watched(model: nn.Module, record: Record, called: list[str]) -> Iterator[No
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and name:
-            continue  # its modules are called from TorchScript, where there are no hooks
+            continue  # its modules are called from TorchScript, which does not run hooks
         handles.append(module.register_forward_pre_hook(partial(before, name or "the model"), with_kwargs=True))
         handles.append(module.register_forward_hook(partial(after, name or "the model")))
     try:

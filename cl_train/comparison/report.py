@@ -156,14 +156,14 @@ def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
         low, high = row["ci95"] or (None, None)
         cells = {name: value for name, value in row.items() if name != "ci95"}
         flat.append(cells | {"ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
-    names = dict.fromkeys(name for row in flat for name in row)  # rows hold different settings equal
+    names = dict.fromkeys(name for row in flat for name in row)  # the rows have different settings in common
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(names) or ["verdict"])
         writer.writeheader()
         writer.writerows(flat)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- sentences --------------------------------------------------------------------------------------------------------
 
 
 def verdict_sentence(report: Report) -> str:
@@ -171,7 +171,7 @@ def verdict_sentence(report: Report) -> str:
     pairs, failed = report.pairs, len(report.failed)
     after = f" {failed} job{'s' if failed > 1 else ''} failed." if failed else ""
     if not pairs:
-        return f"Nothing to compare: no two runs differ in {report.by} alone.{after}"
+        return f"Nothing to compare: no two runs differ only in {report.by}.{after}"
     if len(pairs) == 1:
         return f"{_pair_sentence(pairs[0])}{after}"
     parts = []
@@ -209,7 +209,7 @@ def _members(chosen: Sequence[Pair], pairs: Sequence[Pair]) -> str:
 
 
 def label_of(pair: Pair, pairs: Sequence[Pair]) -> str:
-    """The model, and whatever else differs between the pairs."""
+    """The model, and the settings that differ between the pairs."""
     common = [key for key in pair.held_equal if all(key in other.held_equal for other in pairs)]
     varying = [key for key in common if key != "model" and len({str(p.held_equal[key]) for p in pairs}) > 1]
     parts = [str(pair.held_equal["model"]), *(f"{key}={pair.held_equal[key]}" for key in varying)]

@@ -39,12 +39,12 @@ class Run:
     repeat: int | None = None  # number of the repeat in a sweep
 
     def fact(self, name: str) -> Any:
-        """What the summary reports (`precision=auto` became bf16), else the setting."""
+        """The value in the summary (`precision=auto` became bf16), else the setting."""
         return self.summary.get(name, self.settings.get(name))
 
     @property
     def others_pct(self) -> float | None:
-        """Share of the machine that other processes took during the run, percent; None = unknown."""
+        """Share of the machine that other processes used during the run, percent; None = unknown."""
         return self.summary.get("others_pct")
 
 
@@ -183,7 +183,7 @@ def _check(document: Any, rules: Rules, where: str, required: Sequence[str] = ()
 
 
 def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """A run that failed or was killed, and facts that contradict the settings."""
+    """A run that failed or was killed, and records that contradict the settings."""
     if not summary:
         return ["no summary.json: the run was killed or has not ended"]
     status = summary.get("status")

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Two equal models in one process differ by where their memory lies, so a ratio this close to 1 counts as no difference,
-# however narrow its interval is.
+# The speeds of two equal models in one process differ because of memory placement, so a ratio this close to 1 counts as
+# no difference, however narrow its interval is.
 SMALLEST_DIFFERENCE = 0.01
 
 # Prior of `interval_of_runs`: the standard deviation of log speed between processes that run the same command on a
@@ -113,7 +113,7 @@ def _segment_variance(windows: Sequence[float]) -> float:
 
 
 def verdict_of(interval: Interval) -> str:
-    """`faster`, `slower` or `no_difference`, of the candidate."""
+    """`faster`, `slower` or `no_difference`, for the candidate."""
     if interval.low > 1 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
         return "faster"
     if interval.high < 1 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:

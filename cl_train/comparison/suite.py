@@ -47,7 +47,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
         described["image_size"] = workload.input_shape[-1]
         try:
             result = {**described, **_measure(name, workload, settings)}
-        except Exception as error:  # whatever a model raises: the results of the others stay
+        except Exception as error:  # a model may raise any exception: keep the results of the others
             why = str(error) if isinstance(error, ConfigError) else explain_failure(error)
             result = {**described, "error": why, "text": f"  failed: {why}", "pairs": []}
         results.append(result)

@@ -37,7 +37,7 @@ _ERROR_LINE = re.compile(
 
 
 class Stopped(Exception):
-    """A signal asked the sweep to end."""
+    """A signal requested the end of the sweep."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -78,7 +78,7 @@ def run_sweep(arguments: Sequence[str], program: Sequence[str] = ("-m", "cl_trai
 
 
 def _run_jobs(sweep: Sweep, program: Sequence[str]) -> None:
-    """Run the pending jobs. Raises `Stopped` after a signal; the job that was running has ended then."""
+    """Run the pending jobs. Raises `Stopped` after a signal; the running job has ended by then."""
     waiting = [job for job in sweep.jobs if job.status == "pending"]
     print(f"sweep of {len(sweep.jobs)} jobs, {len(waiting)} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
     started_at = time.monotonic()
@@ -128,7 +128,7 @@ def _run_job(job: Job, sweep: Sweep, program: Sequence[str], title: str) -> None
     """Run one job to its end, and record its status, exit code (-n for signal n) and the reason of a failure.
 
     It has its own process group, because Ctrl-C in a terminal must reach it once, from here. It is stopped when this
-    process is killed: a job must not go on unwatched.
+    process is killed: a job must not outlive the sweep.
     """
     folder = sweep.folder / job.name
     if folder.exists() and not job.is_started:
@@ -198,7 +198,7 @@ def _end(process: subprocess.Popen[bytes], signum: int) -> None:
     try:
         process.wait(GRACE_S)
     except (subprocess.TimeoutExpired, Stopped):
-        process.kill()  # which stops its ranks and workers
+        process.kill()  # its ranks and workers end with it
         process.wait()
 
 

@@ -30,7 +30,7 @@ class Job:
     nproc: int = 1
     repeat: int = 1
     status: str = "pending"  # running, completed, failed, interrupted
-    is_started: bool = False  # this sweep has created its folder
+    is_started: bool = False  # whether this sweep created its folder
     exit_code: int | None = None
     why: str | None = None
     seconds: float | None = None
@@ -92,7 +92,7 @@ def _key(word: str) -> str:
 
 
 def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings: Config) -> list[Job]:
-    """Jobs that differ in the compared key alone are neighbours, and their repeats alternate: A B B A A B."""
+    """Order: jobs that differ only in the compared key are adjacent, and their repeats alternate: A B B A A B."""
     compared = [axis for axis in varying if _key(axis[0]) == settings.compare_by]
     others = [axis for axis in varying if axis not in compared]
     jobs: list[Job] = []

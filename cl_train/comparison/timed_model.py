@@ -25,13 +25,13 @@ from cl_train.system.timing import step_times_s
 
 LossFunction = Callable[[Any], torch.Tensor]
 
-LEARNING_RATE = 1e-4  # costs what any other does, and random labels leave the weights where they are
+LEARNING_RATE = 1e-4  # costs as much as any other rate; random labels barely change the weights at this one
 _OUTSIDE_GRAPH = 3  # steps that run before a CUDA graph is recorded
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory format for the input and, by `conversion` (see `memory_format.convert`), for the model."""
+    """A memory format for the input and, with `conversion` (see `memory_format.convert`), for the model."""
 
     name: str
     memory_format: torch.memory_format
@@ -45,7 +45,7 @@ CHANNELS_LAST_CONV = Layout("channels_last_conv", torch.channels_last, "conv")
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step works on, and how.
+    """The input, the loss and the settings of one step.
 
     `input_shape` is that of one image (C, H, W) or video (C, T, H, W); the batch is normal noise with random labels.
     `batch` replaces the noise by the user's own input (a tensor, a tuple of inputs, a dict of keyword arguments), and
@@ -68,7 +68,7 @@ class Workload:
 
 
 class TimedModel:
-    """`step` does what training (or inference) does per step; the model that it was made from stays as it is."""
+    """`step` does what training (or inference) does per step; the original model is unchanged."""
 
     def __init__(self, model: nn.Module, layout: Layout, workload: Workload) -> None:
         self.layout, self.workload = layout, workload
@@ -144,7 +144,7 @@ class TimedModel:
         return self.block_times_s(1)[0]
 
     def peak_memory_gib(self, others: list[TimedModel]) -> float:
-        """What a process with this layout alone would need in an eager step: the peak less what `others` hold."""
+        """Memory of a process with only this layout in an eager step: the peak less what `others` hold."""
         other_bytes = sum(other.held_bytes() for other in others if other is not self)
         return peak_memory_of_step_gib(self.eager_step, self.held_bytes(), other_bytes, self.workload.device)
 

@@ -37,7 +37,7 @@ TUTORIAL = (
     "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "wide_resnet101_2", "wide_resnet50_2",
 )  # fmt: skip
 
-# Families of timm, with what a layout meets in each.
+# One model per family of timm, with the operators that matter for the layout.
 TIMM = (
     "timm/resnet50_gn",  # GroupNorm
     "timm/resnetv2_50",  # pre-activation, weight-standardised convolutions and GroupNorm
@@ -47,13 +47,13 @@ TIMM = (
     "timm/regnety_002",  # grouped convolutions
     "timm/convnext_atto",  # LayerNorm in channels_last order
     "timm/mobilevit_xxs",  # convolutions and attention
-    "timm/vit_tiny_patch16_224",  # attention alone
+    "timm/vit_tiny_patch16_224",  # attention only
     "timm/resnet10t",  # a deep stem
 )
 
 GROUPS = ("tutorial", "torchvision", "timm")
 SMALL = 64
-# These are built for their image size; all others take a small one.
+# These require their own image size; all others accept a small one.
 _FIXED_SIZE = ("vit_", "maxvit", "timm/vit_", "timm/mobilevit")
 
 
@@ -120,7 +120,7 @@ def _convert_and_audit(model: nn.Module, name: str, options: ZooOptions, size: i
 
 
 def _speed(model: nn.Module, mode: str, options: ZooOptions, size: int) -> dict[str, Any]:
-    """On a GPU both layouts run as CUDA graphs, because eager the host would limit both; else eager."""
+    """On a GPU both layouts run as CUDA graphs, because the host would limit both if they ran eagerly; else eagerly."""
     device = torch.device(options.device)
     precision = resolve_precision(options.precision, device)
     eager = Workload(options.batch_size, (3, size, size), precision, device, mode=mode)
@@ -129,13 +129,13 @@ def _speed(model: nn.Module, mode: str, options: ZooOptions, size: int) -> dict[
             graphed = replace(eager, cuda_graph=True)
             done = benchmark_layouts(model, graphed, time_limit_s=options.time_limit_s)
             return {**done.to_dict(), "cuda_graph": True}
-        except ConfigError:  # a step that cannot be recorded
+        except ConfigError:  # the step cannot be recorded
             pass
     return {**benchmark_layouts(model, eager, time_limit_s=options.time_limit_s).to_dict(), "cuda_graph": False}
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """In words: correctness first, then speed where it was measured, then what is lost."""
+    """The verdict as text: correctness, then speed if it was measured, then lost layouts."""
     if row["parity"]["passed"] is False:
         return "do not use: the layouts compute different results"
     if row["convolutions"] == 0:
@@ -154,7 +154,7 @@ def open_table(path: Path, options: dict[str, Any], environment: dict[str, Any])
     """The table at `path`, to be continued, or a new one.
 
     Raises:
-        ConfigError: the file was made with other settings, or is no such table.
+        ConfigError: the file was made with other settings, or is not such a table.
     """
     if not path.exists():
         return {"schema_version": SCHEMA_VERSION, "options": options, "environment": environment, "rows": []}
@@ -196,7 +196,7 @@ def is_done(table: dict[str, Any], model: str) -> bool:
 
 
 def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
-    """The same columns for every row, also where a model failed."""
+    """The same columns for every row, also for a failed model."""
     audited, flat = row.get("audit", {}), {name: row.get(name) for name in ("model", "image_size", "convolutions")}
     flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[row.get("parity", {}).get("passed")]
     for column in ("lost_forward", "lost_backward"):

@@ -1,4 +1,4 @@
-"""The settings of the benchmarks, which the comparison room needs too."""
+"""The settings of the benchmarks, which `comparison` needs too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BenchmarkSettings:
     )
     layouts: list[str] = setting(
         ["contiguous", "channels_last"],
-        "the first is what the others are compared with; channels_last_conv converts convolutions only",
+        "the first is the baseline; channels_last_conv converts convolutions only",
         choices=("contiguous", "channels_last", "channels_last_conv"),
     )
     optimizer: str = setting("sgd", "optimizer of the training step", choices=OPTIMIZERS)
@@ -36,7 +36,7 @@ class BenchmarkSettings:
 
 @dataclass
 class LoaderBenchmarkSettings:
-    """What to load, how, and against what."""
+    """The data, and the loaders to compare."""
 
     root: str | None = setting(
         None, "folder that holds train/<class>/* and val/<class>/*; null = the sample data", key="data.root"
@@ -48,6 +48,8 @@ class LoaderBenchmarkSettings:
     batch_size: int = setting(64, "images per batch", minimum=1)
     images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
     rounds: int = setting(5, "interleaved rounds, after one warm-up round", minimum=1)
-    gpu_images_per_s: float = setting(5400.0, "rate of the training; says how many cores feed it", above=0)
+    gpu_images_per_s: float = setting(
+        5400.0, "training speed, images/s; used to compute the cores that the loader needs", above=0
+    )
     out: str | None = setting(None, "file for the result as JSON")
     json: bool = setting(False, "print the result as JSON")

@@ -1,7 +1,7 @@
-"""From train.py's words to checked settings: the only file that knows Hydra.
+"""From train.py's arguments to checked settings: the only file that uses Hydra.
 
 Everything is checked before Hydra starts, before torch is imported and before any file is made. Hydra's own message for
-a typo advises `+key`, which would train with the default value; the user never sees it here.
+a typo advises `+key`, which would train with the default value; it is never shown here.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def prepare_hydra() -> None:
     Plugins.instance().register(WorkingFolderConf)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Words:
-    """A command line of train.py, taken apart."""
+    """A parsed command line of train.py."""
 
     overrides: list[str] = field(default_factory=list)
     multirun: bool = False
@@ -97,11 +97,11 @@ class Words:
 
 
 def check_command_line(words: Sequence[str]) -> list[Config]:
-    """Check train.py's words as a whole before Hydra, torch or any file is touched.
+    """Check all of train.py's arguments before Hydra runs, torch is imported or a file is created.
 
     Returns:
-        The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the words ask for
-        something else than a run (--cfg, -sc).
+        The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the
+        arguments ask for something else than a run (--cfg, -sc).
 
     Raises:
         ConfigError: every problem found.
@@ -209,13 +209,13 @@ def group_choices(group: str) -> list[str]:
 
 
 def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The words of a sweep that was checked already: those of every job, and per key that varies its words."""
+    """The overrides of a sweep that was checked already: those of every job, and those of each key that varies."""
     alternatives = [_alternatives(override) for override in _parse_overrides(Words.read(words).overrides)[0]]
     return [axis[0] for axis in alternatives if len(axis) == 1], [axis for axis in alternatives if len(axis) > 1]
 
 
 def _alternatives(override: Override) -> list[str]:
-    """The words that an override stands for: one, or of a sweep (`epochs=1,2`) one per value."""
+    """The arguments an override expands to: one, or one per value for a sweep (`epochs=1,2`)."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     as_typed = {"True": "true", "False": "false", "None": "null"}
@@ -223,7 +223,7 @@ def _alternatives(override: Override) -> list[str]:
 
 
 def _swept_values(override: Override) -> list[str]:
-    """The values of `a,b`, `range(...)`, `choice(...)` or, of a group, `glob(...)`; an interval is refused."""
+    """The values of `a,b`, `range(...)`, `choice(...)` or, for a group, `glob(...)`; intervals are refused."""
     value = override.value()
     if isinstance(value, Glob):
         return value.filter(group_choices(override.get_key_element().lstrip("+~")))
@@ -237,7 +237,7 @@ def _swept_values(override: Override) -> list[str]:
 
 
 def _compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """What Hydra makes of the words and the files."""
+    """The configuration that Hydra composes from the arguments and the files."""
     _check_files()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
@@ -256,7 +256,7 @@ def _check_files() -> None:
 
 
 def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
-    """The folder that Hydra makes for a run or a sweep with these words."""
+    """The folder that Hydra creates for a run or a sweep with these arguments."""
     try:
         return Path(str(_compose([*words], with_hydra=True).hydra[kind].dir))
     except OmegaConfBaseException as error:  # its name cannot be resolved
@@ -264,7 +264,7 @@ def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
 
 
 def quoted(path: Path) -> str:
-    """A path as the value of a setting, where commas and equal signs in it have no meaning."""
+    """A path as the value of a setting, quoted so that commas and equal signs are literal."""
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

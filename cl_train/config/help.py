@@ -26,7 +26,7 @@ def command_help(usage: str, doc: str, settings: Mapping[str, type]) -> str:
 
 
 def train_help(usage: str, doc: str, groups: Mapping[str, list[str]]) -> str:
-    """The help page of train.py, in which the settings stand under their group."""
+    """The help page of train.py, with the settings listed by group."""
     choices = [f"  {group}={'|'.join(names)}" for group, names in groups.items()]
     pages = ["groups of settings, one file each (conf/<group>/<choice>.yaml)\n" + "\n".join(choices)]
     rows: dict[str, list[str]] = {}

@@ -23,7 +23,7 @@ AUTO_BATCH_SIZE = 0  # batch_size=auto, until `batch_size.settle_batch_size` has
 
 
 class ConfigError(ValueError):
-    """What the user asked for cannot be done. Carries every problem found, one line each; programs exit with 2."""
+    """The user's request is impossible. Holds every problem found, one line each; programs exit with 2."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -43,14 +43,14 @@ def setting(
     key: str | None = None,
     required: bool = False,
 ) -> Any:
-    """A dataclass field with its meaning and its range.
+    """A dataclass field with its help text and its range.
 
     Args:
         minimum, maximum: inclusive bounds of a number; `above` is an exclusive one.
-        choices: the words that a setting of type str takes.
-        words: words that stand for a number outside the range, such as batch_size=auto.
-        affects: what a comparison of runs must hold equal. "speed": runs with different values are not comparable.
-            "loss": their speeds are comparable, their losses are not. "nothing": both are.
+        choices: the allowed values of a setting of type str.
+        words: names for numbers outside the range, such as batch_size=auto.
+        affects: "speed": runs with different values are not comparable. "loss": their speeds are comparable, their
+            losses are not. "nothing": both are.
         required: the user must give a value; the default is not used.
         key: the name that users write, if it is not the field's own: `data.root` for a field `root`.
     """
@@ -93,13 +93,11 @@ class DataConfig:
     )
     workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
-    prefetch: int = setting(3, "batches prepared ahead by the workers together", minimum=1, maximum=64)
+    prefetch: int = setting(3, "batches prepared in advance by all workers together", minimum=1, maximum=64)
     worker_timeout_s: float = setting(
         60.0, "stop the run if no worker finishes an image for this many seconds", above=0
     )
-    on_bad_image: str = free_setting(
-        "error", "what to do with an image that cannot be decoded", choices=("error", "skip")
-    )
+    on_bad_image: str = free_setting("error", "action for an image that cannot be decoded", choices=("error", "skip"))
     max_bad_images: int = free_setting(100, "on_bad_image=skip: stop after more than this many", minimum=0)
     mean: list[float] = setting([0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale")
     std: list[float] = setting([0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale")
@@ -208,7 +206,7 @@ class Config:
     )
     conversion: str = setting(
         "full",
-        "what channels_last converts: everything, convolution weights, or the modules in `select`",
+        "what channels_last converts: everything, only convolution weights, or the modules in `select`",
         choices=CONVERSIONS,
     )
     select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
@@ -222,13 +220,13 @@ class Config:
     )
     ema_every: int = setting(1, "optimizer steps between updates of the EMA", minimum=1)
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
-    ddp_static_graph: bool = setting(False, "promise DDP that every step uses the same parameters in the same order")
+    ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_only: bool = setting(False, "evaluate `weights` or `resume` and stop")
 
     log_every: int = free_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
-    warmup_steps: int = free_setting(10, "first steps, which the throughput averages leave out", minimum=0)
+    warmup_steps: int = free_setting(10, "initial steps excluded from throughput averages", minimum=0)
     overwrite: bool = free_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
     resume: str | None = free_setting(
         None, "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder"
@@ -236,10 +234,10 @@ class Config:
     profile: bool = free_setting(False, "write a torch.profiler trace of a few steps into the run folder")
     tensorboard: bool = free_setting(True, "write TensorBoard events into the run folder")
     on_nonfinite: str = free_setting(
-        "stop", "what to do about a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback")
+        "stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback")
     )
     max_nonfinite: int = free_setting(10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0)
-    rank_timeout_s: float = free_setting(600.0, "end the run if a rank gives no sign for this many seconds", above=0)
+    rank_timeout_s: float = free_setting(600.0, "end the run if a rank does not respond for this many seconds", above=0)
 
     nproc: int = free_setting(1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1)
     repeats: int = free_setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1)

@@ -157,7 +157,7 @@ def checked_value(value: Any, setting: Setting) -> Any:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """`value` as a `kind`; words are read as numbers (YAML takes 1e-3 for a word), numbers as words."""
+    """`value` as a `kind`; text is read as numbers (YAML reads 1e-3 as text), numbers as text."""
     if typing.get_origin(kind) is list:
         items = list(value) if isinstance(value, list | tuple) else [value]
         return [_converted(item, typing.get_args(kind)[0]) for item in items]
@@ -209,7 +209,7 @@ def show(value: Any) -> str:
 
 
 def check_together(cfg: Config) -> list[str]:
-    """Combinations of settings that cannot work, or in which one has no effect; one line each."""
+    """Problems of combinations that cannot work, or in which one setting has no effect; one line each."""
     augment, data, conflict, keys = cfg.augment, cfg.data, graph_conflict(cfg), setting_fields(Config)
     rules = [
         (augment.crop_scale_min > augment.crop_scale_max, "augment.crop_scale_min is above augment.crop_scale_max"),
@@ -232,7 +232,10 @@ def check_together(cfg: Config) -> list[str]:
             cfg.schedule.warmup_epochs > cfg.epochs,
             f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}",
         ),
-        ((cfg.conversion == "select") != bool(cfg.select), "conversion=select needs select=[NAMES], and the reverse"),
+        (
+            (cfg.conversion == "select") != bool(cfg.select),
+            "conversion=select and select=[NAMES] must be used together",
+        ),
         (
             cfg.evaluate_only and cfg.weights is None and cfg.resume is None,
             "evaluate_only=true needs weights=... or resume=..., else it would evaluate random weights",
@@ -272,7 +275,7 @@ def load(values: Mapping[str, Any] | DictConfig) -> Config:
     if isinstance(values, DictConfig):
         try:
             values = typing.cast(Mapping[str, Any], OmegaConf.to_container(values, resolve=True))
-        except OmegaConfBaseException as error:  # ${...} of something that is not there
+        except OmegaConfBaseException as error:  # ${...} refers to a missing key
             raise ConfigError(f"cannot resolve a value: {str(error).splitlines()[0]}") from None
     cfg = from_mapping(Config, values)
     problems = check_together(cfg)
@@ -295,10 +298,10 @@ RENAMED = {
 
 
 def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
-    """The key=value words of a command line as a dataclass; lists are written a,b,c.
+    """The key=value arguments of a command line as a dataclass; lists are written a,b,c.
 
     Raises:
-        ConfigError: as `from_mapping`, and for words that are not key=value.
+        ConfigError: as `from_mapping`, and for arguments that are not key=value.
     """
     known = setting_fields(schema)
     problems: list[str] = []
@@ -331,12 +334,12 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
 
 
 def is_setting(word: str) -> bool:
-    """Is a word of a command line key=value (or an option), rather than a file or folder?"""
+    """Whether an argument is key=value (or an option), rather than a file or folder."""
     return word.startswith("-") or re.fullmatch(r"[\w.]+=.*", word, flags=re.S) is not None
 
 
 def _value_of(text: str) -> Any:
-    """`text` read as yaml, or itself where it is none, such as a shell pattern that begins with a star."""
+    """`text` read as YAML, or unchanged if it is not YAML, such as a shell pattern that begins with a star."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
