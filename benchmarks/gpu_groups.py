@@ -1,6 +1,6 @@
 """The measurements of a GPU report, one group per process; started by `gpu_report`.
 
-A group appends each row to `rows.jsonl` as soon as it is measured, so whatever ends it, the rows before stay.
+A group appends each row to `rows.jsonl` as soon as it is measured, so that rows survive if the group is killed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Rows:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows so far. A later row about the same variant replaces the earlier one; half a line is ignored."""
+    """The rows so far. A later row for the same variant replaces the earlier one; an incomplete line is ignored."""
     path = folder / "rows.jsonl"
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -119,18 +119,18 @@ def measure_machine(rows: Rows, device: torch.device) -> None:
 
 
 def measure_variants(rows: Rows, device: torch.device) -> None:
-    """Prepare each variant and time it alone, then time all in alternating blocks for the ratios."""
+    """Prepare each variant and time it separately, then time all in alternating blocks for the ratios."""
     group = rows.group
     steps: dict[Variant, Step] = {}
     for variant in group.variants:
         if variant.timm and importlib.util.find_spec("timm") is None:
             continue
         if not has_time_for(variant, rows.left_s, len(steps)):
-            print(f"left out for lack of time: {variant.name}", flush=True)
+            print(f"skipped for lack of time: {variant.name}", flush=True)
             continue
         try:
             steps[variant] = prepare(variant, rows, device)
-        except Exception as error:  # the other variants may work; the reason belongs into the report
+        except Exception as error:  # the other variants may work; report the reason
             traceback.print_exc()
             rows.add(**_labels(group, variant), outcome=f"{type(error).__name__}: {str(error)[:200]}")
             release_memory(device)
@@ -185,7 +185,7 @@ def _speeds(variant: Variant, seconds: float, rows: Rows) -> dict[str, Any]:
 
 @lru_cache
 def _roofline_images_per_s(group: Group, fused: bool, folder: Path) -> float | None:
-    """What the measured copy bandwidth and the matmul rate of the group's precision permit; None if unknown."""
+    """The limit set by the measured copy bandwidth and the precision's matmul rate; None if unknown."""
     machine = next((row for row in read_rows(folder) if row["group"] == "environment"), None)
     if machine is None:
         return None
@@ -275,7 +275,7 @@ def profile_steps(rows: Rows, device: torch.device, *, ncu: bool) -> None:
 
 
 def measure_jpegs(rows: Rows, device: torch.device) -> None:
-    """train.py by the best path: on one fixed batch, then on generated JPEGs of ImageNet's size with all cores."""
+    """train.py with the best settings: on one fixed batch, then on generated JPEGs of ImageNet's size, all cores."""
     group, dry_run = rows.group, device.type == "cpu"
     root, cores = rows.folder / "images", len(os.sched_getaffinity(0))
     ensure_sample(root, SampleSpec(train_per_class=2 if dry_run else 600, val_per_class=1))

@@ -1,6 +1,6 @@
-"""Which measurements a GPU report makes, in which order, and what fits into its time limit. No device is needed.
+"""The measurements of a GPU report, their order, and which ones fit into the time limit. No device is needed.
 
-The runner and `simulate` decide by the same two functions, `group_limit_s` and `has_time_for`.
+The runner and `simulate` use the same two functions, `group_limit_s` and `has_time_for`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 MARGIN_S = 5.0  # between the end of a group and the end of the report
 START_S = 15.0  # imports, CUDA context, first kernels
-EAGER_S = 6.0  # to build a variant, warm it up and time it alone
+EAGER_S = 6.0  # to build a variant, warm it up and time it separately
 COMPILE_S = 75.0  # the same with a cold cache of inductor
 COMPILE_AGAIN_S = 20.0  # the same graph was compiled before: by another variant, group or process
 BLOCKS_S = 4.0  # alternating blocks, per variant
@@ -25,7 +25,7 @@ class Variant:
     channels_last: bool = True
     compile: bool = False
     graph: bool = False
-    timm: bool = False  # timm's training loop in place of ours
+    timm: bool = False  # use timm's training loop
 
 
 EAGER_NCHW = Variant("eager contiguous", channels_last=False)
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def least_s(self) -> float:
-        """What a useful part of the group takes: the first two variants."""
+        """Expected seconds of the smallest useful part of the group: the first two variants."""
         first = self.variants[:2]
         return self.fixed_s or START_S + sum(cost_s(variant) + BLOCKS_S for variant in first)
 
@@ -92,7 +92,7 @@ def all_groups() -> list[Group]:
 
 
 def tiny_groups() -> list[Group]:
-    """For a dry run on a CPU: every kind of group once, a compilation once; the figures mean nothing."""
+    """For a dry run on a CPU: every kind of group once, one compilation; the figures are meaningless."""
     names = (FIRST_GROUP.name, "squeezenet1_1-fp16-32", "resnet50-tf32-256")
     tiny = []
     for group in all_groups():
@@ -102,7 +102,7 @@ def tiny_groups() -> list[Group]:
     return [replace(group, image_size=32, steps=2, fixed_s=min(group.fixed_s, 20)) for group in tiny]
 
 
-# --- what fits into the time ------------------------------------------------------------------------------------------
+# --- time limits ------------------------------------------------------------------------------------------------------
 
 
 def cost_s(variant: Variant, *, compiled_before: bool = False) -> float:
@@ -113,7 +113,7 @@ def cost_s(variant: Variant, *, compiled_before: bool = False) -> float:
 
 
 def group_limit_s(group: Group, left_s: float) -> float | None:
-    """When the group has to end, seconds from its start; None if too little time is left to start it."""
+    """The group's time limit, seconds from its start; None if too little time is left to start it."""
     limit_s = min(group.limit_s, left_s - MARGIN_S)
     return limit_s if limit_s >= group.least_s else None
 
@@ -124,7 +124,7 @@ def has_time_for(variant: Variant, left_s: float, ready: int) -> bool:
 
 
 class PlannedGroup(NamedTuple):
-    """What the simulation expects of a group: no seconds and no variants if it is left out."""
+    """The simulated duration and variants of a group: no seconds and no variants if it is left out."""
 
     group: Group
     seconds: float = 0.0
@@ -132,7 +132,7 @@ class PlannedGroup(NamedTuple):
 
 
 def simulate(groups: Sequence[Group], time_limit_s: float) -> list[PlannedGroup]:
-    """Which groups and variants run within the limit, at the costs expected above."""
+    """The groups and variants that run within the limit, with the durations expected above."""
     planned: list[PlannedGroup] = []
     compiled: set[tuple[object, ...]] = set()
     for group in groups:

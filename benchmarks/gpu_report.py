@@ -1,11 +1,11 @@
-"""What the project does on the GPU at hand, in one call and within a time limit: speeds, ratios, roofline, tests.
+"""Measure the project on this machine's GPU in one call and within a time limit: speeds, ratios, roofline, tests.
 
     bash benchmarks/gpu_report.sh out=DIR time_limit_s=520
-    bash benchmarks/gpu_report.sh out=DIR groups=environment,resnet50-fp16-256      adds to what is in DIR
-    python -m benchmarks.gpu_report plan=true                                       what runs in 300, 520 and 1800 s
+    bash benchmarks/gpu_report.sh out=DIR groups=environment,resnet50-fp16-256      adds to the results in DIR
+    python -m benchmarks.gpu_report plan=true                                       the plan for 300, 520 and 1800 s
 
-Every group of measurements is a process of its own: one that fails, hangs, is killed or runs out of memory loses only
-what it had not measured yet. `report.json` and `report.md` are written anew after each group.
+Every group of measurements runs in its own process. A group that fails, hangs, is killed or runs out of memory keeps
+the rows that it has measured. `report.json` and `report.md` are rewritten after each group.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class ReportSettings:
 
     out: str = setting("outputs/gpu_report", "folder for rows.jsonl, report.json, report.md and logs")
     time_limit_s: float = setting(520.0, "the whole report ends within this time", above=0)
-    groups: list[str] = setting([], "run only these groups and add them to what `out` has")
-    plan: bool = setting(False, "print which groups run within 300, 520 and 1800 s at the expected costs, and exit")
-    dry_run: bool = setting(False, "run every kind of group on the CPU with tiny settings; the figures mean nothing")
+    groups: list[str] = setting([], "run only these groups and add them to the results in `out`")
+    plan: bool = setting(False, "print which groups are expected to run within 300, 520 and 1800 s, and exit")
+    dry_run: bool = setting(False, "run every kind of group on the CPU with tiny settings; the figures are meaningless")
 
 
 def run_report(settings: ReportSettings, groups: Sequence[Group]) -> int:
-    """Run the groups in turn; returns 0 if all ran to their end, 1 if one failed or was left out."""
+    """Run the groups one after the other; returns 0 if all completed, 1 if one failed or was left out."""
     folder = Path(settings.out)
     folder.mkdir(parents=True, exist_ok=True)
     if not settings.groups:
@@ -70,7 +70,7 @@ def run_report(settings: ReportSettings, groups: Sequence[Group]) -> int:
 
 
 def run_group(group: Group, limit_s: float, settings: ReportSettings) -> str:
-    """Run one group in a process with its own log, kill it at its limit, and read what is in the log."""
+    """Run one group in a process with its own log, kill it at its time limit, and read the log."""
     folder = Path(settings.out).absolute()
     mode = "dry_run" if settings.dry_run else "real"
     command = [sys.executable, "-m", "benchmarks.gpu_groups", group.name, str(folder), str(limit_s), mode]
@@ -100,7 +100,7 @@ def run_limited(command: Sequence[str], log: Path, limit_s: float) -> str:
         )
         try:
             code = process.wait(timeout=limit_s)
-        except BaseException as error:  # also Ctrl-C: the group must not stay on the device
+        except BaseException as error:  # also after Ctrl-C: the group must release the device
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
@@ -140,7 +140,7 @@ def dram_bytes(log: str, images: int) -> str:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The machine, a table of speeds, and what did and did not run."""
+    """The machine, a table of speeds, and the outcome of each group."""
     lines = ["# GPU report", ""]
     machine = next((row for row in report["rows"] if row["group"] == "environment"), None)
     if machine is not None:
@@ -189,7 +189,7 @@ def main(words: Sequence[str]) -> int:
         if unknown:
             raise ConfigError([f"groups={name}: there are {', '.join(known)}" for name in unknown])
         if not (settings.dry_run or settings.plan or torch.cuda.is_available()):
-            raise ConfigError("this machine has no usable CUDA device; dry_run=true tries the report on the CPU")
+            raise ConfigError("this machine has no usable CUDA device; dry_run=true tests the report on the CPU")
     except ConfigError as error:
         stop_with(error)
     chosen = [group for group in groups if not settings.groups or group.name in settings.groups]

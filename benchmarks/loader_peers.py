@@ -1,4 +1,4 @@
-"""Our loader against its peers on the same files: torchvision's reference, timm, DALI on the CPU.
+"""cl_train's loader against others on the same files: torchvision's reference, timm, DALI on the CPU.
 
     python -m benchmarks.loader_peers data.root=/datasets/imagenet data.workers=8 out=results/loader-peers.json
 
@@ -45,7 +45,7 @@ def main(words: list[str]) -> int:
         try:
             importlib.import_module(module)
             pipelines.append(build(load))
-        except Exception as error:  # another project's installation: the other pipelines are still worth measuring
+        except Exception as error:  # a broken installation of one project must not prevent measuring the others
             missing[name] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
     result = measure(pipelines, settings)
     result["missing"] = missing
@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
 
 
 def decoding_only(load: Load) -> Pipeline:
-    """libjpeg-turbo on whole files in memory, one core: the limit of a loader that decodes whole images."""
+    """libjpeg-turbo on whole files in memory, one core: the upper limit for a loader that decodes whole images."""
     split = read_folder(load.root).train
     sources = [split.read(index) for index in range(0, len(split), max(1, len(split) // _DECODED_FILES))]
 
@@ -70,7 +70,7 @@ def decoding_only(load: Load) -> Pipeline:
 
 
 def timm(load: Load) -> Pipeline:
-    """timm's training loader: uint8 batches from its fast_collate, as its GPU prefetcher takes them."""
+    """timm's training loader: uint8 batches from its fast_collate, the input of its GPU prefetcher."""
     data, collate = importlib.import_module("timm.data"), importlib.import_module("timm.data.loader").fast_collate
     loader = data.create_loader(
         data.create_dataset("", str(load.root / "train"), is_training=True),
@@ -84,12 +84,12 @@ def timm(load: Load) -> Pipeline:
         color_jitter=0.0,
         device=torch.device("cpu"),
     )
-    loader.dataset.transform.transforms[-2:] = [_as_uint8]  # in place of ToTensor and Normalize
+    loader.dataset.transform.transforms[-2:] = [_as_uint8]  # instead of ToTensor and Normalize
     return Pipeline("timm", load.workers, lambda: deliver(loader, load.images))
 
 
 def _as_uint8(image: Any) -> np.ndarray[Any, Any]:
-    """uint8 [3, H, W], as timm's transform for its prefetcher gives them."""
+    """uint8 [3, H, W], as in timm's transform for its prefetcher."""
     return np.rollaxis(np.array(image, dtype=np.uint8), 2)
 
 

@@ -1,4 +1,4 @@
-"""The measured matmul rate of a device: the ceiling of its arithmetic."""
+"""The measured matmul rate of a device: the upper limit of its arithmetic throughput."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cl_train.system.timing import timed_s
 def matmul_tflops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
     """Tera floating point operations per second of the device's fastest large square matmul, measured for 0.5 s.
 
-    It replaces the peak of a data sheet, which CPUs lack and a power-limited GPU does not reach.
+    Used instead of the data sheet's peak, which CPUs lack and a power-limited GPU does not reach.
     """
     size = 8192 if device.type == "cuda" else 2048
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

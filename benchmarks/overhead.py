@@ -1,8 +1,8 @@
-"""What cl_train costs: its training on synthetic data against a bare forward-backward-step loop, in one process.
+"""Overhead of cl_train: training on synthetic data against a bare forward-backward-step loop, in one process.
 
     python -m benchmarks.overhead model=resnet18 batch_size=32 data.image_size=224 rounds=7 out=results/FILE.json
 
-Both sides train the same model on one fixed batch, alternate (A B B A ...), and leave warm-up out. The ratio is the
+Both sides train the same model on one fixed batch, alternate (A B B A ...), and exclude warm-up. The ratio is the
 median over rounds of bare step time / cl_train's step time: 1 means no overhead.
 """
 
@@ -78,7 +78,7 @@ def bare_step_ms(settings: OverheadSettings) -> float:
 
 
 def cl_train_step_ms(settings: OverheadSettings) -> float:
-    """The same through `train`: the step time of one window of `steps` steps, as metrics.jsonl has it."""
+    """The same with `train`: the step time of one window of `steps` steps, from metrics.jsonl."""
     steps = settings.steps
     shared = {name: getattr(settings, name) for name in ("model", "precision", "batch_size", "device")}
     data = {"name": "synthetic", "synthetic_images": settings.batch_size * 2 * steps} | asdict(settings.data)

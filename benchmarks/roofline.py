@@ -1,4 +1,4 @@
-"""How fast a network can train on a machine, from the sizes of its layers: bytes, operations, images per second.
+"""Upper limit of a network's training speed on a machine, from layer sizes: bytes, operations, images per second.
 
     python -c "from torchvision.models import *; from benchmarks.roofline import *; print(roofline(resnet50(), H200))"
 
@@ -20,21 +20,21 @@ _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.SiLU)
 
 
 class Machine(NamedTuple):
-    """What a device can do: from its data sheet, or measured."""
+    """Peak rates of a device: from its data sheet, or measured."""
 
     flops_per_s: float
     bytes_per_s: float
 
 
 class Roofline(NamedTuple):
-    """What one training step costs per image, and the speed at 100 % of both peaks."""
+    """The cost of one training step per image, and the speed at 100 % of both peaks."""
 
     megabytes: float
     gigaflops: float
     images_per_s: float
 
 
-H200 = Machine(989e12, 4.8e12)  # dense fp16 and HBM3e, by the data sheet
+H200 = Machine(989e12, 4.8e12)  # dense fp16 and HBM3e, from the data sheet
 
 
 def roofline(
@@ -43,7 +43,7 @@ def roofline(
     """The cost of training `model`, per image.
 
     Args:
-        fused: BatchNorm, ReLU and addition share passes, as a compiler does it; otherwise each has its own kernels.
+        fused: BatchNorm, ReLU and addition share passes, as in compiled code; otherwise each has its own kernels.
 
     Raises:
         ValueError: torch.fx cannot trace the model.
@@ -81,7 +81,7 @@ def training_kernels(node: fx.Node, modules: dict[str, nn.Module], *, fused: boo
     elif isinstance(module, nn.BatchNorm2d):
         additions = [user for user in node.users if _is_add(user)]
         is_shortcut = any(_is_batchnorm(user.args[0], modules) and user.args[1] is node for user in additions)
-        # Fused, of two BatchNorms that are added, the first one's pass applies both.
+        # Fused: if the outputs of two BatchNorms are added, one pass applies both.
         yield (out if is_shortcut else 3 * out) if fused else 3 * out, 0
         yield 5 * out, 0
     elif isinstance(module, _ACTIVATIONS) or (node.op != "call_module" and "relu" in _name(node)):
@@ -89,7 +89,7 @@ def training_kernels(node: fx.Node, modules: dict[str, nn.Module], *, fused: boo
             yield 2 * out, 0
             yield 3 * out, 0
     elif _is_add(node):
-        # Fused, BatchNorm's pass reads the shortcut, and both its backward passes read the mask of the ReLU.
+        # Fused: BatchNorm's pass reads the shortcut, and both its backward passes read the mask of the ReLU.
         yield 3 * out, 0
     elif isinstance(module, nn.MaxPool2d):
         yield 2 * _elements(_source(node)) + 3 * out, 0  # backward reads the gradient and the index

@@ -22,7 +22,7 @@ COLOURS = {"faster": "#1a7f37", "slower": "#b35900", "no_difference": "#6e7781",
 
 
 def draw(document: dict[str, Any], out: Path) -> None:
-    """One panel per precision; models are sorted by the first panel's ratio, fastest gain on top."""
+    """One panel per precision; models are sorted by the first panel's ratio, largest on top."""
     pairs: dict[str, dict[str, dict[str, Any]]] = {}
     for result in document["results"]:
         if result["pairs"]:
@@ -38,7 +38,7 @@ def draw(document: dict[str, Any], out: Path) -> None:
                 low, high = pair["ci95"]
                 axis.plot([low, high], [row, row], color=COLOURS[pair["verdict"]], linewidth=2, alpha=0.6)
                 axis.plot(pair["ratio"], row, "o", color=COLOURS[pair["verdict"]], markersize=5)
-        axis.set_xlim(0.6, 1.8)  # wider intervals run off the panel: such a model needs more time for a verdict
+        axis.set_xlim(0.6, 1.8)  # wider intervals are clipped: such a model needs more time for a verdict
         axis.set_title(precision)
         axis.set_xlabel("channels_last / contiguous, images per second")
         axis.grid(axis="x", alpha=0.3)

@@ -1,7 +1,7 @@
-"""Train image classifiers and measure what the channels_last memory format is worth.
+"""Train image classifiers and measure the effect of the channels_last memory format.
 
-Each name below works on its own, in any training loop; docs/python.md has complete programs. A name is imported when it
-is first used, so that `import cl_train` does not wait for torch.
+Each function below can be used separately, in any training loop; docs/python.md has complete programs. A name is
+imported when it is first used, so that `import cl_train` does not import torch.
 """
 
 from __future__ import annotations

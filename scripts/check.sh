@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash scripts/check.sh: lint, format, types and the order of the rooms; `--fix` mends what can be mended.
+# bash scripts/check.sh: lint, format, types and the import order of the packages; `--fix` fixes what can be fixed automatically.
 export EXTRAS=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --fix ]; then

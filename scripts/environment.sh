@@ -1,5 +1,5 @@
-# Sourced by the other scripts: makes .venv once and installs the project into it, with visible progress.
-# PYTHON names another interpreter (3.11 to 3.13); EXTRAS=dev adds what tests and checks need.
+# Sourced by the other scripts: creates .venv once and installs the project into it, showing progress.
+# PYTHON selects another interpreter (3.11 to 3.13); EXTRAS=dev adds the dependencies of tests and checks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}

@@ -1,9 +1,9 @@
-"""Plant the faults of tests/faults with their full counts, and write the table into results/.
+"""Inject the faults of tests/faults with their full counts, and write the table into results/.
 
     python scripts/faults.py                                              all, about an hour on two cores
     python scripts/faults.py rows=kill_training_run,bit_flip_in_checkpoint counts=quick
 
-Every row plants one kind of fault many times, with real processes and signals; tests/faults/matrix.py has the counts.
+Every row injects one kind of fault many times, with real processes and signals; tests/faults/matrix.py has the counts.
 Exit codes: 0 every row passed, 1 something was lost, 2 wrong usage.
 """
 
@@ -34,7 +34,7 @@ class FaultSettings:
     """Settings of the fault suite."""
 
     rows: list[str] = setting([], "names of rows; all if empty")
-    counts: str = setting("full", "how often each fault is planted", choices=("full", "quick"))
+    counts: str = setting("full", "how often each fault is injected", choices=("full", "quick"))
     seed: int = setting(1, "seed of every random choice", minimum=0)
     out: str = setting("", "JSON file to write, and .md beside it; empty = results/faults-<counts>.json")
 
@@ -77,21 +77,21 @@ def run(settings: FaultSettings) -> int:
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier table, of which `rows=` replaces some."""
+    """The rows of an earlier table; those named in `rows=` are replaced."""
     if not path.is_file():
         return {}
     return {row["row"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
 
 
 def write_table(path: Path, settings: FaultSettings, rows: list[dict[str, Any]]) -> None:
-    """After each row, so that an interrupted run keeps its results."""
+    """Write the table after each row, so that an interrupted run keeps its results."""
     import torch
 
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": done.stdout.strip() or None}
     write_json(path, {"counts": settings.counts, "seed": settings.seed, "environment": versions, "rows": rows})
     lines = [
-        f"# Faults planted ({settings.counts} counts, seed {settings.seed})",
+        f"# Injected faults ({settings.counts} counts, seed {settings.seed})",
         "",
         f"`python scripts/faults.py counts={settings.counts} seed={settings.seed}` with torch {versions['torch']}, "
         f"Python {versions['python']}, on a CPU. A try is lost if the outcome is not exactly the promised one.",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash scripts/test.sh [pytest's arguments]: installs the project into .venv where it is missing, then runs the tests.
+# bash scripts/test.sh [pytest's arguments]: installs the project into .venv if necessary, then runs the tests.
 # bash scripts/test.sh --faults [arguments]: the fault suite with its full counts (see docs/reliability.md).
 export EXTRAS=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

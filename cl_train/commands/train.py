@@ -1,4 +1,4 @@
-"""Train an image classifier and measure what the channels_last memory format is worth.
+"""Train an image classifier and measure the effect of the channels_last memory format.
 
     cl-train train channels_last=true                       on the sample data, which is generated on first use
     cl-train train -m channels_last=true,false repeats=3    compare the layouts; ends with a verdict

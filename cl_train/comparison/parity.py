@@ -10,8 +10,8 @@ Two questions are asked, because the layouts round differently and are never bit
    `GRADIENT_LIMIT`: activations near a non-differentiable point (ReLU at 0) may change sign. The error of a wrong
    kernel is as large as the values.
 
-Gradients that are zero in theory (a bias before BatchNorm) consist of rounding errors only; their errors are relative to
-the typical size of all gradients.
+Gradients that are zero in theory (a bias before BatchNorm) consist of rounding errors; their errors are relative to the
+typical size of all gradients.
 """
 
 from __future__ import annotations

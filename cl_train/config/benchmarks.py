@@ -49,7 +49,7 @@ class LoaderBenchmarkSettings:
     images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
     rounds: int = setting(5, "interleaved rounds, after one warm-up round", minimum=1)
     gpu_images_per_s: float = setting(
-        5400.0, "training speed, images/s; used to compute the cores that the loader needs", above=0
+        5400.0, "training speed in images/s; used to compute the loader cores needed", above=0
     )
     out: str | None = setting(None, "file for the result as JSON")
     json: bool = setting(False, "print the result as JSON")

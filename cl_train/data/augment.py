@@ -29,7 +29,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
-    """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None where both are off.
+    """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off.
 
     Erased pixels take the data's mean colour, which normalises to zero, as in torchvision's reference.
     """
@@ -53,7 +53,7 @@ def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, in
 
 
 def label_mix(cfg: AugmentConfig, num_classes: int, seed: int) -> MixLabels | None:
-    """MixUp and CutMix (one of them per batch, by chance, where both are on) over normalised images on the device."""
+    """MixUp and CutMix (if both are on, one of them at random per batch) for normalised images on the device."""
     mixes: list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
     if cfg.mixup > 0:
         mixes.append(v2.MixUp(alpha=cfg.mixup, num_classes=num_classes))
@@ -73,7 +73,7 @@ def label_mix(cfg: AugmentConfig, num_classes: int, seed: int) -> MixLabels | No
 
 
 def _like(mixed: Tensor, images: Tensor) -> Tensor:
-    """torchvision's roll may lose the layout; a copy only where it did."""
+    """Restore the layout, which torchvision's roll may lose; copies only if it did."""
     if mixed.stride() == images.stride():
         return mixed
     return torch.empty_like(images).copy_(mixed)

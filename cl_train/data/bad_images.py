@@ -1,4 +1,4 @@
-"""What happens to samples that cannot be read: counted and named, or the end of the run."""
+"""Handling of samples that cannot be read: count and name them, or end the run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ ADVICE = "Repair or remove it, or use data.on_bad_image=skip"
 
 
 class BadImageError(RuntimeError):
-    """A sample that cannot be read, with on_bad_image=error, or one more than allowed with on_bad_image=skip."""
+    """A sample cannot be read (on_bad_image=error), or more than data.max_bad_images cannot (on_bad_image=skip)."""
 
 
 class BadImages:
     """The bad samples of a run, of both splits.
 
     Attributes:
-        reasons: name -> why it cannot be read, each file once, in the order in which they were met.
+        reasons: name -> why it cannot be read, each file once, in the order in which they were found.
         skipped: how often a bad sample was skipped, over all epochs.
     """
 
@@ -23,7 +23,7 @@ class BadImages:
         self.skipped = 0
 
     def add(self, name: str, reason: str) -> None:
-        """Raises BadImageError unless bad samples are skipped and at most `limit` different ones have been met."""
+        """Raises BadImageError unless bad samples are skipped and at most `limit` different ones have been found."""
         self.skipped += 1
         self.reasons[name] = reason
         if not self._skip:

@@ -1,4 +1,4 @@
-"""A batch on the device, and the format that it has there."""
+"""A batch on the device, and its format there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeviceFormat:
 class Batch:
     """Images and their labels, on the device.
 
-    images: float [N, 3, H, W], normalised, in the asked dtype and memory format.
+    images: float [N, 3, H, W], normalised, in the requested dtype and memory format.
     targets: int64 [N], or float [N, num_classes] after MixUp or CutMix.
     """
 

@@ -1,4 +1,4 @@
-"""Why the training step waits for data, and which setting to change."""
+"""Find out why the training step waits for data, and which setting to change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bottleneck_advice(
     """One sentence that names the bottleneck (storage, decoding, workers, transfer) and what to change, or None.
 
     Args:
-        times: what the workers spent in a window of `seconds`. data_wait_pct: the step's share of it spent waiting.
+        times: time that the workers spent in a window of `seconds`. data_wait_pct: share of it that the step waited.
         cores: usable cores of this process; counted if None.
     """
     if data_wait_pct <= WORTH_SAYING_PCT or times.images == 0 or seconds <= 0:

@@ -1,4 +1,4 @@
-"""From the `data` settings to batches on the device: which data set, which loader."""
+"""From the `data` settings to batches on the device: choose the data set and the loader."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which part of an image is taken: torchvision's RandomResizedCrop, Resize and CenterCrop, as plain arithmetic.
+"""The crop of an image: torchvision's RandomResizedCrop, Resize and CenterCrop, as plain arithmetic.
 
-No tensors here: torchvision draws each number with a tensor operation, at a price of about 60 us an image.
+No tensors here: torchvision draws each number with a tensor operation, which costs about 60 us per image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Box(NamedTuple):
 
 
 class CropRange(NamedTuple):
-    """What RandomResizedCrop draws from: the share of the area, and width / height."""
+    """The ranges of RandomResizedCrop: share of the area, and width / height."""
 
     scale_min: float
     scale_max: float

@@ -31,7 +31,7 @@ from cl_train.data.source import Indices
 
 log = logging.getLogger(__name__)
 STREAM_NOTE = (
-    "data.dataset is an IterableDataset: order and random numbers are its own and depend on data.workers; a resumed"
+    "data.dataset is an IterableDataset: it controls order and random numbers, which depend on data.workers; a resumed"
     " epoch reads the skipped batches again; it must divide its samples among ranks and workers itself"
 )
 
@@ -78,8 +78,8 @@ class DatasetReader:
     """The samples of a map-style Dataset, (image, label, ...): a `cl_train.data.loader.SampleReader`.
 
     A PIL image, or a uint8 array [H, W, 3], gets the transforms of the settings; so does a uint8 tensor [3, H, W] of
-    another size than the wanted one. Other tensors [3, size, size] are taken as they are: uint8 is normalised on the
-    device, floating point is taken for normalised.
+    another size than the required one. Other tensors [3, size, size] are not transformed: uint8 is normalised on the
+    device, floating point is assumed to be normalised.
     """
 
     def __init__(self, dataset: Any, split: str, classes: int, settings: ImageSettings) -> None:
@@ -103,7 +103,7 @@ class DatasetReader:
         return f"sample {index} of the {self._split} dataset"
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write sample `index` into `row`; return its label. Raises BadImage for whatever the dataset raises."""
+        """Write sample `index` into `row`; return its label. Raises BadImage for any exception of the dataset."""
         training = self._split == "train"
         try:
             with seeded_everywhere(self._settings.seed, epoch if training else 0, random_index):
@@ -125,7 +125,7 @@ class DatasetReader:
 
 
 def _raw_pixels(image: Any, size: int) -> np.ndarray[Any, Any] | None:
-    """uint8 [H, W, 3] of an image that is still to be transformed; None for a tensor that is ready."""
+    """uint8 [H, W, 3] of an image that needs transforms; None for a tensor that is ready."""
     if isinstance(image, Image.Image):
         return np.array(image.convert("RGB"))
     if isinstance(image, Tensor):
@@ -153,7 +153,7 @@ def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 
 class StreamLoader:
-    """One rank's batches of an IterableDataset, which decides on order, random numbers and shares of workers and ranks.
+    """One rank's batches of an IterableDataset, which controls order, random numbers and shares of workers and ranks.
 
     It has the members of `cl_train.data.loader.HostLoader`.
     """
@@ -191,6 +191,6 @@ class StreamLoader:
 
 
 def _reason(error: Exception) -> str:
-    """What happened, and where in the user's code."""
+    """The error, and its location in the user's code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"

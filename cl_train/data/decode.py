@@ -1,8 +1,8 @@
 """From the bytes of a file to pixels, uint8 [height, width, 3], RGB.
 
-simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. What it refuses or warns about goes to Pillow, which therefore
-decides what a bad image is: CMYK and YCCK, PNGs named .JPEG, stray bytes between markers. EXIF orientation is ignored,
-as torchvision, TensorFlow and the published accuracies do.
+simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. Files that it refuses or warns about (CMYK and YCCK, PNGs named
+.JPEG, stray bytes between markers) are decoded by Pillow, which therefore determines which images are bad. EXIF
+orientation is ignored, as in torchvision, TensorFlow and the published accuracies.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_SCANNED_PIXELS = 2_000_000_000  # scans x pixels: each scan passes over the 
 JPEG_MAGIC = b"\xff\xd8\xff"
 FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
 FORMATS |= {".tif": "TIFF", ".tiff": "TIFF"}
-_DEFAULT_FORMATS = ("JPEG", "PNG")  # the parsers that Pillow may try: fewer parsers, fewer vulnerabilities
+_DEFAULT_FORMATS = ("JPEG", "PNG")  # the formats that Pillow may parse: fewer parsers, fewer vulnerabilities
 _START_OF_SCAN = b"\xff\xda"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device"}
 
 
 class BadImage(Exception):
-    """A sample that holds no image we can decode. The message is the reason, without the file's name."""
+    """A sample cannot be decoded. The message is the reason, without the file's name."""
 
 
 def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
 def read_file(path: str | bytes | Path) -> bytes:
     """The whole file. Raises BadImage unless it is a regular file that is readable, not empty and not too large.
 
-    It is opened without blocking, because opening a FIFO that nobody writes to would wait for ever.
+    It is opened without blocking, because opening a FIFO without a writer would block forever.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
@@ -70,7 +70,7 @@ class Encoded:
 
     Attributes:
         height, width: pixels.
-        needs_pillow: simplejpeg does not decode this file, as far as is known yet.
+        needs_pillow: simplejpeg is known not to decode this file.
     """
 
     def __init__(self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS) -> None:
@@ -99,7 +99,7 @@ class Encoded:
     def _read_jpeg_header(self) -> bool:
         try:
             self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(self._data, strict=True)
-        except Exception:  # not only ValueError: a wrong sampling factor is a KeyError. Pillow decides.
+        except Exception:  # not only ValueError: a wrong sampling factor is a KeyError; then Pillow decodes
             return False
         return colours not in ("CMYK", "YCCK")
 
@@ -108,7 +108,7 @@ class Encoded:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._image = Image.open(io.BytesIO(self._data), formats=self._formats)
-        except Exception as error:  # damaged files raise almost anything
+        except Exception as error:  # corrupt files raise many exception types
             raise BadImage(self._reason(error)) from None
         self.width, self.height = self._image.size
 
@@ -123,7 +123,7 @@ class Encoded:
             try:
                 pixels: Pixels = simplejpeg.decode_jpeg(self._data, "RGB", buffer=buffer, strict=True)
                 return pixels
-            except Exception:  # strict: also what libjpeg only warns about. Pillow decides.
+            except Exception:  # strict: libjpeg's warnings are errors too; then Pillow decodes
                 self._open_with_pillow()
         assert self._image is not None
         try:

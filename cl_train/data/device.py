@@ -39,8 +39,8 @@ class DevicePrefetcher:
 
     Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H, W] with a channel for
     each entry of `mean` are images: they become (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch
-    without them, the first floating-point tensor [N, C, H, W] is taken for normalised images and gets `dtype` and
-    `memory_format`. Other tensors are only moved, everything else is passed on.
+    without them, the first floating-point tensor [N, C, H, W] is assumed to be normalised images and converted to
+    `dtype` and `memory_format`. Other tensors are only moved, everything else is passed on.
 
     Args:
         loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
@@ -86,7 +86,7 @@ class DevicePrefetcher:
 
 
 class Normalise:
-    """(x / 255 - mean) / std in float32, written in the wanted dtype and memory format."""
+    """(x / 255 - mean) / std in float32, in the requested dtype and memory format."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat) -> None:
         if len(mean) != len(std) or not all(std):
@@ -113,8 +113,8 @@ class Normalise:
         torch.addcmul(self._offset.view(-1, 1, 1), images, self._scale.view(-1, 1, 1), out=out)
 
     def _in_chunks(self, images: Tensor, out: Tensor) -> None:
-        """On a CPU: chunks that fit the cache, as rows of W*C numbers. Broadcasting over C would leave the vector units
-        idle and take seven times as long."""
+        """On a CPU: chunks that fit the cache, as rows of W*C numbers. Broadcasting over C is not vectorised and
+        takes seven times as long."""
         count, channels, _, width = images.shape
         scale, offset = self._scale.repeat(width), self._offset.repeat(width)
         for first in range(0, count, _CHUNK_IMAGES):
@@ -150,7 +150,7 @@ def to_device(
 
 @dataclass(frozen=True)
 class _Job:
-    """A batch on the host; what to do with it on the device; what to call when its memory is no longer read."""
+    """A batch on the host; a function for its tensors on the device; a callback when its memory is no longer read."""
 
     host: Any
     prepare: Callable[[Any], Any]
@@ -198,7 +198,7 @@ def _on_side_stream(jobs: Iterable[_Job], device: torch.device, ahead: int) -> I
             start(job)
             while copying and copying[0][0].query():
                 copying.popleft()[1]()
-            if len(copying) > ahead + 1:  # the host waits for the oldest copy: its memory is needed for the next batch
+            if len(copying) > ahead + 1:  # the host waits for the oldest copy: the next batch needs its memory
                 event, release = copying.popleft()
                 event.synchronize()
                 release()

@@ -18,13 +18,13 @@ from cl_train.data.source import ImageSource, Indices, listed
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
-_CACHED_FROM = 50_000  # images: below this, listing takes less than a second
+_CACHED_FROM = 50_000  # images; listing fewer takes less than a second
 _SHOWN = 5  # names in a message; a folder can hold a thousand
 
 
 @dataclass(frozen=True)
 class FolderSplit:
-    """The images of one split below `folder`, sorted by class and name: a `cl_train.data.source.Split`."""
+    """The images of one split below `folder`, sorted by class and name; implements `cl_train.data.source.Split`."""
 
     folder: Path
     names: bytes  # paths relative to `folder`, one after the other
@@ -113,7 +113,7 @@ def _image_source(index: folder_index.FolderIndex, base: Path, val: Path) -> Ima
 
 
 def _split_folders(root: Path, layout: FolderLayout) -> tuple[Path, Path]:
-    """The folders that hold the classes of both splits; the same one if it is to be divided."""
+    """The folders that hold the classes of both splits; the same folder if it is to be split."""
     if re.match(r"\w+:/", str(root)):
         raise ConfigError(f"data.root '{root}' is a URL, and data is read from the file system: copy or mount it")
     if not root.is_dir():
@@ -172,7 +172,7 @@ def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
 def _find_images(
     root: bytes, relative: bytes, suffixes: tuple[bytes, ...], listing: _Listing, found: list[bytes]
 ) -> None:
-    """Add the images below `root/relative` to `found`, also a FIFO or a dangling link: the reader names those."""
+    """Add the images below `root/relative` to `found`, including FIFOs and dangling links, which the reader reports."""
     for entry in os.scandir(os.path.join(root, relative)):
         name = os.path.join(relative, entry.name)
         if entry.is_dir(follow_symlinks=False):
@@ -185,7 +185,7 @@ def _find_images(
 
 
 def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[bytes]], list[list[bytes]]]:
-    """Per class, the share with the smallest hashes of their names: a new file moves at most one other."""
+    """Per class, the share with the smallest hashes of their names: adding a file moves at most one other."""
     train, val = [], []
     for names in files:
         count = min(len(names) - 1, max(1, round(len(names) * val_fraction)))

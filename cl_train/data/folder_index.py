@@ -1,4 +1,4 @@
-"""The list of a large folder's images, kept in the user's cache folder: listing a million files can take minutes."""
+"""The list of a large folder's images, cached in the user's cache folder: listing a million files can take minutes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class FolderIndex:
 
 
 def index_path(root: Path, options: str) -> Path:
-    """Where the list of `root` is kept; another one for other `options`."""
+    """The path of the cached list of `root` for these `options`."""
     key = os.fsencode(root.resolve()) + options.encode()
     return cache_folder() / f"folder-{hashlib.sha256(key).hexdigest()[:16]}.npz"
 
 
 def save(path: Path, index: FolderIndex, roots: list[Path]) -> None:
-    """Keep the list with the modification time of every folder. Does nothing if the cache cannot be written."""
+    """Store the list with the modification time of every folder. Does nothing if the cache cannot be written."""
     folders = [os.fsencode(root) for root in roots]
     for root in roots:
         for name in index.classes:  # each class folder may be a link, which os.walk would not follow
             folders += [os.fsencode(path) for path, _, _ in os.walk(root / name)]
     times = _modified_ns(folders)
-    if time.time_ns() - int(times.max()) < _SETTLED_NS:  # a change within the clock's resolution would go unnoticed
+    if time.time_ns() - int(times.max()) < _SETTLED_NS:  # changes within mtime resolution would be missed
         return
     texts = {"folders": folders, "classes": map(os.fsencode, index.classes), "notes": map(os.fsencode, index.notes)}
     arrays: dict[str, Any] = {key: np.frombuffer(b"\0".join(names), np.uint8) for key, names in texts.items()}

@@ -1,4 +1,4 @@
-"""Both splits of a data set, as batches on the device: of images, or synthetic ones."""
+"""Both splits of a data set as batches on the device: images, or synthetic data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cl_train.data.loader import Loader, LoaderSettings
 class ImageData:
     """Training and validation images of one run, as this rank sees them.
 
-    The order and the augmentation depend on the seed, the epoch and the image alone: not on workers or world size.
+    The order and the augmentation depend only on the seed, the epoch and the image, not on workers or world size.
     """
 
     classes: tuple[str, ...]
@@ -27,7 +27,7 @@ class ImageData:
     train_loader: Loader
     val_loader: Loader
     settings: LoaderSettings
-    bad_images: BadImages  # met so far by this rank
+    bad_images: BadImages  # found so far by this rank
     mean: list[float]
     std: list[float]
     mix: MixLabels | None = None
@@ -65,7 +65,7 @@ class ImageData:
 
 class SyntheticData:
     """One batch of noise, made once per DeviceFormat and shared by all steps: do not write into it. Otherwise as
-    `ImageData`: the cost of training without any loading."""
+    `ImageData`. It measures training without loading."""
 
     def __init__(self, cfg: DataConfig, *, batch_size: int, seed: int, world_size: int) -> None:
         self.num_classes, self.workers = cfg.synthetic_classes, 0

@@ -22,7 +22,7 @@ _MOST_WORKERS = 16
 
 
 class ImageLoader:
-    """Iterates over the batches of one split; made by `image_loader`.
+    """Iterates over the batches of one split; created by `image_loader`.
 
     Attributes:
         classes: their names, in the order of the labels.
@@ -41,7 +41,7 @@ class ImageLoader:
         return len(self._loader)
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """The next iteration is `epoch` from batch `first_batch` on; the ones after it are the following epochs."""
+        """Start the next iteration at batch `first_batch` of `epoch`; later iterations are the following epochs."""
         self._epoch, self._first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -86,15 +86,15 @@ def image_loader(
     val_fraction: float | None = None,
     extensions: Sequence[str] = EXTENSIONS,
 ) -> ImageLoader:
-    """Batches of a folder of images, as train.py loads them.
+    """Batches of a folder of images, loaded as in train.py.
 
         with image_loader("/datasets/imagenet", batch_size=256, device="cuda", dtype=torch.float16) as loader:
             for epoch in range(90):
                 for images, targets in loader: ...
 
     Training images get torchvision's RandomResizedCrop and horizontal flip, in an order and with random numbers that
-    depend on `seed` and the epoch alone; the last, smaller batch is dropped. Validation images are resized and
-    centre-cropped, each once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes anywhere.
+    depend only on `seed` and the epoch; the last, smaller batch is dropped. Validation images are resized and
+    centre-cropped, each once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes at any batch.
 
     Args:
         root: folder that holds `train/<class>/*` and `val/<class>/*`.

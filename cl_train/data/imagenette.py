@@ -14,7 +14,7 @@ def ensure_imagenette(root: Path, *, download: bool) -> Path:
     """The folder with train/ and val/: `root` itself, or the archive's folder in it, which `download` fetches (326 MB).
 
     Raises:
-        ConfigError: not there and not to be fetched, or fetching failed.
+        ConfigError: missing without `download`, or the download failed.
     """
     if (root / "train").is_dir():
         return root

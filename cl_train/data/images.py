@@ -1,4 +1,4 @@
-"""An encoded image into its row of a batch: read, decode, crop, resize, flip. uint8 from end to end.
+"""Write an encoded image into its row of a batch: read, decode, crop, resize, flip. uint8 throughout.
 
 The decoder writes into a scratch buffer and the resize writes into the row: after decoding, each pixel is written once,
 and no memory is allocated per image.
@@ -24,7 +24,7 @@ _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What becomes of an image."""
+    """The transforms of an image."""
 
     size: int  # side of the result, pixels
     seed: int
@@ -32,13 +32,13 @@ class ImageSettings:
     crop: crops.CropRange = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
     flip: float = 0.5  # probability
     decoder: str = "simplejpeg"  # or pillow
-    formats: tuple[str, ...] = ("JPEG", "PNG")  # that Pillow may read
+    formats: tuple[str, ...] = ("JPEG", "PNG")  # formats that Pillow may read
     augment: Callable[[Tensor, int], Tensor] | None = None  # (uint8 [3, size, size], seed) -> the same
 
 
 @dataclass
 class WorkerTimes:
-    """Seconds that workers spent on each part of the work."""
+    """Seconds that workers spent on each part of loading."""
 
     read_s: float = 0.0
     decode_s: float = 0.0

@@ -23,9 +23,9 @@ from cl_train.data.source import Indices
 from cl_train.data.workers import WorkerError, Workers
 from cl_train.system.memory import available_bytes
 
-_LEAST_ROWS = 8  # images per task: below this the messages cost more than the even distribution gains
-_HELD = 2  # batches that the consumer holds at once: being copied, and read by the step
-_SUBSTITUTES = 100  # following samples that are tried in place of a bad one
+_LEAST_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
+_HELD = 2  # batches that the consumer holds at once: one being copied, one used by the step
+_SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
 class SampleReader(Protocol):
@@ -89,7 +89,7 @@ class _Done:
 
 
 class _Filler:
-    """The work of a worker: reads the samples of a task into their rows."""
+    """The function that workers run: reads the samples of a task into their rows."""
 
     def __init__(self, reader: SampleReader, slots: Slots, attempts: int) -> None:
         self._reader, self._slots, self._attempts = reader, slots, attempts
@@ -99,11 +99,11 @@ class _Filler:
         self._reader.times = done.times
         try:
             for row, index in enumerate(task.indices, task.first_row):
-                if self._slots.stream[0] != task.stream:  # nobody wants this batch any more
+                if self._slots.stream[0] != task.stream:  # the iteration was abandoned
                     break
                 if not self._fill(task, row, index, done):
                     done.empty_rows.append(row)
-        except Exception as error:  # a mistake in the code, or no memory: raised again in the parent
+        except Exception as error:  # a bug, or lack of memory: raised again in the parent
             done.error = f"{type(error).__name__}: {error}"
         return done
 
@@ -247,7 +247,7 @@ class HostLoader:
         self._submitted.append(_Batch(stream, slot, number, size, len(firsts)))
 
     def _wait_for(self, workers: Workers[_Task, _Done], batch: _Batch, *, wanted: bool) -> list[int]:
-        """Wait until the workers have done with the batch; return its empty rows."""
+        """Wait until the workers have finished the batch; return its empty rows."""
         empty_rows: list[int] = []
         try:
             for _ in range(batch.tasks):

@@ -1,7 +1,7 @@
-"""Which image comes when, and with which random numbers: pure functions of the seed, the epoch and the index.
+"""The order and the random numbers of the images: pure functions of the seed, the epoch and the index.
 
-Philox is a counter-based generator: a key and a counter give the numbers, without any state that a worker, a rank or a
-resumed run could disagree about (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+Philox is a counter-based generator: a key and a counter determine the numbers, so workers, ranks and resumed runs share
+no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def permutation(seed: int, epoch: int, count: int) -> Indices:
 
 
 def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: int = 8192) -> Indices:
-    """The order of the training images in `epoch` if storage favours long reads: shards are permuted as a whole, then
-    each image moves by less than `window` places. Images of one shard stay near each other, so each shard must hold a
-    mixture of all classes."""
+    """The order of the training images in `epoch` for storage that is slow at random reads: shards are permuted as a
+    whole, then each image moves by less than `window` places. Images of one shard stay near each other, so each shard
+    must hold a mixture of all classes."""
     count = sum(map(len, shards))
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS]).random_raw(len(shards) + count)
     order = np.concatenate([shards[shard] for shard in np.argsort(words[: len(shards)], kind="stable")])
@@ -42,7 +42,7 @@ def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def batch_generator(seed: int, epoch: int, batch: int) -> np.random.Generator:
-    """The random numbers of what happens to a whole batch (MixUp, CutMix). `batch` also tells ranks apart."""
+    """The random numbers of operations on a whole batch (MixUp, CutMix). `batch` also distinguishes ranks."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, batch, 0, _BATCH]))
 
 

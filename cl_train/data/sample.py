@@ -1,8 +1,8 @@
-"""The sample data: ten classes of textures, generated with ImageNet's layout, file sizes and odd files.
+"""The sample data: ten classes of textures, generated with ImageNet's layout, file sizes and unusual files.
 
-A class is a pattern (stripes, rings, meshes, ...). Its period, place, angle, colours and light differ in every image,
-and each pattern looks the same after a flip or in a crop: a small network learns the classes with the usual
-augmentation, and the mean colour of an image does not give its class away.
+A class is a pattern (stripes, rings, meshes, ...). Period, position, angle, colours and brightness differ in every
+image, and a pattern is the same after a flip or in a crop: a small network learns the classes with the usual
+augmentation, and the mean colour of an image does not reveal its class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cl_train.system.process_pool import map_in_processes
 Field = npt.NDArray[np.floating[Any]]
 Pattern = Callable[[Field, Field, np.random.Generator], Field]  # coordinates in periods -> 0..1
 
-VERSION = "5"  # of the images; another version is generated again
+VERSION = "5"  # of the images; a folder of another version is generated again
 _SIZES = ((500, 375), (375, 500), (500, 333), (500, 400), (333, 500), (640, 480), (480, 360), (400, 300), (800, 600))
 _SIZE_SHARES = (0.45, 0.13, 0.15, 0.06, 0.05, 0.06, 0.04, 0.04, 0.02)
 _QUALITY = 90
@@ -36,7 +36,7 @@ _SEED = 2012
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """How many images, and how they look."""
+    """Number and appearance of the images."""
 
     train_per_class: int = 110
     val_per_class: int = 22
@@ -74,7 +74,7 @@ def _meshes(x: Field, y: Field, rng: np.random.Generator) -> Field:
 
 
 def _mosaic(x: Field, y: Field, rng: np.random.Generator) -> Field:
-    """Cells that are on or off by chance; the tile repeats after 64 cells, more than an image has."""
+    """Cells that are on or off at random; the tile repeats after 64 cells, more than an image has."""
     tile = (rng.random((64, 64)) < 0.5).astype(np.float32)
     cells = np.floor(np.stack((y, x)) * 1.5).astype(np.int64) % 64
     return tile[cells[0], cells[1]]
@@ -131,7 +131,7 @@ def _two_colours(rng: np.random.Generator) -> tuple[Field, Field]:
 
 
 def _encode(pixels: Pixels, number: int) -> bytes:
-    """Mostly JPEG 4:2:0; each 40th grey, each 97th CMYK, number 13 a PNG (named .JPEG, as one is in ImageNet)."""
+    """Mostly JPEG 4:2:0; every 40th grey, every 97th CMYK, number 13 a PNG (named .JPEG, like one file of ImageNet)."""
     image = Image.fromarray(pixels)
     buffer = io.BytesIO()
     if number == 13:

@@ -5,8 +5,8 @@ as a number) or `KEY.json` (`{"label": 0}`). Images are sorted by label and key,
 the same images in the same order as the folder. The order of the members in a shard does not matter.
 
 `shards.json`, which `prepare_imagenet shards` writes, lists the classes and the number of images of every shard. With
-it, missing shards and members and wrong labels are errors. In the shards of others, a wrong label is found if it is
-outside the range or contradicts the WordNet id in the key, and a missing sample if only a part of it is missing.
+it, missing shards and members and wrong labels are errors. In other shards, a wrong label is detected if it is outside
+the range or contradicts the WordNet id in the key, and a missing sample if only a part of it is missing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _save(cache: Path, digest: str, classes: tuple[str, ...], train: ShardSplit,
 
 
 def _load(cache: Path, digest: str, shards: dict[str, list[str]]) -> _Index | None:
-    """The stored index; None if there is none, or if it is of other shards."""
+    """The stored index; None if there is none, or if it belongs to other shards."""
     try:
         with open(cache, "rb") as file, np.load(file, allow_pickle=False) as stored:
             if str(stored["digest"]) != digest:
@@ -185,7 +185,7 @@ def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
 
 
 def _gaps(paths: list[str]) -> list[str]:
-    """Missing numbers in series such as `im-train-000000.tar`: no shard is lost unnoticed."""
+    """Missing numbers in series such as `im-train-000000.tar`, which reveal missing shards."""
     series: dict[tuple[str, str], set[int]] = {}
     for path in paths:
         if match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path):
@@ -197,7 +197,7 @@ def _gaps(paths: list[str]) -> list[str]:
     ]
 
 
-# --- what a shard holds -----------------------------------------------------------------------------------------------
+# --- contents of a shard ----------------------------------------------------------------------------------------------
 
 
 @dataclass

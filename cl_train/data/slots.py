@@ -1,7 +1,7 @@
 """Batches in shared memory that loader workers fill in place.
 
-The memory is an anonymous shared mapping: it has no name that could be left behind, takes no space in /dev/shm, and is
-freed with the last process that maps it. No pixel is pickled or copied between processes.
+The memory is an anonymous shared mapping: it has no name that could remain after a crash, takes no space in /dev/shm,
+and is freed with the last process that maps it. No pixel is pickled or copied between processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Slots:
         result = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), len(self._memory), 0)
         self._pinned = int(result) == 0  # if the system refuses, copies still work, only slower
         if not self._pinned:
-            with contextlib.suppress(RuntimeError):  # CUDA reports the refusal again at the next kernel: consume it
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel: clear it
                 torch.zeros(1, device="cuda")
 
     def unpin(self) -> None:

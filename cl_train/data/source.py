@@ -1,4 +1,4 @@
-"""Where encoded images come from: the interface that folders and shards implement."""
+"""The source of encoded images: the interface that folders and shards implement."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Indices = npt.NDArray[np.int64]
 class Split(Protocol):
     """The encoded images of one split, in a fixed order, with their labels.
 
-    Loader workers are forked from the process that made the object. Keep the index in a few arrays: a worker that reads
-    a list of a million Python objects copies its memory page by page. A file that stays open must be read with `pread`,
-    because all workers share its position.
+    Loader workers are forked from the process that created the object. Keep the index in a few arrays: a worker that
+    reads a list of a million Python objects copies its memory page by page. A file that stays open must be read with
+    `pread`, because all workers share its position.
     """
 
     @property
@@ -29,7 +29,7 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """How messages refer to image `index`: a path, or a path and a member."""
+        """The name of image `index` in messages: a path, or a path and a member."""
         ...
 
     def read(self, index: int) -> bytes:
@@ -45,8 +45,8 @@ class ImageSource:
         classes: names in the order of the labels.
         fingerprint: identifies the list of images, their labels and the classes, not the files' contents.
         train_shards: for each shard the indices of its training images, int64, in the order of the file; None if the
-            images do not lie in shards.
-        notes: what a user should know about the source, one sentence each; logged once per run.
+            images are not stored in shards.
+        notes: remarks for the user about the source, one sentence each; logged once per run.
     """
 
     classes: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Uncompressed tar archives from outside: damage is an error, no header can make a read exceed an image's size.
+"""Untrusted, uncompressed tar archives: damage is an error, and no header can make a read exceed an image's size.
 
-`tarfile` takes a damaged or missing header for the end of the archive, and believes what a header says about sizes.
+`tarfile` treats a damaged or missing header as the end of the archive and does not validate sizes in headers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarIn
     file: Any = archive.fileobj
     try:
         for member in archive:
-            if member.size < 0:  # tarfile would seek backwards for ever (CVE-2025-8194)
+            if member.size < 0:  # tarfile would seek backwards forever (CVE-2025-8194)
                 raise ConfigError(f"{what}: {member.name[:200]!r} has {member.size} bytes; damaged")
             if member.isdir() and _FOLDER_NAME.fullmatch(member.name):
                 continue

@@ -1,7 +1,7 @@
-"""Worker processes: `torch.utils.data.DataLoader` starts, feeds and ends them; this module adds what it lacks.
+"""Worker processes: `torch.utils.data.DataLoader` starts, feeds and ends them; this module adds the rest.
 
-A worker that dies or hangs is named together with the sample that it began last, workers ignore the signals that the
-training process handles, and none outlives its parent. One DataLoader iterator serves all epochs: its sampler takes
+A message about a dead or hung worker names the sample that it began last, workers ignore the signals that the training
+process handles, and no worker outlives its parent. One DataLoader iterator serves all epochs: its sampler takes
 tasks from a queue and yields None when the queue is empty. So the workers stay alive between epochs, and an abandoned
 epoch leaves nothing to drain.
 """
@@ -63,7 +63,7 @@ class Workers(Generic[Task, Result]):
     ) -> None:
         self._pending: deque[Task] = deque()
         self._progress, self._timeout_s, self._name_of = progress, timeout_s, name_of
-        # DataLoader draws a seed for its workers; a generator of its own leaves the training's random numbers alone.
+        # DataLoader draws a seed for its workers; a separate generator keeps the training's random numbers unchanged.
         options: dict[str, Any] = {"batch_size": None, "sampler": _tasks(self._pending), "generator": torch.Generator()}
         if count:
             options |= {"num_workers": count, "prefetch_factor": queued, "timeout": _POLL_S}
@@ -75,7 +75,7 @@ class Workers(Generic[Task, Result]):
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # more workers than cores: the user's choice
+                warnings.simplefilter("ignore", UserWarning)  # warns of more workers than cores, which the user chose
                 # Python 3.12+ warns that a forked copy of a threaded process may deadlock. Workers take none of the
                 # parent's locks, and DataLoader forks by default.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -84,7 +84,7 @@ class Workers(Generic[Task, Result]):
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self.processes = [child for child in multiprocessing.active_children() if child not in before]
         if signal.getsignal(signal.SIGCHLD) is not on_child_exit:
-            # DataLoader's handler would raise in the middle of a training step, without the sample's name.
+            # DataLoader's SIGCHLD handler would raise in the middle of a training step, without the sample's name.
             signal.signal(signal.SIGCHLD, on_child_exit)
         # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
         self._kill = util.Finalize(self, _kill, (self.processes,), exitpriority=10)

@@ -1,10 +1,10 @@
 """From the official ILSVRC2012 archives to `train/<wnid>/*.JPEG` and `val/<wnid>/*.JPEG`.
 
 The train archive is a tar of 1000 tars, the validation archive is flat, its labels are in the development kit. All are
-streamed: the images need no space but their own, and an interruption costs at most one class.
+streamed: no temporary space is needed, and an interruption loses at most one class.
 
-Nothing is ever extracted to a path that an archive names: a member must be a regular file with a name of the official
-form, and is written to a path computed here. Anything else is an error.
+Nothing is extracted to a path that an archive names: a member must be a regular file with an official name, and
+is written to a path computed here. Anything else is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cl_train.system.locks import lock_file
 
 CLASSES, TRAIN_IMAGES, VAL_IMAGES = 1000, 1_281_167, 50_000
 DONE = ".done"  # in a completed class folder and in a completed val/; its content is the number of images
-PARTIAL = ".partial"  # holds what is being written; the next run removes it after an interruption
+PARTIAL = ".partial"  # holds incomplete output; after an interruption the next run removes it
 
 _CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 _TRAIN_IMAGE = re.compile(r"(n\d{8})_\d+\.JPEG")
@@ -36,7 +36,7 @@ Members = list[tuple[tarfile.TarInfo, re.Match[str]]]
 
 
 def unpack(out: Path, train: Path | None, val: Path | None, devkit: Path | None) -> dict[str, int]:
-    """Make `out/train` and `out/val`. After an interruption the same call continues.
+    """Make `out/train` and `out/val`. After an interruption, call it again to continue.
 
     Args:
         train: ILSVRC2012_img_train.tar.
@@ -44,7 +44,7 @@ def unpack(out: Path, train: Path | None, val: Path | None, devkit: Path | None)
         devkit: see `validation_labels`; needed for val.
 
     Returns:
-        The number of images in each split that was asked for.
+        The number of images in each requested split.
 
     Raises:
         ConfigError: paths, archives or labels that cannot be used, with the reason.
@@ -70,7 +70,7 @@ def unpack(out: Path, train: Path | None, val: Path | None, devkit: Path | None)
 
 
 def done_count(folder: Path) -> int | None:
-    """The number of images that a completed folder was made with; None if it was not completed, or not made here."""
+    """The number of images of a folder that this program completed; None for an incomplete or a foreign folder."""
     try:
         return int((folder / DONE).read_text(encoding="ascii"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -79,7 +79,7 @@ def done_count(folder: Path) -> int | None:
 
 @contextmanager
 def _folder(folder: Path) -> Iterator[Path]:
-    """Create and lock the folder; PARTIAL is empty at the start and gone at the end."""
+    """Create and lock the folder; PARTIAL is empty at the start and removed at the end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock_file(folder.parent / f".{folder.name}.lock", waiting_for=str(folder)):
@@ -114,7 +114,7 @@ def _unpack_train(archive: Path, folder: Path) -> int:
 
 
 def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None:
-    """One class into `folder/wnid`, which appears only when it is complete."""
+    """Unpack one class; `folder/wnid` is created only when it is complete."""
     partial = folder / PARTIAL / wnid
     partial.mkdir()
     with open_tar(stream, what) as archive:
@@ -130,7 +130,7 @@ def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None
 
 
 def _place_val(source: Path, labels: list[str], folder: Path) -> int:
-    """The flat validation images into class folders: copied from the archive, or moved from a folder."""
+    """Sort the flat validation images into class folders: copied from the archive, or moved from a folder."""
     for wnid in sorted(set(labels)):
         (folder / wnid).mkdir(exist_ok=True)
 
@@ -168,12 +168,12 @@ def _unpack_val(source: Path, target: Callable[[re.Match[str]], Path], folder: P
 
 
 def _official_members(archive: tarfile.TarFile, what: str, pattern: re.Pattern[str]) -> Members:
-    """All files of the archive with the match of their name; other names, and names that come twice, are errors."""
+    """All files of the archive with the match of their name; other names and duplicates are errors."""
     found: dict[str, tuple[tarfile.TarInfo, re.Match[str]]] = {}
     for member in regular_files(archive, what):
         match = pattern.fullmatch(member.name.removeprefix("./"))
         if not match or match[0] in found:
-            reason = "comes twice" if match else "has another name than in the official archive"
+            reason = "is a duplicate" if match else "is not a name of the official archive"
             raise ConfigError(f"{what}: {member.name[:200]!r} {reason}")
         found[match[0]] = (member, match)
     return list(found.values())

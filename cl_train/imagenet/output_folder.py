@@ -1,4 +1,4 @@
-"""A folder that one call after another completes, always with the same settings."""
+"""An output folder that repeated calls with the same settings complete."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def output_folder(out: Path, settings: dict[str, Any]) -> Iterator[None]:
     """Create and lock `out`.
 
     Raises:
-        ConfigError: it was begun with other settings.
+        ConfigError: it was started with other settings.
     """
     out.mkdir(parents=True, exist_ok=True)
     with lock_file(out / ".lock", waiting_for=str(out)):
         record = out / ".settings.json"
         if record.is_file() and (known := json.loads(record.read_text())) != settings:
             changed = ", ".join(f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key])
-            raise ConfigError(f"'{out}' was begun with {changed}; give another folder for out")
+            raise ConfigError(f"'{out}' was started with {changed}; give another folder for out")
         write_json(record, settings)
         yield

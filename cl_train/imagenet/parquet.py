@@ -40,7 +40,8 @@ class _File:
 def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None) -> dict[str, int]:
     """Write `out/{train,val}/<class>/<name>.JPEG`, or one shard for each parquet file, with the same bytes.
 
-    Classes are WordNet ids if the image names end in them, else numbers. After an interruption the same call continues.
+    Classes are WordNet ids if the image names end in them, else numbers. Call it again to continue after an
+    interruption.
 
     Args:
         to: "folder" or "shards".
@@ -49,7 +50,7 @@ def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None
         Images in each split.
 
     Raises:
-        ConfigError: pyarrow or the files are missing, a file is damaged or has other columns, names come twice.
+        ConfigError: pyarrow or the files are missing, a file is damaged or has other columns, duplicate names.
         RuntimeError: a worker process died.
     """
     files = _files(root, workers)

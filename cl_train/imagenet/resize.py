@@ -57,8 +57,8 @@ def resize_folder(
 ) -> ResizeReport:
     """Copy every image below `root` to the same name below `out`, smaller, in parallel.
 
-    After an interruption the same call continues: each copy is written to a temporary name, decoded to verify it, and
-    then renamed, so that a copy that exists is complete.
+    After an interruption, call it again to continue: each copy is written to a temporary name, decoded to verify it,
+    and then renamed, so that existing copies are complete.
 
     Args:
         max_side: longest side of a copy, pixels; 400 if `short_side` is not given either.
@@ -66,7 +66,7 @@ def resize_folder(
         workers: processes; None = as many as cores.
 
     Raises:
-        ConfigError: no such folder, `out` inside it, or `out` begun with other settings.
+        ConfigError: no such folder, `out` inside it, or `out` started with other settings.
         RuntimeError: a worker process died.
     """
     problems = []
@@ -116,7 +116,7 @@ def _resize_files(
 
 
 def _smaller(data: bytes, max_side: int | None, short_side: int | None, quality: int) -> bytes:
-    """A JPEG of the wanted size, never enlarged, decoded again to verify it; a small JPEG keeps its bytes."""
+    """A JPEG of the required size, never enlarged, decoded again to verify it; a small JPEG keeps its bytes."""
     encoded = Encoded(data)
     sides = encoded.height, encoded.width
     scale = max_side / max(sides) if max_side else (short_side or 1) / min(sides)

@@ -29,14 +29,14 @@ def write_shards(
 ) -> tuple[dict[str, int], list[str]]:
     """Write `out/imagenet-{train,val}-NNNNNN.tar` and `shards.json` from the images of `root/train` and `root/val`.
 
-    The classes are mixed over the shards. A shard has its name when it is complete, and `shards.json` is written last;
-    after an interruption the same call continues.
+    The classes are mixed over the shards. A shard gets its name when it is complete, and `shards.json` is written
+    last; after an interruption, call it again to continue.
 
     Returns:
         Images in each shard; files that cannot be read and were left out, with the reason.
 
     Raises:
-        ConfigError: `root` is not such a folder, or `out` was begun with other images or settings.
+        ConfigError: `root` is not such a folder, or `out` was started with other images or settings.
         RuntimeError: a worker process died.
     """
     source = read_folder(root)
@@ -76,7 +76,7 @@ def _write_share(
 
 
 def sample_name(class_name: str, index: int, file_name: str) -> str:
-    """`class/00000042-stem`: sorted by name, samples are in the order of their index. The key must not hold a dot."""
+    """`class/00000042-stem`: sorted by name, samples are in the order of their index. A key cannot contain a dot."""
     stem = os.path.splitext(os.path.basename(file_name))[0]
     return f"{class_name}/{index:08d}-{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[:60]}"
 

@@ -20,7 +20,7 @@ _SHOWN = 10
 
 @dataclass
 class Report:
-    """Counts by split, and what was found wrong: `problems` is empty if there is nothing."""
+    """Counts by split, and the problems that were found."""
 
     images: dict[str, int]
     classes: dict[str, int]
@@ -33,7 +33,7 @@ class Report:
 
 @dataclass(frozen=True)
 class ClassReport:
-    """One class folder. bad: (path, reason). missing: files deleted since the folder was made."""
+    """One class folder. bad: (path, reason). missing: files deleted since the folder was created."""
 
     name: str
     images: int

@@ -38,15 +38,15 @@ def audit(
     Weights, buffers, gradients and the random state are restored afterwards.
 
     Args:
-        model: any module, in the mode (train or eval) and the memory format to be judged.
+        model: any module, in the mode (train or eval) and the memory format to audit.
         batch: the model's input, or a tuple or list of its inputs, or a dict of its keyword arguments. The first tensor
-            of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) decides how many dimensions an image has.
+            of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) determines the number of dimensions of an image.
         precision: of the step; None: fp32 (the tensors' own dtypes, no autocast).
         loss: a function of the model's output that returns a scalar; None: the mean square of all its floating-point
             tensors, or of those of `output`.
         output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a tuple's index.
         backward: False: forward only, without gradients.
-        measure: also time the step, and each permuting copy on its own, in milliseconds.
+        measure: also time the step, and each permuting copy separately, in milliseconds.
         name: of the model, for the report.
 
     Raises:
@@ -125,7 +125,7 @@ def _state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _time_copies(calls: list[Call], device: torch.device) -> None:
-    """Time one permuting copy for each shape that was moved, scaled by bytes: a weight may have moved instead."""
+    """Time one permuting copy per shape, scaled by bytes, because a weight may have been copied instead."""
     known: dict[tuple[str, tuple[int, ...]], float] = {}  # milliseconds per byte
     for call in calls:
         if not call.moved_bytes or len(call.shape) not in CHANNELS_LAST:

@@ -1,4 +1,4 @@
-"""The result of an audit: operator calls with their outcomes, their sums, and the conclusions drawn from them."""
+"""The result of an audit: operator calls with their outcomes, totals and conclusions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SCHEMA_VERSION = 2
 
 @dataclass
 class Call:
-    """One operator call of a step; equal calls of one line of code are counted once with their number.
+    """One operator call of a step; equal calls of one line of code are one entry with their number.
 
     `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in backward also: a
-    gradient made contiguous although its activation is channels_last); "restored", something contiguous in and
+    gradient made contiguous although its activation is channels_last); "restored", a contiguous input and
     channels_last out; "ambiguous", size-1 dimensions leave both formats possible; "contiguous", contiguous in and out.
-    `copy`: how the bytes moved. "explicit", the call is a copy; "hidden", the kernel permutes its input first;
-    "strided", an element-wise kernel reads one input with large strides; "", nothing moved.
+    `copy`: how the layout was changed. "explicit", the call is a copy; "hidden", the kernel permutes its input first;
+    "strided", an element-wise kernel reads one input with large strides; "", no copy.
     `viewed_as`: the last shape under which an explicit copy was viewed.
     """
 
@@ -56,7 +56,7 @@ class LayoutCheck:
 
 @dataclass
 class LayoutReport:
-    """An audited step. Bytes are those that its operators read and wrote; views are not counted."""
+    """An audited step. Bytes are those read and written by its operators; views are not counted."""
 
     model: str
     model_memory_format: str
@@ -86,18 +86,18 @@ class LayoutReport:
 
     @property
     def moved_pct(self) -> float:
-        """Bytes moved to change the format, as a share of all bytes of the step."""
+        """Bytes copied to change the format, as a share of all bytes of the step."""
         return self._share_pct(self.calls)
 
     @property
     def copy_ms(self) -> float | None:
-        """Milliseconds of a step spent on such copies, each timed alone; None if not measured."""
+        """Milliseconds of a step spent on such copies, each timed separately; None if not measured."""
         if self.step_ms is None:
             return None
         return sum(call.copy_ms * call.count for call in self.calls if call.copy_ms is not None)
 
     def verdict(self) -> list[str]:
-        """The conclusions in words, the most expensive loss first."""
+        """The conclusions as text, the most expensive loss first."""
         if self.model_memory_format == "contiguous" and not self.of("kept"):
             return ["the model and its input are contiguous, so nothing can be lost; convert the model first"]
         lines = []
@@ -233,7 +233,7 @@ def _short(operator: str) -> str:
 
 
 def _advice(call: Call) -> str:
-    """What to do about a loss."""
+    """Advice for a loss."""
     name = _short(call.operator)
     if call.module_type == "Parameter":
         return "The parameter is contiguous and its gradient is not; a gradient takes its parameter's strides."
@@ -251,7 +251,7 @@ def _advice(call: Call) -> str:
     if "norm" in name:
         return "This kernel returns contiguous; leave the convolutions next to it contiguous (conversion=select)."
     if call.direction == "backward" and not call.moved_bytes:
-        return "Made from an expanded gradient (a mean's); the operator that reads it pays for the conversion."
+        return "Created from an expanded gradient (of a mean); the operator that reads it converts it."
     if call.direction == "backward":
-        return "The incoming gradient was contiguous already; see the loss before it in backward."
+        return "The incoming gradient was already contiguous; see the loss before it in backward."
     return "This kernel returns contiguous: replace it if the share matters, or leave its neighbours contiguous."

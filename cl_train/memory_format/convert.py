@@ -24,9 +24,9 @@ _CONVOLUTION_NAMES = {kind.__name__ for kind in _CONVOLUTIONS}
 
 @dataclass
 class ConversionReport:
-    """The tensors of 4 or 5 dimensions: names of those that `convert` changed, and the reason for those that it left.
+    """The tensors of 4 or 5 dimensions: names of those that `convert` changed, and reasons for those left unchanged.
 
-    `moved_bytes`: of tensors whose bytes are in another order now; ambiguous ones only received other strides.
+    `moved_bytes`: of tensors whose bytes were reordered; for ambiguous ones only the strides changed.
     """
 
     mode: str
@@ -73,7 +73,7 @@ def convert(
             selected modules; "none", nothing.
         select: for mode "select": shell patterns of module names (a pattern includes the module's children), or a
             predicate of (name, module).
-        memory_format: `channels_last` or `channels_last_3d`, which mean the same here: tensors of 4 dimensions become
+        memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
             channels_last, tensors of 5 channels_last_3d; or `contiguous_format`.
 
     Raises:
@@ -203,7 +203,7 @@ def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str
 def _convert_group(
     group: Mapping[str, torch.Tensor], selected: set[str], memory_format: torch.memory_format, report: ConversionReport
 ) -> None:
-    """Convert the tensors of one piece of memory; they still share it afterwards."""
+    """Convert the tensors of one memory block; they still share memory afterwards."""
     candidates = {name: tensor for name, tensor in group.items() if tensor.dim() in CHANNELS_LAST}
     report.ambiguous.extend(name for name, tensor in candidates.items() if classify(tensor) == "ambiguous")
     if not candidates:

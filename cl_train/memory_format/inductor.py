@@ -1,4 +1,4 @@
-"""Which graphs of a compiled model inductor lays out channels_last by itself, regardless of the user's tensors."""
+"""The graphs of a compiled model that inductor converts to channels_last, regardless of the layout of the input."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _model_issues(model: nn.Module, device: torch.device) -> list[str]:
     convolutions = [(name, module) for name, module in modules if isinstance(module, kinds)]
     reasons = []
     if not convolutions:
-        reasons.append(f"the model has no convolutions, and other operators gain nothing ({_UTILITY})")
+        reasons.append(f"the model has no convolutions, and other operators do not get faster ({_UTILITY})")
     elif all(_is_patch_embedding(module) for _, module in convolutions):
         found = names(_is_patch_embedding, convolutions)
         reasons.append(f"the only convolutions are patch embeddings ({found}); the rest is attention ({_UTILITY})")

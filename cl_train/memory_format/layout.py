@@ -21,7 +21,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the nu
 
 
 def classify(tensor: torch.Tensor) -> Layout:
-    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], judged by the order of its strides.
+    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], determined by the order of its strides.
 
     Unlike `is_contiguous(memory_format=...)` this accepts slices: half of the channels of a channels_last image is
     channels_last.
@@ -55,10 +55,10 @@ def _strides_descend(tensor: torch.Tensor, order: Iterable[int]) -> bool:
 
 
 def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """`tensor` with the strides of `memory_format`, also in size-1 dimensions; the same object if it has them already.
+    """`tensor` with the strides of `memory_format`, also in size-1 dimensions; the same object if it already has them.
 
-    `.contiguous(memory_format=...)` leaves the strides of [N,1,H,W] and [N,C,1,1] as they are. [N,1,1,1] cannot be
-    marked channels_last at all. channels_last means channels_last_3d for a tensor [N,C,D,H,W].
+    `.contiguous(memory_format=...)` does not change the strides of [N,1,H,W] and [N,C,1,1]. [N,1,1,1] cannot be marked
+    channels_last at all. channels_last means channels_last_3d for a tensor [N,C,D,H,W].
     """
     if memory_format != torch.contiguous_format:
         memory_format = CHANNELS_LAST[tensor.dim()]

@@ -1,4 +1,4 @@
-"""Running any model on any batch: its inputs, the scalar that its outputs are reduced to, and why it failed."""
+"""Run any model on any batch: its inputs, a scalar loss of its outputs, and messages about failures."""
 
 from __future__ import annotations
 

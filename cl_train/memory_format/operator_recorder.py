@@ -28,7 +28,7 @@ Images = list[tuple[torch.Tensor, Layout]]
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a forward call happened; the calls of its autograd node in backward are attributed to the same place."""
+    """The location of a forward call; backward calls of its autograd node are attributed to the same location."""
 
     module: str = ""
     module_type: str = ""
@@ -37,7 +37,7 @@ class _Origin:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Sees every operator below autograd and autocast; judges those that read or write tensors of `rank` dimensions."""
+    """Intercepts operators below autograd and autocast; records those with inputs or outputs of `rank` dimensions."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class OperatorRecorder(TorchDispatchMode):
         self._last_node = torch._C._autograd._get_sequence_nr() - 1
         self._image_formats: dict[int, Layout] = {}  # by storage: the format of the image stored in it
         self._copies: dict[int, Call] = {}  # by storage: the permuting copy that filled it
-        self._undecided: dict[int, Call] = {}  # those of them that may turn out to be a loss
+        self._undecided: dict[int, Call] = {}  # those copies that may later count as a loss
         self._channels_last_shapes: set[tuple[int, ...]] = set()
 
     @contextmanager
     def module_hooks(self) -> Iterator[None]:
-        """Follow which module runs, with hooks that are removed at the end. ScriptModules take no hooks."""
+        """Track the running module with hooks, which are removed at the end. ScriptModules do not support hooks."""
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
@@ -72,7 +72,7 @@ class OperatorRecorder(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         inputs = _strided_tensors((args, kwargs))
-        # classified before the call, because an in-place operator changes what it is given
+        # classified before the call, because an in-place operator changes its arguments
         images = [(tensor, classify(tensor)) for tensor in inputs if tensor.dim() == self._rank]
         result = function(*args, **(kwargs or {}))
         outputs = _strided_tensors(result)
@@ -80,7 +80,7 @@ class OperatorRecorder(TorchDispatchMode):
         origin = self._origin(node, images)
         if _is_view(function):
             self._follow_view(images, outputs)
-        elif "empty" not in function._schema.name:  # the call that writes into an allocation is judged instead
+        elif "empty" not in function._schema.name:  # the call that writes into the allocation is recorded instead
             self.step_bytes += sum(map(_bytes, (*inputs, *outputs)))
             self._record(function, node is not None, origin, inputs, images, outputs)
         return result
@@ -95,8 +95,8 @@ class OperatorRecorder(TorchDispatchMode):
             return replace(origin, source=source, line=line) if source else origin  # a custom function's own backward
         self._channels_last_shapes |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
         origin = _Origin(*(self._modules[-1] if self._modules else ("", "")), source, line)
-        # Autograd created this call's node just before dispatching it. A call without a node of its own (inside a
-        # custom autograd function) belongs to the node before.
+        # Autograd created this call's node just before dispatching it. A call without its own node (inside a custom
+        # autograd function) belongs to the previous node.
         newest = torch._C._autograd._get_sequence_nr() - 1
         self._origins.update(dict.fromkeys(range(self._last_node + 1, newest + 1), origin))
         self._last_node = max(self._last_node, newest)
@@ -164,7 +164,7 @@ class OperatorRecorder(TorchDispatchMode):
                 self.calls.append(self._undecided.pop(storage))
 
     def merged_calls(self) -> list[Call]:
-        """Equal calls counted, in the order of their first appearance."""
+        """Equal calls merged and counted, in the order of their first occurrence."""
         merged: dict[tuple[object, ...], Call] = {}
         for call in self.calls:
             known = merged.setdefault(call.key(), call)

@@ -1,4 +1,4 @@
-"""Whether the state around a model has its parameters' strides: gradients, EMA weights, optimizer state, masters."""
+"""Check that gradients, EMA weights, optimizer state and master weights have the strides of the parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stride_match(state: torch.Tensor, parameter: torch.Tensor) -> StrideMatch:
 def compare_strides(
     what: str, states: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> LayoutCheck:
-    """One check of tensors that should have their parameters' strides; those of other shapes are left out."""
+    """One check of tensors that should have their parameters' strides; tensors of other shapes are ignored."""
     found: dict[str, StrideMatch] = {
         name: stride_match(state, parameters[name])
         for name, state in states.items()

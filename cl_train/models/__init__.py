@@ -1,4 +1,4 @@
-"""Models and their weights: torchvision, timm and the user's own, saved files, and changes to a model's structure.
+"""Models and their weights: torchvision, timm, the user's own models, and saved files.
 
 Read `registry.py` first. May import memory_format, step, data, system and config.
 """

@@ -1,4 +1,4 @@
-"""Converting a saved model from file to file, and checking that the new file computes what the old one did."""
+"""Convert a saved model from file to file, and check that outputs do not change."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HALF_TOLERANCE = 2e-2
 
 @dataclass
 class FileConversion:
-    """`difference`: the largest of the outputs, relative to the largest output; None: not compared. `problems`: why it
-    is not proved that the new file computes what the old one did.
+    """`difference`: the largest difference of the outputs, relative to the largest output; None: not compared.
+    `problems`: why equal outputs are not confirmed.
     """
 
     kind: str
@@ -136,7 +136,7 @@ def _read(path: Path, trust: bool, entry: str | None = None, prefix: str | None 
 
 
 def _same_values(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
-    """NaN equals NaN: the file of a diverged model is copied faithfully, too."""
+    """Equality where NaN equals NaN, because a diverged model is copied exactly too."""
 
     def same(one: torch.Tensor, other: torch.Tensor) -> bool:
         if one.dtype != other.dtype or one.shape != other.shape:
@@ -156,7 +156,8 @@ def _compare_outputs(
 ) -> None:
     """Fill in the difference of the outputs, or the problem."""
     recorded = before.metadata.get("model")
-    is_zoo_model = isinstance(recorded, str) and ":" not in recorded  # only the user may name a function to import
+    # only the user, not the file, may name a function to import
+    is_zoo_model = isinstance(recorded, str) and ":" not in recorded
     name = model_name or (recorded if is_zoo_model else None)
     reference, converted = (_runnable(saved, name, input_shape[-1]) for saved in (before, after))
     if reference is None or converted is None:
@@ -168,7 +169,7 @@ def _compare_outputs(
     for model, memory_format in ((reference, "contiguous"), (converted, result.memory_format)):
         try:
             outputs.append(_outputs(model, batch, memory_format_named(memory_format), output))
-        except Exception as error:  # a model may raise anything on images that it is not made for
+        except Exception as error:  # a model may raise any exception for unsuitable images
             why = str(error) if isinstance(error, ConfigError) else explain_failure(error)
             shape = f"{memory_format} {list(input_shape)}"
             result.problems.append(f"outputs not compared: the model fails on {shape}: {why}; input=N,C,H,W sets it")

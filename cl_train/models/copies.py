@@ -1,4 +1,4 @@
-"""Copies of a model: in memory, or of its shapes alone."""
+"""Copies of a model: in memory, or of its shapes only."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cl_train.config.schema import ConfigError
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first tensor is; the CPU for a model without tensors."""
+    """The device of the model's first tensor; the CPU for a model without tensors."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """A deep copy of `model` on `device` (None: each tensor where it is); `model` and its layout stay as they are.
+    """A deep copy of `model` on `device` (None: each tensor where it is); `model` and its layout are unchanged.
 
     `copy_model(model, "meta")` copies shapes and strides only, and allocates nothing. A result that a module keeps as
     an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy` refuses, is copied as a constant; the
@@ -42,14 +42,14 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     memo[id(value)] = _copy_tensor(value, device)
         return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever the attributes of a user's module raise
+    except Exception as error:  # the attributes of a user's module may raise any exception
         raise ConfigError(f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _copy_scripted(module: torch.jit.ScriptModule, device: torch.device | str | None) -> torch.jit.ScriptModule:
-    """Through TorchScript's own format: `copy.deepcopy` returns parameters that are results with a graph.
+    """A copy through TorchScript's file format: `copy.deepcopy` returns parameters with an autograd graph.
 
-    TorchScript has no meta device: the copy keeps its memory there.
+    TorchScript does not support the meta device: such a copy keeps its memory.
     """
     buffer = io.BytesIO()
     with warnings.catch_warnings():

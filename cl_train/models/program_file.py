@@ -74,7 +74,7 @@ def _check_members(path: Path) -> None:
 
 @contextmanager
 def _careful() -> Iterator[None]:
-    """Without torch's remarks about its formats, and without `weights_only=False`, to which torch.export falls back."""
+    """Suppress torch's warnings about its formats, and prevent torch.export's fallback to `weights_only=False`."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

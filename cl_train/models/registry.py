@@ -32,7 +32,7 @@ def usual_image_size(name: str) -> int:
 
 
 def check_model(name: str, weights: str | None = None) -> None:
-    """Refuse an unknown model or weights before any work.
+    """Refuse an unknown model or weights before anything else runs.
 
     Raises:
         ConfigError: with the nearest known names.
@@ -160,7 +160,7 @@ def _torchvision_weights(name: str, weights: str) -> Any:
 
 
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
-    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it has them already.
+    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it already has them.
 
     A classifier is the last Linear, or the 1x1 Conv2d of SqueezeNet; Inception and GoogLeNet have auxiliary ones.
     """
@@ -175,7 +175,7 @@ def replace_classifier(model: nn.Module, num_classes: int) -> None:
             assert isinstance(layer, nn.Conv2d)
             setattr(owner, name, nn.Conv2d(layer.in_channels, num_classes, kernel_size=1))
     if hasattr(model, "num_classes"):
-        model.num_classes = num_classes  # type: ignore[assignment] # a plain number, whatever nn.Module declares
+        model.num_classes = num_classes  # type: ignore[assignment] # a plain number; nn.Module declares another type
 
 
 def _classifiers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -205,10 +205,10 @@ def _is_file(weights: str) -> bool:
 
 
 def load_weights_file(model: nn.Module, path: Path) -> bool:
-    """Load a file of weights into `model`, whose memory format stays.
+    """Load a file of weights into `model`; its memory format does not change.
 
     Returns:
-        Whether the classifier has another number of classes than the file, and was left as it was initialised.
+        Whether the classifier has another number of classes than the file, and kept its initialisation.
 
     Raises:
         ConfigError: see `read_weights`; or the shapes do not fit.

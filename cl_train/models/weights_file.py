@@ -1,8 +1,8 @@
-"""Files of weights: read without running code, unwrapped from what training scripts put around them, and written.
+"""Files of weights: read without running code, extracted from checkpoints of training scripts, and written.
 
 Readable are files of `torch.save` (a state dict, or a checkpoint that holds one), checkpoints of cl_train, and
-safetensors. Tensors are written contiguous, so that equal weights are equal bytes; the memory format that the model is
-meant for is recorded beside them. Programs (TorchScript, `torch.export`) run code when they are loaded; they are
+safetensors. Tensors are written contiguous, so that equal weights are equal bytes; the model's intended memory format
+is recorded with them. Programs (TorchScript, `torch.export`) run code when they are loaded; they are
 refused here, see `program_file.py`.
 """
 
@@ -57,7 +57,7 @@ class SavedModel:
 
 
 def kind_of(path: Path) -> Kind:
-    """What a file is, by its suffix and its members; nothing in it is executed."""
+    """The kind of a file, from its suffix and its members; nothing in it is executed."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".safetensors":

@@ -4,8 +4,8 @@ The recorded work is `train_step` itself, which never waits for the device: the 
 decision to skip an update are tensors that the fused optimizer and GradScaler read and write in place. The values that
 change between steps are tensors too: images and labels in static buffers, the learning rate in the optimizer's groups.
 
-A replay repeats the host's decisions of the recording. A model whose forward decides on the host (a Python random
-number, a counter, the value of a tensor) must not be recorded.
+A replay repeats the decisions that the host made during the recording. A model whose forward pass makes decisions on
+the host (a Python random number, a counter, the value of a tensor) must not be recorded.
 
 Warm-up, one side stream for warm-up and recording, and eleven warm-up steps with DDP follow PyTorch's notes on CUDA
 graphs.
@@ -25,7 +25,7 @@ Work = Callable[[], torch.Tensor]
 Replay = Callable[[], object]
 
 WARM_UP_STEPS = 3
-WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with events that cannot be recorded
+WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with CUDA events that cannot be recorded
 
 
 class CudaRecorder:

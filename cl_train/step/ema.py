@@ -11,9 +11,9 @@ from cl_train.step.precision import MasterWeights, full_precision_state
 
 
 class EMA:
-    """A float32 copy of `model`, `module`, whose weights and BatchNorm statistics follow the model's.
+    """A float32 copy of `model`, `module`, with moving averages of the model's weights and BatchNorm statistics.
 
-    torch's AveragedModel cannot follow fp32 master weights, which fp16_o2 needs: a change of a weight by a share of
+    torch's AveragedModel cannot average fp32 master weights, which fp16_o2 needs: a change of a weight by a share of
     (1 - decay) is below the resolution of fp16.
     """
 

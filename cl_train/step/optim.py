@@ -51,7 +51,7 @@ def norm_and_bias_names(model: nn.Module) -> set[str]:
 
 
 def _start_momentum_at_zero(sgd: torch.optim.SGD) -> torch.optim.SGD:
-    """Zero momentum gives the same first update as none.
+    """Momentum buffers of zeros, which give the same first update as none.
 
     Fused SGD leaves the momentum buffer uninitialised if the first step is skipped, as it is when the initial loss
     scale overflows; the second step would add that memory to the weights.

@@ -85,7 +85,7 @@ def _cpu_has_native_bf16() -> bool:
 
 
 def warnings_for(precision: Precision, device: torch.device) -> list[str]:
-    """Why `precision` is a bad choice on `device`, one sentence each; empty if it is not."""
+    """Reasons against `precision` on `device`, one sentence each; empty if there are none."""
     on_cpu, is_fp16 = device.type != "cuda", precision.name in ("fp16", "fp16_o2")
     if on_cpu and is_fp16:
         return [f"precision={precision.name} is slow on a CPU; bf16 or fp32 is faster"]

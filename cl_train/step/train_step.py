@@ -74,7 +74,8 @@ def logits_of(output: object) -> torch.Tensor:
 def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How many of N images are correct at top-1 and at top-5: two int64 0-d tensors on the device.
 
-    With fewer than five classes, top-5 is top-k for k = classes. The label of a mixed target is its larger part.
+    With fewer than five classes, top-5 is top-k for k = classes. For MixUp/CutMix targets, the class with
+    the larger weight counts.
     """
     labels = targets.argmax(1) if targets.is_floating_point() else targets
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
@@ -85,8 +86,8 @@ def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepSums:
     """One optimizer step over one or more micro-batches (gradient accumulation).
 
-    In every precision, a non-finite gradient skips the update on the device and leaves the weights as they were. With
-    loss scaling it also lowers the scale.
+    In every precision, a non-finite gradient skips the update on the device and the weights do not change. With loss
+    scaling it also lowers the scale.
     """
     losses, correct1, correct5 = [], [], []
     for index, batch in enumerate(micro_batches):
@@ -141,7 +142,7 @@ def _plain_update(parts: StepParts) -> torch.Tensor:
         nn.utils.clip_grads_with_norm_(_parameters(parts.optimizer), parts.clip_norm, norm)
     skipped = (~norm.isfinite()).float()
     if getattr(parts.optimizer, "_step_supports_amp_scaling", False):
-        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # the fused kernel skips the update by it
+        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # the fused kernel skips the update if this is set
         parts.optimizer.step()
         del parts.optimizer.found_inf  # type: ignore[attr-defined]
     elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device

@@ -1,4 +1,4 @@
-"""Files that grow by whole records, such as logs, and survive a full disk."""
+"""Append-only files of whole records, such as logs, that tolerate a full disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 class AppendFile:
-    """A file that grows by whole records. Records that the disk refuses wait in memory and are written with later ones.
+    """An append-only file. Records that cannot be written stay in memory and are written with later ones.
 
-    Training must not end because its log cannot be written. The first refusal is logged, and so is the recovery.
+    Training must not end because its log cannot be written. The first failure is logged, and so is the recovery.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +25,7 @@ class AppendFile:
         self._is_failing = False
 
     def append(self, record: bytes) -> None:
-        """Write `record`, which ends as a record of the file's format ends (a line: with a line feed)."""
+        """Write `record`, which includes the terminator of the file's format (a line feed for lines)."""
         self._waiting.append(record)
         try:
             self.flush()
@@ -52,7 +52,7 @@ class AppendFile:
             log.warning("%s is written again and complete", self.path)
 
     def keep_waiting(self, wanted: Callable[[bytes], bool]) -> None:
-        """Drop the waiting records that are not `wanted`."""
+        """Drop the pending records that are not `wanted`."""
         self._waiting = [record for record in self._waiting if wanted(record)]
 
     def _write(self, data: bytes) -> None:

@@ -1,8 +1,8 @@
-"""One checkpoint file, written whole or not at all. What it contains: `training/run_state.py`.
+"""One checkpoint file, written atomically. `training/run_state.py` defines its contents.
 
 A checkpoint is a file of `torch.save` (plain types and contiguous tensors) with a SHA-256 of its bytes in the zip
-archive's comment: `torch.load` verifies none. `torch.load(path, weights_only=True)` reads it without this package.
-It is written under a temporary name, synced and renamed: a name that ends in `.pt` is always a whole checkpoint.
+archive's comment, because `torch.load` verifies no checksum. `torch.load(path, weights_only=True)` reads it without this
+package. It is written under a temporary name, synced and renamed: a `.pt` file is always a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CheckpointError(RuntimeError):
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> None:
-    """Write `state` to `path`, whole or not at all, and durably.
+    """Write `state` to `path` atomically and durably.
 
     Raises:
         TypeError: see `snapshot`.
@@ -50,7 +50,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
             try:
                 torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, cast(IO[bytes], writer))
             except RuntimeError:
-                if writer.error is not None:  # torch replaces the OSError by an error of its zip writer
+                if writer.error is not None:  # torch replaces the OSError with an error of its zip writer
                     raise writer.error from None
                 raise
             file.seek(-2, os.SEEK_END)  # the empty comment's length, two zero bytes
@@ -65,7 +65,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 class _HashingWriter:
-    """A binary file that hashes what `torch.save` writes to it, front to back, and remembers a failed write."""
+    """A binary file that hashes the bytes that `torch.save` writes in order, and keeps the error of a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -85,7 +85,7 @@ class _HashingWriter:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename durable. Some network file systems refuse to sync a folder, which is not an error."""
+    """Make a rename durable. Some network file systems cannot sync a folder, which is not an error."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

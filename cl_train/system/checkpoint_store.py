@@ -1,4 +1,4 @@
-"""The `checkpoints/` folder of a run: which files are kept, which one a resumed run starts from."""
+"""The `checkpoints/` folder of a run: keep the right files, and find the one to resume from."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class CheckpointStore:
             log.warning("checkpoints are written again: %s", self.last_saved)
 
     def _prepare_folder(self) -> None:
-        """Delete what a killed process left: a run folder has one writer, see run_folder.claimed_folder."""
+        """Delete temporary files of a killed process: a run folder has one writer, see run_folder.claimed_folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
             if _TEMPORARY.fullmatch(path.name):
@@ -173,7 +173,7 @@ class CheckpointStore:
     def _retire(self, step: int) -> None:
         """Delete all but the newest `keep`, after the new one is durable. Later steps than `step` are renamed.
 
-        Those are damaged files that a resume skipped, or they follow the checkpoint that the user resumed from.
+        Those are damaged files that a resume skipped, or later than the checkpoint that the user resumed from.
         """
         steps = self._steps()
         for later in [known for known in steps if known > step]:
@@ -227,7 +227,7 @@ def _link(source: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(source, temporary)
     os.replace(temporary, target)
-    temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names are the same file already
+    temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names already refer to the same file
     sync_folder(target.parent)
 
 

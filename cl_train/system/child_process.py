@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, so that a killed program leaves nothing behind."""
+"""Child processes that end with their parent, so that a killed program leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
     """Call in a child: it receives `signum` when its parent has ended, also when the parent was killed.
 
     For worker processes pass it as the initializer: `ProcessPoolExecutor(4, context, initializer=end_with_parent)`. On
-    Linux the kernel sends the signal, when the thread that started the child ends; elsewhere a thread looks for the
+    Linux the kernel sends the signal when the thread that started the child ends; elsewhere a thread checks for the
     parent twice a second.
     """
     expected = multiprocessing.parent_process()
     parent_pid = expected.pid if expected is not None else os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-        if os.getppid() != parent_pid:  # it ended before the call
+        if os.getppid() != parent_pid:  # the parent ended before the call
             os.kill(os.getpid(), signum)
         return
     threading.Thread(target=_watch, args=(parent_pid, signum), name="parent", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The processes of one run: rank, device and process group, and the few collectives that a run needs."""
+"""The processes of one run: rank, device and process group, and the collectives that a run uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Dist:
-    """This process's place in the run."""
+    """Rank and device of this process."""
 
     rank: int
     local_rank: int
@@ -75,7 +75,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
     store = torch.distributed.PrefixStore(store_prefix("attempt"), store)
     torch.distributed.init_process_group(
-        # gloo on CUDA too: the hosts agree on flags without waiting for a device
+        # gloo on CUDA too: the hosts exchange flags without waiting for a device
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
         store=store,
         rank=rank,
@@ -91,7 +91,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
 
 def store_prefix(name: str) -> str:
-    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the attempt before."""
+    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the previous attempt."""
     return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -136,7 +136,7 @@ def on_main(work: Callable[[], T], dist: Dist) -> T:
     if dist.is_main:
         try:
             outcome = work()
-        except Exception as error:  # of any kind: the other ranks wait for it
+        except Exception as error:  # any exception, because the other ranks wait for the result
             failure = error
     outcome, failure = broadcast_object((outcome, failure), dist)
     if failure is not None:

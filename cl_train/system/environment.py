@@ -11,7 +11,7 @@ import torchvision
 
 
 def describe_environment(device: torch.device) -> dict[str, str | None]:
-    """Versions and hardware; None for what this machine does not have."""
+    """Versions and hardware; None for hardware that this machine does not have."""
     cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
     return {
         "torch": str(torch.__version__),
@@ -47,7 +47,7 @@ def _driver_version() -> str | None:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """The commit of the checkout that this package runs from, and whether tracked files differ; None outside of one."""
+    """The commit of this package's checkout, and whether tracked files differ; None outside a checkout."""
     folder = Path(__file__).resolve().parents[2]
     commit = _output_of(["git", "-C", str(folder), "rev-parse", "HEAD"])
     changes = _output_of(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])

@@ -1,4 +1,4 @@
-"""Small files, replaced atomically: a killed process leaves the old content or the new one. And where caches lie."""
+"""Small files, replaced atomically: a killed process leaves the old or the new content. Also the cache folder."""
 
 from __future__ import annotations
 

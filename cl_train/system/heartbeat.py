@@ -1,7 +1,7 @@
-"""Which rank died or hangs? The error of a failed collective says only that some connection broke.
+"""Detect which rank died or hangs. The error of a failed collective says only that a connection broke.
 
-A thread of every rank increments a counter in the store through which the ranks met. The counter of a killed or stopped
-process stands still; that of a rank that waits in a collective does not, because waiting releases the interpreter lock.
+A thread of every rank increments a counter in the ranks' rendezvous store. The counter of a killed or stopped process
+no longer changes; that of a rank that waits in a collective does, because waiting releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RankFault(RuntimeError):
 
 @contextmanager
 def watch_ranks(dist: Dist) -> Iterator[None]:
-    """Send heartbeats in the background, and raise a `RankFault` that names the silent rank if a collective fails."""
+    """Send heartbeats in the background, and raise a `RankFault` that names the missing rank if a collective fails."""
     if dist.world_size == 1:
         yield
         return
@@ -63,19 +63,19 @@ def beat(store: torch.distributed.Store, rank: int, stop: threading.Event) -> No
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether a collective failed, not this rank's own work; gloo raises plain RuntimeErrors."""
+    """Whether a collective failed, rather than this rank's own work; gloo raises plain RuntimeErrors."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
 def find_silent_ranks(dist: Dist) -> str:
     """Compare the counters over a few seconds; returns for example `rank 1 is dead or hangs`."""
     readings: list[list[int]] = []
-    # In a thread, because a stopped process never answers.
+    # In a thread, because a stopped process never responds.
     reader = threading.Thread(target=read_counters, args=(dist.world_size, readings), daemon=True)
     reader.start()
     reader.join(LISTEN_S + 3.0)
     if len(readings) < 2:  # without torchrun, rank 0 holds the store
-        return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not answer"
+        return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not respond"
     before, after = readings
     silent = [f"rank {rank}" for rank in range(dist.world_size) if after[rank] == before[rank]]
     if not silent:

@@ -1,4 +1,4 @@
-"""What the launcher (`torchrun`) says about this process, from the environment. Imports no torch."""
+"""The rank of this process, from the environment variables of the launcher (`torchrun`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cl_train.config.schema import ConfigError
 
 
 class Launch(NamedTuple):
-    """The place of a process among the `world_size` processes of a run, and on its machine."""
+    """The rank of a process among the `world_size` processes of a run, and on its machine."""
 
     rank: int
     local_rank: int
@@ -18,10 +18,10 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """What RANK, LOCAL_RANK and WORLD_SIZE say; None for a single process without a launcher.
+    """Read RANK, LOCAL_RANK and WORLD_SIZE; None for a single process without a launcher.
 
     Raises:
-        ConfigError: only some of the variables are set, or a value makes no sense.
+        ConfigError: only some of the variables are set, or a value is invalid.
     """
     alone = environment.get("RANK") == "0" and environment.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in environment
     if alone or not {"RANK", "WORLD_SIZE"} & environment.keys():

@@ -1,7 +1,7 @@
-"""Exclusive locks between processes: whoever has to wait, or is refused, is told who holds the lock.
+"""Exclusive locks between processes; messages name the process that holds the lock.
 
-They are POSIX record locks. The kernel releases them when the process that took them ends, however it ends, and forked
-children do not inherit them: a worker that outlives a killed parent cannot keep others out.
+They are POSIX record locks. The kernel releases them when the process that acquired them ends for any reason, and
+forked children do not inherit them: a worker that outlives a killed parent does not hold the lock.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class LockHeld(RuntimeError):
 
 @contextmanager
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`, which is created if necessary and stays.
+    """Hold an exclusive lock on the file `path`, which is created if necessary and not deleted.
 
     It excludes other processes, not other threads of this one.
 
     Args:
-        waiting_for: wait for the lock, and say so on stderr once a minute, as in "waiting for the sample data: locked
-            by process 4711 on host since ...". None = do not wait.
+        waiting_for: wait for the lock, and report this on stderr once a minute, for example "waiting for the sample
+            data: locked by process 4711 on host since ...". None = do not wait.
 
     Raises:
         LockHeld: another process holds the lock and `waiting_for` is None.

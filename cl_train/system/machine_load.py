@@ -1,4 +1,4 @@
-"""How busy other processes kept this process's cores meanwhile: on a busy machine a measured speed is worthless.
+"""The load of other processes on this process's cores: on a busy machine a measured speed is unreliable.
 
 Linux only; imports no torch.
 """
@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 BUSY_PCT = 10.0  # of the cores, used by others: reported with the result
-TOO_BUSY_PCT = 25.0  # a speed measured meanwhile cannot be compared
+TOO_BUSY_PCT = 25.0  # a speed measured under such load cannot be compared
 
 
 class MachineLoad:
-    """Watches the cores that this process may use, from construction on, without its own and its descendants' work."""
+    """Measures, from construction on, the load on this process's cores, except its own and its descendants' work."""
 
     def __init__(self) -> None:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -1,4 +1,4 @@
-"""How much memory this process may still use, and how much a step needs."""
+"""The memory available to this process, and the memory that a step needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU and what torch reserves there; on a CPU what Linux can give without swapping.
+    """Free memory of a GPU plus torch's reserved memory; on a CPU the memory that Linux can provide without swapping.
 
     Page cache counts as available, and a container's limit applies. None if unknown.
     """
@@ -38,10 +38,10 @@ def available_bytes(device: torch.device) -> int | None:
 def peak_memory_of_step_gib(
     step: Callable[[], object], own_bytes: int, other_bytes: int, device: torch.device
 ) -> float:
-    """Peak memory in GiB of a process with this step alone. Call it after warm-up: autotuning's workspace is left out.
+    """Peak memory in GiB of a process with only this step. Call it after warm-up to exclude autotuning's workspace.
 
-    On a GPU the allocator's peak less `other_bytes`, what its other models hold. On a CPU `own_bytes`, what this model
-    holds between steps, and the peak of torch's allocations within a step (without oneDNN's scratch memory).
+    On a GPU the allocator's peak less `other_bytes`, the memory of other models. On a CPU `own_bytes`, the memory of
+    this model between steps, plus the peak of torch's allocations within a step (without oneDNN's scratch memory).
     """
     if device.type == "cuda":
         wait_for(device)

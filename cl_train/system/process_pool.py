@@ -1,4 +1,4 @@
-"""Work on many files in several processes, which end with their parent, however it ends."""
+"""Process many files in several processes, which end with their parent even if it is killed."""
 
 from __future__ import annotations
 

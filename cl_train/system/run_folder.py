@@ -1,4 +1,4 @@
-"""The run folder: one writer at a time, writable, with room for checkpoints, and safe names for files in it."""
+"""The run folder: one writer at a time, writable, with space for checkpoints, and safe names for files in it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 @contextmanager
 def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
-    """Lock the run folder, which a killed process frees at once, and make sure that it holds no other run.
+    """Lock the run folder, which is released when a process is killed, and check that it holds no other run.
 
     Args:
-        overwrite: delete the records and checkpoints of an earlier run; renamed (superseded) checkpoints stay.
+        overwrite: delete the records and checkpoints of an earlier run, except renamed (superseded) checkpoints.
 
     Raises:
         ConfigError: the folder cannot be written to, another run is writing to it, or an earlier run's results are in
@@ -58,7 +58,7 @@ def _continues(resume: str | None, folder: Path) -> bool:
 
 
 def check_writable(folder: str | Path) -> None:
-    """Make the folder, and write, sync and delete a small file in it: a run must not find out at its first checkpoint.
+    """Create the folder, and write, sync and delete a small file in it, to find problems before the first checkpoint.
 
     Raises:
         ConfigError: with the system's reason.
@@ -79,7 +79,7 @@ def check_writable(folder: str | Path) -> None:
 
 
 def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[str]:
-    """Check for room for the `keep` last checkpoints, the best one and the one being written.
+    """Check for space for the `keep` last checkpoints, the best one and the one being written.
 
     Returns:
         A warning if some but not all fit; empty if all fit.

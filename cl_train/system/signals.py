@@ -1,8 +1,8 @@
-"""Signals that a run acts on: SIGTERM and SIGINT ask it to save and stop, SIGUSR1 asks it to save and continue.
+"""Signals that a run handles: SIGTERM and SIGINT make it save and stop, SIGUSR1 makes it save and continue.
 
 Signals only set flags, which the loop reads between two optimizer steps, where the state is consistent.
 
-A Python signal handler runs only between two bytecodes of the main thread, which may wait for ever in a collective.
+A Python signal handler runs only between two bytecodes of the main thread, which may block forever in a collective.
 Therefore a thread reads the signals from Python's wake-up descriptor: a second Ctrl-C ends the process even then.
 """
 
@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def ignore_stop_signals() -> None:
-    """For a program that has written everything and is about to exit."""
+    """Ignore stop signals during interpreter shutdown."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
@@ -57,7 +57,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.stop: int | None = None  # the signal that asked the run to stop
+        self.stop: int | None = None  # the signal that requested the stop
         self._save = threading.Event()
         self._stopped_at = 0.0
         self._previous: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""How long work takes on a device: the one stopwatch of the package."""
+"""Measure how long work takes on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def wait_for(device: torch.device) -> None:
-    """Block the host until `device` has finished all work; a CPU has finished when a call returns."""
+    """Block the host until `device` has finished all work; on a CPU, work is finished when its call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

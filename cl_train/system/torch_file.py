@@ -1,4 +1,4 @@
-"""Reading files of `torch.save` that anybody may have written: no code runs, and the file's size bounds the memory."""
+"""Read untrusted files of `torch.save`: no code runs, and the file's size bounds the memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_GROWTH = 8  # bytes of all tensors per byte of the file: weights may be sha
 
 
 class UnreadableFile(ValueError):
-    """A file that is not read, with the reason in one line."""
+    """A file cannot be read safely; the message is the reason in one line."""
 
 
 def read_torch_file(path: Path) -> Any:
-    """What `torch.save` wrote to `path`, with all tensors on the CPU.
+    """Load a file of `torch.save`, with all tensors on the CPU.
 
     The unpickler is restricted to tensors and plain types (`weights_only=True`), without a fallback.
 
@@ -34,8 +34,8 @@ def read_torch_file(path: Path) -> Any:
         if zipfile.is_zipfile(path):
             _check_members(path)
         with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated formats are read or refused, which is all there is to say
-            with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments in many checkpoints
+            warnings.simplefilter("ignore")  # deprecated formats are either read or refused without a warning
+            with torch.serialization.safe_globals([argparse.Namespace]):  # many checkpoints contain it
                 value = torch.load(file, map_location="cpu", weights_only=True)
         _check_values(value, path.stat().st_size)
     except (UnreadableFile, OSError):

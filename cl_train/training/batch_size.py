@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 FIRST, SMALLEST = 8, 2  # BatchNorm cannot train on one image if the last feature map is 1 x 1
 LARGEST = {"cuda": 4096, "cpu": 256}
 TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
-MARGIN = 0.9  # of the memory: evaluation and fragmentation need more than a step
-AS_FAST = 0.98  # of the best speed: a larger batch that gains less is not worth its fewer updates
+MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
+AS_FAST = 0.98  # of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
 STEPS = 4
 
 
@@ -44,7 +44,7 @@ class BatchSpeed:
 def settle_batch_size(cfg: Config, dist: Dist) -> Config:
     """`cfg` with a number instead of `batch_size=auto`. Rank 0 measures, and all ranks use its result.
 
-    Steps are measured eagerly, because every size would be compiled or recorded again. Random numbers stay as they are.
+    Steps are measured eagerly, because every size would be compiled or recorded again. Random generators are restored.
 
     Raises:
         ConfigError: not even two images fit, or the data has too few.
@@ -133,7 +133,7 @@ def _extrapolated_gib(measured: list[BatchSpeed], size: int) -> float:
 
 
 def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], BatchSpeed]:
-    """A function that trains a throw-away model with the run's settings on noise."""
+    """A function that trains a temporary model with the run's settings on noise."""
     device = alone.device
     layout = "true" if cfg.channels_last == "auto" else cfg.channels_last
     eager = dataclasses.replace(
@@ -151,7 +151,7 @@ def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], Batc
         def step() -> None:
             state.train_step(micro_batches)
 
-        step()  # kernels are selected here
+        step()  # selects kernels
         peak = peak_memory_of_step_gib(step, _state_bytes(state) + images.nbytes, 0, device)
         seconds = statistics.median(timed_s(step, device) for _ in range(STEPS))
         return BatchSpeed(size, size * cfg.accumulate_steps / seconds, peak)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 def build_train_state(
     cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float, *, preflight: bool = True
 ) -> TrainState:
-    """Build the model and what trains it; with `preflight`, run it on blank images (see `check_model_trains`).
+    """Build the model, its optimizer and its step; with `preflight`, run it on blank images (see `check_model_trains`).
 
     Raises:
         ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
@@ -96,7 +96,7 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
 
 
 def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> torch.memory_format:
-    """Convert `model` in place as `channels_last=` and `conversion=` say; returns the layout of its input."""
+    """Convert `model` in place according to `channels_last=` and `conversion=`; returns the layout of its input."""
     channels_last, conversion = cfg.channels_last, cfg.conversion
     if channels_last == "auto":
         choice = on_main(
@@ -153,8 +153,8 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
 
 
 def compiled(model: nn.Module, mode: str) -> nn.Module:
-    """The compiled model for training. The module inside stays eager for evaluation, with DDP and without: it would
-    compile again for evaluation, and once more with dynamic shapes for a smaller last batch.
+    """The compiled model for training. The inner module stays eager for evaluation, with and without DDP: otherwise
+    it would be compiled again for evaluation, and with dynamic shapes for a smaller last batch.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.compile(mode=mode)  # in place: gradient accumulation needs DDP's own class

@@ -1,4 +1,4 @@
-"""Saving a run and continuing it: after a kill, on other hardware, or back from a non-finite step."""
+"""Save a run and continue it: after a kill, on other hardware, or after a non-finite step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run. Every method is called by all ranks; rank 0 alone reads and writes files.
+    """The checkpoints of one run. Every method is called by all ranks; only rank 0 reads and writes files.
 
     A checkpoint also holds the open window, the steps since the last log line: a resumed run logs the same numbers.
     """
 
     store: CheckpointStore
     state: TrainState
-    metadata: dict[str, Any]  # what run this is: see `run_state.check_compatible`
+    metadata: dict[str, Any]  # identifies the run: see `run_state.check_compatible`
     dist: Dist
     saved_step: int = -1
     saved_at: float = dataclasses.field(default_factory=time.monotonic)
@@ -109,9 +109,9 @@ class Checkpoints:
         device = self.dist.device
         values = restore(saved, **self.state.saved_objects)
         ranks = values.pop("ranks")
-        if self.dist.rank < len(ranks):  # a rank that did not exist keeps the generators that its number seeded
+        if self.dist.rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
             restore_random_state(ranks[self.dist.rank]["random"], device)
-        # Sums over other shares of the batch do not fit: with another world size the open window starts again.
+        # Per-rank sums are only valid for the same world size; with another one the open window starts again.
         rows = ranks[self.dist.rank]["window"] if len(ranks) == self.dist.world_size else []
         window = [StepSums(**{name: value.to(device) for name, value in row.items()}) for row in rows]
         return Progress(**values), window

@@ -1,4 +1,4 @@
-"""What a user sees while the run trains: main_amp's lines, and a progress bar on a terminal."""
+"""Console output of a run: lines in main_amp's format, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EpochAverages:
         return sum(window["images"] for window in measured) / sum(window["seconds"] for window in measured)
 
     def seconds(self) -> float:
-        """Of all windows, including warm-up."""
+        """Mean over all windows, including warm-up."""
         return sum(float(window["seconds"]) for window in self._windows)
 
     def _measured(self) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def console_line(window: dict[str, Any], averages: EpochAverages, step_in_epoch:
 
 
 class ProgressBar:
-    """A bar on a terminal, with the time that is left; nothing elsewhere, and nothing on ranks other than 0."""
+    """A progress bar with the remaining time, on a terminal and on rank 0 only."""
 
     def __init__(self, description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> None:
         self._bar = tqdm(
@@ -64,7 +64,7 @@ class ProgressBar:
             total=total,
             initial=done,
             unit=unit,
-            smoothing=0,  # the time left follows the average pace, evaluations and checkpoints included
+            smoothing=0,  # the remaining time uses the average speed, including evaluations and checkpoints
             leave=False,
             disable=not (shown and sys.stdout is not None and sys.stdout.isatty()),
             file=sys.stdout,

@@ -20,7 +20,7 @@ from cl_train.training.nonfinite import TrainingFault
 
 
 class Interrupted(Exception):
-    """A signal, the exception's argument, on some rank ended an evaluation. Raised on all ranks."""
+    """A signal (the exception's argument) to a rank ended an evaluation. Raised on all ranks."""
 
 
 def evaluate_exactly(
@@ -37,7 +37,7 @@ def evaluate_exactly(
     The host waits for the device once, at the end, when it reads the sums.
 
     Raises:
-        Interrupted: a signal asks the run to stop.
+        Interrupted: a signal requests the run to stop.
         TrainingFault: images are missing, or none could be decoded.
     """
     broadcast_buffers(model, dist)

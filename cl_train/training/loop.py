@@ -1,6 +1,6 @@
 """The training loop: `train` is a whole run, top to bottom.
 
-After each step it decides three things, in this order: log, save, stop. The epoch's end saves, then evaluates.
+After each step it decides whether to log, save and stop, in this order. An epoch ends with a save and an evaluation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def check(runs: list[Config]) -> None:
-    """Find problems of models, weights and devices before any file is made.
+    """Find problems with models, weights and devices before any file is created.
 
     Raises:
         ConfigError: every problem of every run.
@@ -75,13 +75,13 @@ def train(cfg: Config, folder: Path) -> int:
     """Run `cfg` with its records in `folder` (rank 0's). Returns the exit code: 0, or 128 + n after signal n.
 
     Raises:
-        ConfigError: a problem that could only be found here: the data's classes, the model, the checkpoint.
+        ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
         TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
     """
     with ExitStack() as stack:
         run_log = stack.enter_context(RunLog())
         signals = StopRequest()
-        stack.push(signals)  # entered before the first step; left last, so that nothing interrupts the closing of files
+        stack.push(signals)  # left last, so that no signal interrupts the closing of files
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
         folder = Path(broadcast_object(str(folder.absolute()), dist))  # rank 0's
@@ -149,7 +149,7 @@ def failure_in_summary(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         run.summary |= results(run) | {"why": str(error).splitlines()[:1]}
-        with suppress(OSError):  # the first error is the one to report
+        with suppress(OSError):  # report the first error
             run.tracker.write_summary(run.summary)
         raise
 
@@ -179,7 +179,7 @@ def close_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bo
 
 
 def read_window(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
-    """The one place where training waits for the device, and the one reduction over the ranks.
+    """The only place where training waits for the device, and the only reduction over the ranks.
 
     Returns:
         The window's record, and the non-finite steps of every rank.
@@ -203,7 +203,7 @@ def read_window(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
         )
         nonfinite = [step for steps_of_rank in gather_objects(own, dist) for step in steps_of_rank]
     record = {
-        # What a resumed run may change: a comparison refuses runs in which it did.
+        # Values that a resumed run may change; a comparison refuses runs in which they changed.
         **{name: run.summary[name] for name in ("memory_format", "precision", "world_size", "device_name")},
         "epoch": progress.epoch,
         "loss": loss / (len(steps) * dist.world_size),
@@ -226,7 +226,7 @@ def roll_back(run: Run) -> None:
 
 
 def close_epoch(run: Run, averages: EpochAverages, *, save_now: bool) -> None:
-    """Save, then evaluate: neither a kill nor a signal in a long evaluation loses the epoch.
+    """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the epoch.
 
     A signal in the evaluation leaves the epoch open: the resumed run begins with its evaluation.
     """
@@ -284,7 +284,7 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
 
 def advise_on_waiting(run: Run, averages: EpochAverages) -> None:
     """If the first epoch waited for data, name the bottleneck and the setting to change."""
-    if run.advised or averages.seconds() == 0:  # 0: a run that resumed at an epoch's end
+    if run.advised or averages.seconds() == 0:  # 0: the run resumed at the end of an epoch
         return
     run.advised = True
     advice = bottleneck_advice(
@@ -294,7 +294,7 @@ def advise_on_waiting(run: Run, averages: EpochAverages) -> None:
         data_wait_pct=averages.mean("data_wait_pct"),
     )
     if advice is not None and run.dist.is_main:
-        log.warning("%s (the loader hides what channels_last gains)", advice)
+        log.warning("%s (a slow loader can mask the gain of channels_last)", advice)
 
 
 # --- at the end -------------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def warn_of_bad_images(run: Run) -> int:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """What is known once training has ended; speeds without warm-up."""
+    """The results that are known after training; speeds without warm-up."""
     progress, scaler = run.progress, run.state.parts.scaler
     scale = scaler.get_scale() if scaler.is_enabled() else None
     return {

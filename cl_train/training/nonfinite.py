@@ -1,6 +1,6 @@
-"""Non-finite losses and gradients: when a run stops, skips steps or returns to a checkpoint.
+"""Non-finite losses and gradients: decide whether a run stops, skips steps or returns to a checkpoint.
 
-Every decision depends on numbers that are equal on all ranks (gathered or summed before), so all ranks decide alike.
+Every decision depends on numbers that are equal on all ranks (gathered or summed before), so all ranks decide equally.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def find_nonfinite_steps(
 ) -> list[NonFiniteStep]:
     """The non-finite steps of a window on this rank, from the loss and the skipped flag (0 or 1) of each step.
 
-    With loss scaling, gradients that overflow are how the scale is found: only a non-finite loss counts.
+    With loss scaling, overflowing gradients are expected, because they determine the scale: only a non-finite loss
+    counts.
     """
     found = []
     for offset, (loss, was_skipped) in enumerate(zip(losses, skipped, strict=True)):
@@ -98,7 +99,7 @@ def check_skipped_share(skipped: int, steps: int) -> None:
 class BufferBackup:
     """Copies of the models' buffers (BatchNorm statistics) on their device.
 
-    A skipped update leaves the weights alone, but NaN activations have already changed the running statistics.
+    A skipped update does not change the weights, but NaN activations have already changed the running statistics.
     """
 
     def __init__(self, *models: nn.Module) -> None:

@@ -29,8 +29,8 @@ def check_model_trains(
 ) -> None:
     """Run forward and backward once on blank images, before `model` is wrapped in DDP, whose hooks would count it.
 
-    On a GPU with the whole batch, to find one that does not fit. On a CPU with two images, and for a user's own model
-    only: models of the zoo have been run on the meta device.
+    On a GPU with the whole batch, to detect that it does not fit. On a CPU with two images, and only for a user's own
+    model: zoo models were run on the meta device.
 
     Raises:
         TrainingFault: the batch does not fit into memory.
@@ -41,7 +41,7 @@ def check_model_trains(
         return
     try:
         tried = model if on_gpu else copy.deepcopy(model)  # a user's model may count its calls
-    except Exception:  # it holds tensors with a gradient, open files or locks, and is not checked
+    except Exception:  # the model holds tensors with a gradient, open files or locks, and is not checked
         return
     shape = (batch_size if on_gpu else min(batch_size, 2), 3, image_size, image_size)
     try:
@@ -91,7 +91,7 @@ def blank_step(
 
 
 def memory_problem(error: BaseException, device: torch.device) -> str:
-    """What an out-of-memory error says, with the peak and the free memory of a GPU; no full stop at the end."""
+    """The text of an out-of-memory error, with the peak and the free memory of a GPU; no full stop at the end."""
     reason = (str(error).splitlines() or [type(error).__name__])[0].split(". GPU")[0].rstrip(".")
     if device.type != "cuda":
         return f"out of memory: {reason}"

@@ -1,4 +1,4 @@
-"""Where a run is, how far it goes, and what is due at each step: plain numbers."""
+"""Progress of a run, its planned length, and the actions due at each step: plain numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Progress:
         self.images_seen += images
 
     def close_epoch(self, steps_per_epoch: int) -> None:
-        """Begin the next epoch; a run that `max_steps` ends within an epoch stays there, so that it can continue."""
+        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""
         self.closed_step = self.step
         if self.step_in_epoch == steps_per_epoch:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
@@ -31,13 +31,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from the settings, the data and the number of ranks. Frequencies of 0 mean never, or at the end."""
+    """Numbers derived from the settings, the data and the ranks. Frequencies of 0 mean never, or at the end."""
 
     batch_size: int  # of a rank and micro-step
     global_batch_size: int
     steps_per_epoch: int
     total_steps: int  # of all epochs: the length of the schedule
-    last_step: int  # where this run ends: `max_steps` may come before
+    last_step: int  # the end of this run, which `max_steps` may set earlier
     lr: float
     log_every: int
     evaluate_every: int  # epochs; -1: never, 0: at the end
@@ -53,7 +53,7 @@ class Plan:
         return progress.step_in_epoch == self.steps_per_epoch or self.is_last_step(progress)
 
     def is_done(self, progress: Progress) -> bool:
-        """A run that a signal stopped at its last step still has to evaluate."""
+        """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
         return self.is_last_step(progress) and progress.closed_step == progress.step
 
     def is_log_due(self, progress: Progress) -> bool:

@@ -1,7 +1,7 @@
 """The records of a run: `metrics.jsonl`, TensorBoard events, `config.yaml` and `summary.json`.
 
-Rank 0 writes; the other ranks have a tracker whose methods do nothing. A full disk does not end a run: records wait in
-memory and are written when the disk accepts them (see `AppendFile`).
+Rank 0 writes; the other ranks have a tracker whose methods do nothing. A full disk does not end a run: records stay in
+memory until they can be written (see `AppendFile`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Tracker:
     Args:
         folder: the run folder; None = do nothing.
         tensorboard: write events directly into `folder`, so that TensorBoard names the run after the folder.
-        resumed_step: the step at which the run starts, 0 for a new run. Later records are the lost work of an earlier
-            process and are dropped, so that no chart has a step twice.
+        resumed_step: the step at which the run starts, 0 for a new run. Later records belong to lost work of an earlier
+            process and are dropped, so that no chart has duplicate steps.
         is_closed: the evaluation after `resumed_step` is part of the resumed state.
     """
 
@@ -137,8 +137,8 @@ class Tracker:
 
 
 class _EventFile:
-    """TensorBoard events, appended in the calling thread: torch's SummaryWriter writes in a thread of its own, whose
-    failure on a full disk loses events.
+    """TensorBoard events, appended in the calling thread: torch's SummaryWriter uses another thread, which loses events
+    if the disk is full.
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:

@@ -82,7 +82,7 @@ class _LogFile(logging.Handler):
 
 
 def describe_failure(error: BaseException | None) -> str | None:
-    """One line for an error that can be expected of a run; None for a fault of the program, which needs a traceback."""
+    """One line for an anticipated error; None for a bug, which needs a traceback."""
     if isinstance(error, TrainingFault | CheckpointError | BadImageError | WorkerError | RankFault):
         return str(error)
     if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""The state of a run: what training changes, taken apart into plain values for a checkpoint and put together again."""
+"""The state of a run: everything that training changes, as plain values for a checkpoint, and its restoration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cl_train.system.checkpoint_file import CheckpointError
 
 @dataclass(frozen=True)
 class TrainState:
-    """The model of a run, what trains it, and the step."""
+    """The model of a run, the objects that train it, and the step."""
 
     model: nn.Module  # not wrapped: for evaluation and checkpoints
     parts: StepParts  # optimizer, loss scaler and the model that trains: wrapped in DDP, compiled
@@ -111,12 +111,12 @@ def _restore_optimizer(
     if saved["name"] != name:
         raise CheckpointError(
             f"the checkpoint was written by {saved['name']}, this run uses {name}: resume with the same optim=, "
-            "or start from the weights alone with weights=<checkpoint>"
+            "or start from the weights only with weights=<checkpoint>"
         )
     unknown = set(saved["state"]) - set(parameters)
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has optimizer state of {sorted(unknown)[:5]}, which this run does not train"
+            f"the checkpoint has optimizer state for {sorted(unknown)[:5]}, which this run does not train"
         )
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index_of = {id(parameter): index for index, parameter in enumerate(ordered)}
@@ -147,7 +147,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Continue the random numbers of `random_state`; a generator that was not saved stays as it is."""
+    """Continue the random numbers of `random_state`; a generator that was not saved is unchanged."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -172,7 +172,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     if problems:
         raise ConfigError(
             [f"resume: {problem}" for problem in problems]
-            + ["resume needs the same model, data and global batch; weights=<checkpoint> starts from its weights alone"]
+            + ["resume needs the same model, data and global batch; weights=<checkpoint> starts from its weights only"]
         )
     before, now = dict(flatten(saved.get("config") or {})), dict(flatten(current.get("config") or {}))
     ignored = {"resume", "resume_sweep", "overwrite"}

@@ -81,20 +81,20 @@ class Run:
 
 
 def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack) -> Run:
-    """Build what a run needs, and restore the checkpoint that `resume=` names. `stack` closes what must be closed.
+    """Build the objects of a run, and restore the checkpoint of `resume=`. Resources are registered on `stack`.
 
     Raises:
-        ConfigError: a problem that could only be found here: the data's classes, the model, the checkpoint.
+        ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
     """
     load = MachineLoad()
     precision = resolve_precision(cfg.precision, dist.device)
     prepare_torch(dist, deterministic=cfg.deterministic)
-    # Autotuning pays off because shapes never change: the loader drops the last, smaller batch.
+    # Autotuning is worthwhile because shapes never change: the loader drops the last, smaller batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     summary = describe_run(cfg, precision, dist)
     announce(summary, precision, dist, folder)
 
-    seed_generators(cfg.seed)  # equal on all ranks: their models must be
+    seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
     stack.callback(data.close)
     plan = make_plan(cfg, data.train_images, data.batches_per_epoch, dist.world_size)
@@ -146,8 +146,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
 
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
-    """Ranks with other settings, data or steps would train a mixture, or wait for each other for ever. With another
-    layout, DDP's broadcast of bytes in storage order has permuted the weights (NVIDIA/physicsnemo#1614).
+    """Ranks with different settings, data or steps would train inconsistent models, or deadlock. With
+    another layout, DDP's broadcast of bytes in storage order has permuted the weights (NVIDIA/physicsnemo#1614).
 
     Raises:
         ConfigError: what differs, with the values of two ranks.
@@ -218,7 +218,7 @@ def resume(cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path) -> t
 
 
 def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
-    """What run a checkpoint belongs to: see `run_state.check_compatible`."""
+    """Identifies the run of a checkpoint: see `run_state.check_compatible`."""
     same = ("model", "precision", "memory_format", "world_size", "global_batch_size")
     return {name: summary[name] for name in same} | {
         "num_classes": data.num_classes,
@@ -230,7 +230,7 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
 
 
 def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any]:
-    """`summary.json` as far as it is known before the first step."""
+    """The part of `summary.json` that is known before the first step."""
     return {
         "schema_version": SCHEMA_VERSION,
         "status": "failed",
@@ -266,7 +266,7 @@ def prepare_torch(dist: Dist, *, deterministic: bool) -> None:
     """Process-wide switches."""
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results
     if dist.world_size > 1 and dist.device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))

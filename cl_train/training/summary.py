@@ -21,7 +21,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most memory used so far: allocated by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; on macOS bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
     return peak / 2**20 if sys.platform != "darwin" else peak / 2**30
 
 
@@ -42,7 +42,7 @@ def speed(windows: list[Window]) -> dict[str, Any]:
 
 
 def results_of_records(metrics: Path) -> dict[str, Any]:
-    """The results of a run that had ended before: the same command again has nothing left to train."""
+    """The results of a run that was already complete when the same command was run again."""
     records = read_records(metrics)
     trained = [record for record in records if record["kind"] == "train"]
     names = [field.name for field in dataclasses.fields(Window)]

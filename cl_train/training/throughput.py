@@ -30,7 +30,7 @@ class ThroughputMeter:
     """Counts images between calls of `window`. Before each, the caller waits for the device.
 
     Args:
-        warmup_steps: windows that begin within the first so many steps are marked as warm-up.
+        warmup_steps: windows that begin within this many first steps are marked as warm-up.
         clock: seconds, monotonic.
     """
 
