@@ -2,7 +2,7 @@
 
     python -m benchmarks.loader_peers data.root=/datasets/imagenet data.workers=8 out=results/loader-peers.json
 
-Runs what is installed, set up as each project's documentation does.
+Runs the installed ones, set up as in each project's documentation.
 """
 
 from __future__ import annotations

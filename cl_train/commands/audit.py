@@ -3,7 +3,7 @@
     cl-train audit model=shufflenet_v2_x1_0                      every loss with its module and line of code
     cl-train audit model=my_package.my_model:build out=audit.json
     cl-train audit model=my_package.my_model:segment output_entry=mask   a model that returns a dict
-    cl-train audit model=resnext50_32x4d compile=true            also: which graphs inductor lays out by itself
+    cl-train audit model=resnext50_32x4d compile=true            also: which graphs inductor converts by itself
 
 Exit codes: 0 done, 2 wrong usage or a model that does not run.
 """

@@ -129,7 +129,7 @@ def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> 
 
 
 def _most_windows(cfg: Config, nproc: int) -> int:
-    """How many windows after warm-up a run has at most; the number of images is known of some data sets only."""
+    """How many windows after warm-up a run has at most; the number of images is known for some data sets only."""
     sample_images = len(PATTERNS) * SampleSpec.train_per_class
     images = {"synthetic": cfg.data.synthetic_images, "sample": sample_images}.get(cfg.data.name)
     step_images = max(1, cfg.batch_size) * cfg.accumulate_steps * nproc

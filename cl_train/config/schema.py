@@ -81,7 +81,7 @@ class DataConfig:
     val_fraction: float | None = setting(
         None, "use this share of the training images for validation", above=0, maximum=0.9
     )
-    extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "of image files; also .webp, .bmp, .tif, .tiff")
+    extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff")
     image_size: int = setting(
         224,
         "side of the training crop, pixels; data=sample (train.py's default) and imagenette set 128",

@@ -183,7 +183,7 @@ def _check_range(value: Any, limits: Mapping[str, Any]) -> None:
 
 
 def kind_of(setting: Setting) -> str:
-    """What may be written: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
+    """The allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
     limits = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
     base = typing.get_args(setting.base_type)[0] if setting.is_list else setting.base_type

@@ -19,7 +19,7 @@ _UTILITY = "torch.nn.utils.convert_conv2d_weight_memory_format"  # its docstring
 
 
 def known_issues(model: nn.Module, *, device: torch.device | str, precision_name: str) -> list[str]:
-    """Reasons to doubt that channels_last is faster here, one line each; empty if none is known. The model is not run.
+    """Reasons why channels_last may not be faster here, one line each; empty if none is known. The model is not run.
 
     Args:
         precision_name: a resolved name, never "auto" (see `precision.resolve_precision`).

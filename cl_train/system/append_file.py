@@ -32,13 +32,13 @@ class AppendFile:
         except OSError as error:
             if not self._is_failing:
                 self._is_failing = True  # first: the log may be the file that fails
-                log.warning("%s; the records wait in memory; free some space", error)
+                log.warning("%s; the records stay in memory; free some space", error)
 
     def flush(self) -> None:
-        """Write the waiting records.
+        """Write the pending records.
 
         Raises:
-            OSError: the disk refuses them; they still wait.
+            OSError: the records cannot be written; they remain pending.
         """
         if not self._waiting:
             return

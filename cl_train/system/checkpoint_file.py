@@ -1,8 +1,8 @@
 """One checkpoint file, written atomically. `training/run_state.py` defines its contents.
 
 A checkpoint is a file of `torch.save` (plain types and contiguous tensors) with a SHA-256 of its bytes in the zip
-archive's comment, because `torch.load` verifies no checksum. `torch.load(path, weights_only=True)` reads it without this
-package. It is written under a temporary name, synced and renamed: a `.pt` file is always a whole checkpoint.
+archive's comment, because `torch.load` verifies no checksum. `torch.load(path, weights_only=True)` reads it without
+this package. It is written under a temporary name, synced and renamed: a `.pt` file is always a whole checkpoint.
 """
 
 from __future__ import annotations

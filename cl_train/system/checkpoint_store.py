@@ -38,7 +38,7 @@ class CheckpointStore:
     With `background` a thread writes while training continues. Call `wait` before forking loader workers: a fork copies
     locks that another thread holds.
 
-    A failed write is logged and leaves the earlier files. The next save, or `finish`, repeats it if it was of the best
+    A failed write is logged and keeps the earlier files. The next save, or `finish`, repeats it if it was of the best
     model or the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
     """
 
@@ -64,7 +64,7 @@ class CheckpointStore:
         self.wait()
         self._unwritten = [save for save in self._unwritten if save.best and not best and save.step < step]
         self._unwritten.append(_Save(snapshot(state), step, best))
-        # Not a daemon thread: a program that ends, even by an exception, finishes the write first.
+        # Not a daemon thread: the write is completed before the program exits, also after an exception.
         self._thread = threading.Thread(target=self._write, name="checkpoint")
         self._thread.start()
         if not self.background:

@@ -20,7 +20,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` by `text`, in UTF-8.
 
     Raises:
-        OSError: the disk is full or failing; it names `path`, which is unchanged. No temporary file stays.
+        OSError: the disk is full or failing; it names `path`, which is unchanged. No temporary file remains.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:

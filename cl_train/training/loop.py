@@ -315,9 +315,9 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
         "others_pct": run.load.others_pct(),
         "skipped_images": skipped_images,
     }
-    if not (run.last_window or evaluate_only):  # the run had ended before: its results stay
+    if not (run.last_window or evaluate_only):  # nothing was trained: keep the results of the earlier process
         run.summary |= results_of_records(run.folder / "metrics.jsonl")
-    if run.summary["data"] == "synthetic":  # without a loader the computation alone is measured
+    if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
     run.tracker.finish(run.summary, hparams_of(run.summary, run.plan.batch_size, run.plan.lr))
     log.info("%s", closing_line(run.summary, run.folder))

@@ -1,7 +1,7 @@
 """From the configuration to a run that is ready for its first step.
 
-The configuration is taken apart here, in `build.py` (the model) and in `batch_size.py` (batch_size=auto): what they
-call in other rooms than config gets plain values or its own part, never the whole `Config`.
+The whole `Config` is used only here, in `build.py` (the model) and in `batch_size.py` (batch_size=auto): the functions
+that they call in other packages get plain values or their own part of it.
 """
 
 from __future__ import annotations
