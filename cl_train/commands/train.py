@@ -41,10 +41,10 @@ USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkou
 def train(raw: DictConfig) -> None:
     """The run itself, in the folder that Hydra made for it."""
     from cl_train.system.signals import ignore_stop_signals
-    from cl_train.training.loop import run
+    from cl_train.training.loop import run_and_log_failure
 
     try:
-        code = run(load(raw), run_folder())
+        code = run_and_log_failure(load(raw), run_folder())
         ignore_stop_signals()
         sys.exit(code)
     except ConfigError as error:  # caught here, because Hydra would print a traceback
@@ -64,7 +64,7 @@ def main(words: list[str]) -> int:
                 launch = read_launch()
                 from cl_train.training import loop
 
-                loop.check(runs)
+                loop.check_runs(runs)
                 if Words.read(words).multirun:
                     from cl_train.comparison.sweep import run_sweep
 

@@ -71,7 +71,7 @@ def check_training_path(
         checks.append(compare_strides("EMA weights", dict(ema.named_parameters()), parameters))
     if masters is not None:
         checks.append(compare_strides("fp32 master weights", masters.masters, parameters))
-        masters.take_gradients()
+        masters.copy_gradients_from_model()
         parameters = masters.masters
     if optimizer is not None:
         optimizer.step()

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from cl_train.data.batch import Batch
-from cl_train.step.train_step import StepParts, StepSums, train_step
+from cl_train.step.train_step import StepParts, StepResult, train_step
 
 Work = Callable[[], torch.Tensor]
 Replay = Callable[[], object]
@@ -148,7 +148,7 @@ class GraphedStep:
     def is_recorded(self) -> bool:
         return self._call.is_recorded
 
-    def __call__(self, micro_batches: Sequence[Batch]) -> StepSums:
+    def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """As `train_step`; the counts are float32, exact below 2**24 images."""
         if not self._static:
             self._static = [Batch(torch.empty_like(b.images), torch.empty_like(b.targets)) for b in micro_batches]
@@ -157,7 +157,7 @@ class GraphedStep:
         for static, batch in zip(self._static, micro_batches, strict=True):
             static.images.copy_(batch.images, non_blocking=True)
             static.targets.copy_(batch.targets, non_blocking=True)
-        return StepSums(*self._call().unbind())
+        return StepResult(*self._call().unbind())
 
     def _train(self) -> torch.Tensor:
         sums = train_step(self._parts, self._static)

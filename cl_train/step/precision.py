@@ -84,7 +84,7 @@ def _cpu_has_native_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def warnings_for(precision: Precision, device: torch.device) -> list[str]:
+def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
     """Reasons against `precision` on `device`, one sentence each; empty if there are none."""
     on_cpu, is_fp16 = device.type != "cuda", precision.name in ("fp16", "fp16_o2")
     if on_cpu and is_fp16:
@@ -165,7 +165,7 @@ class MasterWeights:
             else:
                 self.masters[name] = parameter
 
-    def take_gradients(self) -> None:
+    def copy_gradients_from_model(self) -> None:
         """Move the fp16 gradients, still scaled, to the fp32 master weights."""
         targets: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
@@ -178,7 +178,7 @@ class MasterWeights:
         torch._foreach_copy_(targets, gradients)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def copy_weights_to_model(self) -> None:
         """Round the fp32 master weights into the model's fp16 parameters."""
         torch._foreach_copy_(self._half, self._full)
 
@@ -187,7 +187,7 @@ class MasterWeights:
         """Set master weights and model from `state`: fp32 values by parameter name, such as a model's state dict."""
         for name, master in self.masters.items():
             master.copy_(state[name])
-        self.publish()
+        self.copy_weights_to_model()
 
 
 def full_precision_state(model: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor]:

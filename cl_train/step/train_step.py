@@ -35,7 +35,7 @@ class StepParts:
 
 
 @dataclass(frozen=True)
-class StepSums:
+class StepResult:
     """The result of one optimizer step on this rank: 0-d tensors on the device."""
 
     loss: torch.Tensor  # float32, mean over the images
@@ -83,7 +83,7 @@ def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
     return hits[:, 0].sum(), hits.any(1).sum()
 
 
-def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepSums:
+def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     """One optimizer step over one or more micro-batches (gradient accumulation).
 
     In every precision, a non-finite gradient skips the update on the device and the weights do not change. With loss
@@ -102,7 +102,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepSums:
         correct1.append(hits1)
         correct5.append(hits5)
     skipped = update_weights(parts)
-    return StepSums(torch.stack(losses).mean(), torch.stack(correct1).sum(), torch.stack(correct5).sum(), skipped)
+    return StepResult(torch.stack(losses).mean(), torch.stack(correct1).sum(), torch.stack(correct5).sum(), skipped)
 
 
 def _gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
@@ -115,10 +115,10 @@ def _gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[ob
 def update_weights(parts: StepParts) -> torch.Tensor:
     """Unscale, clip, update, zero the gradients. Returns float32 [] on the device: 1 where the update was skipped."""
     if parts.masters is not None:
-        parts.masters.take_gradients()
+        parts.masters.copy_gradients_from_model()
     skipped = _scaled_update(parts) if parts.precision.scales_loss else _plain_update(parts)
     if parts.masters is not None:
-        parts.masters.publish()
+        parts.masters.copy_weights_to_model()
     parts.optimizer.zero_grad(set_to_none=True)
     return skipped
 
@@ -142,7 +142,7 @@ def _plain_update(parts: StepParts) -> torch.Tensor:
         nn.utils.clip_grads_with_norm_(_parameters(parts.optimizer), parts.clip_norm, norm)
     skipped = (~norm.isfinite()).float()
     if getattr(parts.optimizer, "_step_supports_amp_scaling", False):
-        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # the fused kernel skips the update if this is set
+        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # read by torch._fused_sgd_, _fused_adam(w)_
         parts.optimizer.step()
         del parts.optimizer.found_inf  # type: ignore[attr-defined]
     elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device
@@ -155,7 +155,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device) -> torch.Tensor:
+def sum_over_images(
+    model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device
+) -> torch.Tensor:
     """Sums over this rank's validation images, in the precision of the run.
 
     Args:

@@ -102,7 +102,7 @@ def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
     return values
 
 
-def agree(flags: list[int], dist: Dist) -> list[int]:
+def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
     """The maximum of each flag over the ranks. It runs on the hosts and does not wait for a device."""
     if dist.world_size == 1:
         return flags

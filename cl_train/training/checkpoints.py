@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cl_train.config.schema import ConfigError
-from cl_train.step.train_step import StepSums
+from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_file import snapshot
 from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.progress import Progress
 from cl_train.training.run_state import (
+    METADATA_KEY,
     TrainState,
     check_compatible,
     collect,
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one run. Every method is called by all ranks; only rank 0 reads and writes files.
 
-    A checkpoint also holds the open window, the steps since the last log line: a resumed run logs the same numbers.
+    A checkpoint also holds the steps since the last log line: a resumed run logs the same numbers.
     """
 
     store: CheckpointStore
@@ -53,9 +54,9 @@ class Checkpoints:
         except TypeError as error:
             raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
 
-    def save(self, progress: Progress, window: list[StepSums], *, best: bool = False) -> None:
+    def save(self, progress: Progress, unlogged_steps: list[StepResult], *, best: bool = False) -> None:
         """Save the state between two steps. The host waits for the device: the state is copied to the host."""
-        own = {"random": random_state(self.dist.device), "window": [snapshot(vars(sums)) for sums in window]}
+        own = {"random": random_state(self.dist.device), "window": [snapshot(vars(step)) for step in unlogged_steps]}
         ranks = gather_objects(own, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
         if not self.dist.is_main:
@@ -64,12 +65,12 @@ class Checkpoints:
         collected = collect(**self.state.saved_objects, progress=saved_progress, metadata=self.metadata)
         self.store.save(collected, progress.step, best=best)
 
-    def mark_best(self, progress: Progress, window: list[StepSums]) -> None:
+    def mark_best(self, progress: Progress, unlogged_steps: list[StepResult]) -> None:
         """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before the evaluation."""
         if self.saved_step != progress.step or not on_main(lambda: self.store.mark_best(progress.step), self.dist):
-            self.save(progress, window, best=True)
+            self.save(progress, unlogged_steps, best=True)
 
-    def resume(self, source: str) -> tuple[Progress, list[StepSums]] | None:
+    def resume(self, source: str) -> tuple[Progress, list[StepResult]] | None:
         """Restore the checkpoint that `resume=` names; None if `resume=auto` finds none.
 
         Rank 0 reads the file and sends it to the others: nodes need no shared folder, and all ranks get the same state.
@@ -84,13 +85,13 @@ class Checkpoints:
         path, saved, skipped = found
         for line in skipped:
             log.info("skipped a damaged checkpoint: %s", line)
-        for note in check_compatible(saved["facts"], self.metadata):
+        for note in check_compatible(saved[METADATA_KEY], self.metadata):
             log.info("resume: %s", note)
-        progress, window = self._restore(saved)
+        progress, unlogged_steps = self._restore(saved)
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
-        return progress, window
+        return progress, unlogged_steps
 
-    def roll_back(self) -> tuple[Progress, list[StepSums]]:
+    def restore_newest(self) -> tuple[Progress, list[StepResult]]:
         """Restore the newest checkpoint of this run.
 
         Raises:
@@ -101,17 +102,17 @@ class Checkpoints:
         if found is None:
             raise TrainingFault("on_nonfinite=rollback: there is no checkpoint yet; set checkpoint.every_steps")
         path, saved, _ = found
-        progress, window = self._restore(saved)
+        progress, unlogged_steps = self._restore(saved)
         log.info("rolled back to %s, step %d", path.name, progress.step)
-        return progress, window
+        return progress, unlogged_steps
 
-    def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepSums]]:
+    def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepResult]]:
         device = self.dist.device
         values = restore(saved, **self.state.saved_objects)
         ranks = values.pop("ranks")
         if self.dist.rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
             restore_random_state(ranks[self.dist.rank]["random"], device)
-        # Per-rank sums are only valid for the same world size; with another one the open window starts again.
+        # Per-rank sums are only valid for the same world size; with another one the next log line has fewer steps.
         rows = ranks[self.dist.rank]["window"] if len(ranks) == self.dist.world_size else []
-        window = [StepSums(**{name: value.to(device) for name, value in row.items()}) for row in rows]
-        return Progress(**values), window
+        unlogged_steps = [StepResult(**{name: value.to(device) for name, value in row.items()}) for row in rows]
+        return Progress(**values), unlogged_steps

@@ -12,8 +12,8 @@ from torch import nn
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.image_data import Data
 from cl_train.step.precision import Precision
-from cl_train.step.train_step import evaluate
-from cl_train.system.distributed import Dist, agree, broadcast_buffers, sum_over_ranks
+from cl_train.step.train_step import sum_over_images
+from cl_train.system.distributed import Dist, broadcast_buffers, max_over_ranks, sum_over_ranks
 from cl_train.system.signals import StopRequest
 from cl_train.training.console import ProgressBar
 from cl_train.training.nonfinite import TrainingFault
@@ -23,7 +23,7 @@ class Interrupted(Exception):
     """A signal (the exception's argument) to a rank ended an evaluation. Raised on all ranks."""
 
 
-def evaluate_exactly(
+def evaluate_model(
     model: nn.Module,
     data: Data,
     batch_format: DeviceFormat,
@@ -45,7 +45,7 @@ def evaluate_exactly(
     batches: Iterable[Batch] = data.validation(batch_format)
     if signals is not None:
         batches = _until_signal(batches, signals, dist, bar)
-    sums = evaluate(model, batches, precision, dist.device)
+    sums = sum_over_images(model, batches, precision, dist.device)
     skipped = torch.tensor([data.bad_images.skipped - skipped_before], dtype=torch.float64, device=dist.device)
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.cat([sums, skipped]), dist).tolist()
     if images + skipped_images != data.val_images:
@@ -72,7 +72,7 @@ def _until_signal(
     iterator = iter(batches)
     for number in count(1):
         batch = next(iterator, None)
-        stop, unfinished = agree([signals.stop or 0, int(batch is not None)], dist)
+        stop, unfinished = max_over_ranks([signals.stop or 0, int(batch is not None)], dist)
         if stop:
             raise Interrupted(stop)
         if not unfinished:

@@ -22,10 +22,10 @@ from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.models import registry as models
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import (
-    agree,
     broadcast_object,
     choose_device,
     gather_objects,
+    max_over_ranks,
     processes,
     sum_over_ranks,
 )
@@ -34,7 +34,7 @@ from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
 from cl_train.training.console import EpochAverages, ProgressBar, console_line
-from cl_train.training.evaluation import Interrupted, evaluate_exactly
+from cl_train.training.evaluation import Interrupted, evaluate_model
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
 from cl_train.training.profiling import profile
 from cl_train.training.run_log import RunLog, describe_failure
@@ -44,7 +44,7 @@ from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib,
 log = logging.getLogger(__name__)
 
 
-def check(runs: list[Config]) -> None:
+def check_runs(runs: list[Config]) -> None:
     """Find problems with models, weights and devices before any file is created.
 
     Raises:
@@ -61,7 +61,7 @@ def check(runs: list[Config]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def run(cfg: Config, folder: Path) -> int:
+def run_and_log_failure(cfg: Config, folder: Path) -> int:
     """`train`, with exit code 1 for the errors that it has logged in one line."""
     try:
         return train(cfg, folder)
@@ -79,9 +79,9 @@ def train(cfg: Config, folder: Path) -> int:
         TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
     """
     with ExitStack() as stack:
-        run_log = stack.enter_context(RunLog())
         signals = StopRequest()
-        stack.push(signals)  # left last, so that no signal interrupts the closing of files
+        stack.push(signals)  # first, to be left last: a signal does not interrupt the closing of data and files
+        run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
         folder = Path(broadcast_object(str(folder.absolute()), dist))  # rank 0's
@@ -94,14 +94,14 @@ def train(cfg: Config, folder: Path) -> int:
         run = set_up(cfg, folder, dist, signals, stack)
         stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
-        signals.__enter__()
+        signals.__enter__()  # only now: until here, a signal ends the process at once
         plan, state = run.plan, run.state
         bar = ProgressBar("training", plan.last_step, run.progress.step, shown=dist.is_main)
 
         if cfg.evaluate_only:
-            record_evaluation(run, evaluate(run))
+            record_evaluation(run, evaluate_model_and_ema(run))
         while not (cfg.evaluate_only or run.stop or plan.is_done(run.progress)):
-            progress, must_roll_back, save_now = run.progress, False, 0
+            progress, must_roll_back, save_due = run.progress, False, False
             first_batch = progress.step_in_epoch * cfg.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
             averages = EpochAverages()
@@ -113,7 +113,7 @@ def train(cfg: Config, folder: Path) -> int:
                 if progress.step == 0:
                     run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
                 set_lr(state.parts.optimizer, run.lr_at(progress.step))
-                run.window.append(state.train_step(micro_batches))
+                run.unlogged_steps.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
                     state.ema.update(state.model, state.parts.masters)
@@ -122,22 +122,23 @@ def train(cfg: Config, folder: Path) -> int:
                 bar.show(progress.step)
 
                 if plan.is_log_due(progress):
-                    must_roll_back = close_window(run, averages, cfg.amp.min_scale)
+                    must_roll_back = log_window(run, averages, cfg.amp.min_scale)
                     if must_roll_back:
                         break
 
-                save_now = signals.save_requested or plan.is_save_due(progress, run.checkpoints.minutes_since_save())
-                run.stop, save_now = agree([signals.stop or 0, int(save_now)], dist)
-                if run.stop or (save_now and not plan.is_epoch_end(progress)):
+                save_due = signals.save_requested or plan.is_save_due(progress, run.checkpoints.minutes_since_save())
+                run.stop, save_flag = max_over_ranks([signals.stop or 0, int(save_due)], dist)
+                save_due = bool(save_flag)
+                if run.stop or (save_due and not plan.is_epoch_end(progress)):
                     with run.meter.paused():
-                        run.checkpoints.save(progress, run.window)
+                        run.checkpoints.save(progress, run.unlogged_steps)
                 if run.stop:
                     break
             batches.close()  # batches prepared ahead would count as the evaluation's
             if must_roll_back:
                 roll_back(run)
             elif not run.stop:
-                close_epoch(run, averages, save_now=bool(save_now))
+                end_epoch(run, averages, save_due=save_due)
         bar.close()
         return finish(run, evaluate_only=cfg.evaluate_only)
 
@@ -157,15 +158,15 @@ def failure_in_summary(run: Run) -> Iterator[None]:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-def close_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bool:
-    """Log the window, and decide on its non-finite steps. Returns whether to roll back.
+def log_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bool:
+    """Log the steps since the last log line, and decide on the non-finite ones. Returns whether to roll back.
 
     Raises:
         TrainingFault: the run cannot continue.
     """
-    record, nonfinite = read_window(run)
-    run.window.clear()
-    run.last_window = record
+    record, nonfinite = read_unlogged_steps(run)
+    run.unlogged_steps.clear()
+    run.last_record = record
     averages.add(record)
     run.tracker.write("train", run.progress.step, record)
     log.info("%s", console_line(record, averages, run.progress.step_in_epoch, run.plan.steps_per_epoch))
@@ -178,13 +179,13 @@ def close_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bo
     return must_roll_back
 
 
-def read_window(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
+def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     """The only place where training waits for the device, and the only reduction over the ranks.
 
     Returns:
-        The window's record, and the non-finite steps of every rank.
+        The record of the steps since the last log line, and the non-finite steps of every rank.
     """
-    steps, dist, progress, scaler = run.window, run.dist, run.progress, run.state.parts.scaler
+    steps, dist, progress, scaler = run.unlogged_steps, run.dist, run.progress, run.state.parts.scaler
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
     bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64).to(dist.device, non_blocking=True)
     totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), dist)
@@ -220,35 +221,35 @@ def read_window(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
 
 
 def roll_back(run: Run) -> None:
-    run.progress, run.window = run.checkpoints.roll_back()
-    run.tracker.rewind(run.progress.step, is_closed=run.progress.closed_step == run.progress.step)
+    run.progress, run.unlogged_steps = run.checkpoints.restore_newest()
+    run.tracker.rewind(run.progress.step, is_evaluated=run.progress.is_evaluated)
     run.buffers.update()
 
 
-def close_epoch(run: Run, averages: EpochAverages, *, save_now: bool) -> None:
+def end_epoch(run: Run, averages: EpochAverages, *, save_due: bool) -> None:
     """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the epoch.
 
     A signal in the evaluation leaves the epoch open: the resumed run begins with its evaluation.
     """
     progress, plan, checkpoints = run.progress, run.plan, run.checkpoints
-    advise_on_waiting(run, averages)
-    if save_now or plan.is_epoch_save_due(progress):
-        checkpoints.save(progress, run.window)
+    warn_if_loader_bound(run, averages)
+    if save_due or plan.is_epoch_save_due(progress):
+        checkpoints.save(progress, run.unlogged_steps)
     if plan.is_evaluation_due(progress):
-        evaluated = evaluate(run)
+        evaluated = evaluate_model_and_ema(run)
         if run.stop:
             if checkpoints.saved_step != progress.step:
-                checkpoints.save(progress, run.window)
+                checkpoints.save(progress, run.unlogged_steps)
             return
         if evaluated["val"]["top1"] > progress.best_top1:
             progress.best_top1 = evaluated["val"]["top1"]
             if plan.save_best:
-                checkpoints.mark_best(progress, run.window)
+                checkpoints.mark_best(progress, run.unlogged_steps)
         record_evaluation(run, evaluated)
     progress.close_epoch(plan.steps_per_epoch)
 
 
-def evaluate(run: Run) -> dict[str, dict[str, Any]]:
+def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop`."""
     state, precision = run.state, run.state.parts.precision
     models_to_evaluate = {"val": (state.model, precision)}
@@ -256,11 +257,11 @@ def evaluate(run: Run) -> dict[str, dict[str, Any]]:
         models_to_evaluate["val_average"] = (state.ema.module, precision.for_fp32_weights)
     batches = math.ceil(run.data.val_images / run.dist.world_size / run.plan.batch_size)
     results = {}
-    for kind, (model, its_precision) in models_to_evaluate.items():
+    for kind, (model, model_precision) in models_to_evaluate.items():
         bar = ProgressBar("evaluation", batches, unit="batch", shown=run.dist.is_main)
         try:
-            results[kind] = evaluate_exactly(
-                model, run.data, run.batch_format, its_precision, run.dist, run.signals, bar
+            results[kind] = evaluate_model(
+                model, run.data, run.batch_format, model_precision, run.dist, run.signals, bar
             )
         except Interrupted as interrupted:
             (run.stop,) = interrupted.args
@@ -282,7 +283,7 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
         log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
 
-def advise_on_waiting(run: Run, averages: EpochAverages) -> None:
+def warn_if_loader_bound(run: Run, averages: EpochAverages) -> None:
     """If the first epoch waited for data, name the bottleneck and the setting to change."""
     if run.advised or averages.seconds() == 0:  # 0: the run resumed at the end of an epoch
         return
@@ -315,7 +316,7 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
         "others_pct": run.load.others_pct(),
         "skipped_images": skipped_images,
     }
-    if not (run.last_window or evaluate_only):  # nothing was trained: keep the results of the earlier process
+    if not (run.last_record or evaluate_only):  # nothing was trained: keep the results of the earlier process
         run.summary |= results_of_records(run.folder / "metrics.jsonl")
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
@@ -343,7 +344,7 @@ def results(run: Run) -> dict[str, Any]:
         "steps": progress.step,
         "images_seen": progress.images_seen,
         "peak_memory_gib": round(peak_memory_gib(run.dist.device), 4),
-        "train": {"loss": run.last_window.get("loss")},
+        "train": {"loss": run.last_record.get("loss")},
         "amp": {"scale": scale, "skipped_steps": progress.skipped_steps},
         **speed(run.meter.measured()),
     }

@@ -29,7 +29,7 @@ class NonFiniteStep:
 def find_nonfinite_steps(
     losses: Sequence[float], skipped: Sequence[float], *, first_step: int, rank: int, scales_loss: bool
 ) -> list[NonFiniteStep]:
-    """The non-finite steps of a window on this rank, from the loss and the skipped flag (0 or 1) of each step.
+    """The non-finite ones of consecutive steps on this rank, from the loss and the skipped flag (0 or 1) of each.
 
     With loss scaling, overflowing gradients are expected, because they determine the scale: only a non-finite loss
     counts.

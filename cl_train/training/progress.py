@@ -15,7 +15,12 @@ class Progress:
     images_seen: int = 0
     skipped_steps: int = 0
     best_top1: float = -1.0
-    closed_step: int = 0  # the last step after which an epoch's end (saving, evaluation) is complete
+    closed_step: int = 0  # the last step at which `close_epoch` was called
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Nothing is left to do at this step: its epoch's end (saving, evaluation) is complete."""
+        return self.closed_step == self.step
 
     def advance(self, images: int) -> None:
         self.step += 1
@@ -54,7 +59,7 @@ class Plan:
 
     def is_done(self, progress: Progress) -> bool:
         """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
-        return self.is_last_step(progress) and progress.closed_step == progress.step
+        return self.is_last_step(progress) and progress.is_evaluated
 
     def is_log_due(self, progress: Progress) -> bool:
         return progress.step % self.log_every == 0 or self.is_epoch_end(progress)

@@ -50,17 +50,17 @@ class Tracker:
         tensorboard: write events directly into `folder`, so that TensorBoard names the run after the folder.
         resumed_step: the step at which the run starts, 0 for a new run. Later records belong to lost work of an earlier
             process and are dropped, so that no chart has duplicate steps.
-        is_closed: the evaluation after `resumed_step` is part of the resumed state.
+        is_evaluated: the evaluation after `resumed_step` is part of the resumed state.
     """
 
-    def __init__(self, folder: Path | None, *, tensorboard: bool, resumed_step: int, is_closed: bool = True) -> None:
+    def __init__(self, folder: Path | None, *, tensorboard: bool, resumed_step: int, is_evaluated: bool = True) -> None:
         self._folder = folder
         self._events: _EventFile | None = None
         if folder is None:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
         self._in_sweep = (folder.parent / "sweep.json").is_file()
-        self.rewind(resumed_step, is_closed=is_closed)
+        self.rewind(resumed_step, is_evaluated=is_evaluated)
         if tensorboard:
             self._events = _EventFile(folder, purge_step=resumed_step + 1)
 
@@ -75,16 +75,16 @@ class Tracker:
             numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
             self._events.add([scalar(tags[name], value) for name, value in numbers.items() if name in tags], step)
 
-    def rewind(self, step: int, *, is_closed: bool = True) -> None:
-        """Drop the records after `step`; without `is_closed` also the evaluation at `step`, which will be repeated."""
+    def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
+        """Drop the records after `step`; without `is_evaluated` also the evaluation at `step`: it will be repeated."""
         if self._folder is None:
             return
 
         def is_kept(line: bytes) -> bool:
             record = read_record(line)
-            return record is not None and (
-                0 < record["step"] < step or (record["step"] == step > 0 and (is_closed or record["kind"] == "train"))
-            )
+            if record is None or not 0 < record["step"] <= step:
+                return False
+            return record["step"] < step or is_evaluated or record["kind"] == "train"
 
         path = self._metrics.path
         lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []

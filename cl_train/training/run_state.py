@@ -15,8 +15,11 @@ from cl_train.config.validation import flatten
 from cl_train.data.batch import Batch
 from cl_train.step.ema import EMA
 from cl_train.step.precision import MasterWeights, full_precision_state, trainable_parameters
-from cl_train.step.train_step import StepParts, StepSums
+from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoint_file import CheckpointError
+
+# Keys of a checkpoint whose names are older than the terms of this package.
+EMA_KEY, METADATA_KEY = "average", "facts"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class TrainState:
     parts: StepParts  # optimizer, loss scaler and the model that trains: wrapped in DDP, compiled
     ema: EMA | None
     memory_format: torch.memory_format  # of the model and its input
-    train_step: Callable[[Sequence[Batch]], StepSums]  # eager or as a CUDA graph
+    train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
 
     @property
     def saved_objects(self) -> dict[str, Any]:
@@ -37,7 +40,7 @@ class TrainState:
         return {"model": self.model, "ema": self.ema, **objects}
 
     @property
-    def evaluated_modules(self) -> list[nn.Module]:
+    def model_and_ema(self) -> list[nn.Module]:
         return [self.model] if self.ema is None else [self.model, self.ema.module]
 
 
@@ -67,9 +70,9 @@ def collect(
             },
         },
         "scaler": scaler.state_dict(),
-        "average": None if ema is None else ema.module.state_dict(),
+        EMA_KEY: None if ema is None else ema.module.state_dict(),
         "progress": dict(progress),
-        "facts": dict(metadata),
+        METADATA_KEY: dict(metadata),
         "saved_at": time.time(),
     }
 
@@ -100,7 +103,7 @@ def restore(
     if scaler.is_enabled() and state["scaler"]:
         scaler.load_state_dict(dict(state["scaler"]))  # else the scale starts at amp.init_scale
     if ema is not None:
-        ema.module.load_state_dict(state["average"] or state["model"])
+        ema.module.load_state_dict(state[EMA_KEY] or state["model"])
     return dict(state["progress"])
 
 

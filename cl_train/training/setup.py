@@ -31,11 +31,11 @@ from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.step.precision import (
     Precision,
     kernel_selection,
+    precision_warnings,
     resolve_precision,
-    warnings_for,
 )
 from cl_train.step.schedule import lr_at, scaled_lr
-from cl_train.step.train_step import StepSums
+from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_store import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.environment import describe_environment, device_name, git_state
@@ -73,9 +73,9 @@ class Run:
     buffers: BufferBackup
     lr_at: Callable[[int], float]  # the learning rate of a step
     progress: Progress
-    window: list[StepSums]  # the steps since the last log line
+    unlogged_steps: list[StepResult]  # since the last log line
     summary: dict[str, Any]  # becomes summary.json
-    last_window: dict[str, Any] = field(default_factory=dict)  # the record of the last log line
+    last_record: dict[str, Any] = field(default_factory=dict)  # the record of the last log line
     stop: int = 0  # the signal that ends the run
     advised: bool = False  # advice on data loading is given once per run
 
@@ -106,17 +106,19 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
     checkpoints.check()
     if dist.is_main:
-        copies = 3 if state.ema is None else 4  # weights, up to two moments of the optimizer, EMA
-        for line in check_space(folder, copies * tensor_bytes(state.model.state_dict()), cfg.checkpoint.keep):
+        tensors_per_weight = 3 if state.ema is None else 4  # the weight, up to two moments of the optimizer, EMA
+        for line in check_space(
+            folder, tensors_per_weight * tensor_bytes(state.model.state_dict()), cfg.checkpoint.keep
+        ):
             log.warning("%s", line)
-    progress, window = resume(cfg, checkpoints, plan, folder)
+    progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
 
     tracker = Tracker(
         folder if dist.is_main else None,
         tensorboard=cfg.tensorboard,
         resumed_step=progress.step,
-        is_closed=progress.closed_step == progress.step,
+        is_evaluated=progress.is_evaluated,
     )
     tracker.write_config(to_yaml(cfg))
     return Run(
@@ -132,12 +134,12 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         meter=ThroughputMeter(cfg.warmup_steps),
         load=load,
         nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
-        buffers=BufferBackup(*state.evaluated_modules),
+        buffers=BufferBackup(*state.model_and_ema),
         lr_at=partial(
             lr_at, cfg=cfg.schedule, lr=plan.lr, steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps
         ),
         progress=progress,
-        window=window,
+        unlogged_steps=unlogged_steps,
         summary=summary,
     )
 
@@ -200,21 +202,23 @@ def make_plan(cfg: Config, train_images: int, batches_per_epoch: int, world_size
     )
 
 
-def resume(cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path) -> tuple[Progress, list[StepSums]]:
-    """Where the run starts, with the open window of log lines."""
+def starting_point(
+    cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path
+) -> tuple[Progress, list[StepResult]]:
+    """Where the run starts, with the steps that its last process had not logged yet."""
     found = checkpoints.resume(cfg.resume) if cfg.resume else None
     if found is None:
         if cfg.evaluate_only and cfg.weights is None:
             raise ConfigError("evaluate_only=true resume=auto: this run folder has no checkpoint to evaluate")
         return Progress(), []
-    progress, window = found
+    progress, unlogged_steps = found
     # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
     records = on_main(lambda: read_records(folder / "metrics.jsonl"), checkpoints.dist)
     top1 = [record["top1"] for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
     if plan.is_epoch_end(progress) and (top1 or not plan.is_evaluation_due(progress)):
         progress.best_top1 = max([progress.best_top1, *top1])
         progress.close_epoch(plan.steps_per_epoch)
-    return progress, window
+    return progress, unlogged_steps
 
 
 def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
@@ -283,6 +287,6 @@ def announce(summary: dict[str, Any], precision: Precision, dist: Dist, folder: 
     ranks = f"{dist.world_size} process{'es' * (dist.world_size > 1)}"
     log.info("%s on %s, %s", summary["model"], summary["device_name"], ranks)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
-    for line in warnings_for(precision, dist.device) if dist.is_main else []:
+    for line in precision_warnings(precision, dist.device) if dist.is_main else []:
         log.warning("%s", line)
     log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())

@@ -15,7 +15,7 @@ from cl_train.config.validation import load, to_mapping
 from cl_train.data.batch import Batch
 from cl_train.step.cuda_graph import GraphedCall, GraphedStep, HostRecorder, Work
 from cl_train.step.optim import set_lr
-from cl_train.step.train_step import StepParts, StepSums, train_step
+from cl_train.step.train_step import StepParts, StepResult, train_step
 from cl_train.training.run_state import collect, restore
 from tests.conftest import Run
 from tests.step.test_train_step import make_batch, make_parts
@@ -53,7 +53,7 @@ def assert_same(one: StepParts, other: StepParts) -> None:
     assert one.scaler.state_dict() == other.scaler.state_dict()
 
 
-def values(sums: StepSums) -> list[float]:
+def values(sums: StepResult) -> list[float]:
     return [float(value) for value in (sums.loss, sums.correct1, sums.correct5, sums.skipped)]
 
 

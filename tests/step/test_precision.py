@@ -13,9 +13,9 @@ from cl_train.step.precision import (
     cast_model,
     full_precision_state,
     kernel_selection,
+    precision_warnings,
     resolve_precision,
     trainable_parameters,
-    warnings_for,
 )
 from tests.networks import small
 
@@ -39,8 +39,8 @@ def test_auto_is_never_left_unresolved() -> None:
 
 
 def test_fp16_on_a_cpu_is_doubted() -> None:
-    assert "bf16 or fp32" in warnings_for(resolve_precision("fp16", CPU), CPU)[0]
-    assert warnings_for(resolve_precision("fp32", CPU), CPU) == []
+    assert "bf16 or fp32" in precision_warnings(resolve_precision("fp16", CPU), CPU)[0]
+    assert precision_warnings(resolve_precision("fp32", CPU), CPU) == []
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_masters_have_the_models_strides_and_take_small_changes(half_model: tupl
     for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
         with torch.no_grad():
             master.mul_(1 + 1e-5)
-        masters.publish()
+        masters.copy_weights_to_model()
     torch.testing.assert_close(master, before * (1 + 1e-5) ** 100, rtol=1e-5, atol=0)
     torch.testing.assert_close(weight.float(), master, rtol=1e-3, atol=1e-7)
 
@@ -76,7 +76,7 @@ def test_gradients_move_to_the_masters(half_model: tuple[nn.Module, MasterWeight
     model, masters = half_model
     model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
     gradient = model[3].weight.grad.float()
-    masters.take_gradients()
+    masters.copy_gradients_from_model()
     assert model[3].weight.grad is None
     assert torch.equal(masters.masters["3.weight"].grad, gradient)
 

@@ -15,8 +15,8 @@ from cl_train.step.train_step import (
     GOOGLENET_AUX_WEIGHT,
     INCEPTION_AUX_WEIGHT,
     StepParts,
-    evaluate,
     loss_of,
+    sum_over_images,
     train_step,
 )
 from tests.networks import small
@@ -173,7 +173,7 @@ def test_evaluation_counts_exactly_and_changes_nothing() -> None:
     parts = make_parts("bf16")
     batches = [make_batch(parts, images=count, seed=count) for count in (8, 8, 3)]
     statistics = parts.model[1].running_mean.clone()
-    sums = evaluate(parts.model, batches, parts.precision, CPU)
+    sums = sum_over_images(parts.model, batches, parts.precision, CPU)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         parts.model.eval()
         logits = torch.cat([parts.model(batch.images) for batch in batches]).float()

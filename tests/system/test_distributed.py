@@ -16,7 +16,7 @@ from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, processes
-from cl_train.training.evaluation import evaluate_exactly
+from cl_train.training.evaluation import evaluate_model
 from tests.conftest import write_images
 from tests.networks import without_batchnorm
 
@@ -106,7 +106,7 @@ def evaluate_folder(root: Path, batch_size: int, dist: Dist) -> dict[str, float]
     data = build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=dist)
     form = DeviceFormat(dist.device, torch.float32, torch.channels_last)
     try:
-        return evaluate_exactly(model, data, form, resolve_precision("fp32", dist.device), dist)
+        return evaluate_model(model, data, form, resolve_precision("fp32", dist.device), dist)
     finally:
         data.close()
 

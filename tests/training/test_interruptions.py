@@ -60,7 +60,7 @@ def test_the_epoch_is_saved_before_its_evaluation(
 
     whole = train(folder=tmp_path / "whole")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop, "evaluate_exactly", killed)
+        patched.setattr(loop, "evaluate_model", killed)
         train(folder=tmp_path / "killed")
     resumed = train("resume=auto", folder=tmp_path / "killed")
     assert [record["step"] for record in resumed.records("val")] == [3, 6]

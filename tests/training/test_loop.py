@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, to_mapping
-from cl_train.training.loop import check, run
+from cl_train.training.loop import check_runs, run_and_log_failure
 from cl_train.training.nonfinite import TrainingFault
 from tests.conftest import Run, write_images
 
@@ -154,7 +154,7 @@ def test_a_nan_stops_the_run_and_names_the_step(train: Train, tiny: Callable[...
         train("model=tests.networks:nan_at_third_step", "log_every=2", folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed" and "step 3" in summary["why"][0]
-    code = run(tiny("model=tests.networks:nan_at_third_step", "overwrite=true"), tmp_path)
+    code = run_and_log_failure(tiny("model=tests.networks:nan_at_third_step", "overwrite=true"), tmp_path)
     assert code == 1 and "the run failed: the loss is nan at step 3" in (tmp_path / "train.log").read_text()
 
 
@@ -193,7 +193,7 @@ def test_a_batch_larger_than_the_data_is_refused(train: Train) -> None:
 
 def test_every_run_of_a_sweep_is_checked(tiny: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check([tiny("model=resnet18"), tiny("model=resnt18"), tiny("model=vgg99")])
+        check_runs([tiny("model=resnet18"), tiny("model=resnt18"), tiny("model=vgg99")])
     assert len(caught.value.problems) == 2
 
 
