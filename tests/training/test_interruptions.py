@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +111,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
     monkeypatch.setattr(AppendFile, "_write", refusing(AppendFile._write, lambda self, _: self.path))
     monkeypatch.setattr(checkpoint_store, "write", refusing(checkpoint_store.write, lambda path, _: path))
     monkeypatch.setattr(records, "write_json", lambda path, *rest, **named: [refuse(path), write_json(path, *rest)])
-    monkeypatch.setattr(files.time, "sleep", free_space)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=free_space))
     done = train("epochs=8", "tensorboard=true", "checkpoint.every_steps=1")
     assert done.exit_code == 0 and done.summary["status"] == "completed" and calls[0] >= 2
     assert [record["step"] for record in done.records("train")] == list(range(1, 25))
