@@ -116,7 +116,7 @@ def table(result: dict[str, Any]) -> str:
     if "cores_needed" in result:
         answer = "enough" if result["cores_needed"] <= result["cores"] else "too few"
         lines.append(
-            f"{result['images_per_s_needed']:,.0f} images/s need {result['cores_needed']} such cores; "
+            f"{result['images_per_s_needed']:,.0f} images/s need {result['cores_needed']} cores of this kind; "
             f"this machine has {result['cores']}: {answer}"
         )
     return "\n".join(lines)

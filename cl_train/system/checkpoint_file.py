@@ -111,7 +111,7 @@ def load(path: str | Path) -> dict[str, Any]:
     except UnreadableFile as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not a checkpoint of cl_train; weights={path} starts from its weights alone")
+        raise CheckpointError(f"{path}: not a checkpoint of cl_train; weights={path} starts from its weights only")
     version = state.get("format_version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise CheckpointError(f"{path}: written by a newer version (format {version}, this one reads {FORMAT_VERSION})")
@@ -136,7 +136,7 @@ def _check_digest(path: Path) -> None:
     if trailer != struct.pack("<H", _COMMENT_BYTES) + _DIGEST_LABEL + digest.hexdigest().encode():
         raise CheckpointError(
             f"{path}: truncated, altered or not written by cl_train (its SHA-256 does not match); if another program "
-            f"wrote it, weights={path} starts from its weights alone"
+            f"wrote it, weights={path} starts from its weights only"
         )
 
 

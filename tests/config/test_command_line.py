@@ -63,7 +63,7 @@ WRONG = [
     (["data.image_size=256", "data.val_resize=224"], "is smaller than data.image_size"),
     (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
     (["schedule.warmup_epochs=9", "epochs=5"], "is longer than epochs=5"),
-    (["conversion=select"], "needs select="),
+    (["conversion=select"], "select=[NAMES]"),
     (["evaluate_only=true"], "needs weights=... or resume=..."),
     (["data.mean=[1,2]"], "need three numbers"),
     (["channels_last=true,false"], "several values need multirun"),

@@ -25,7 +25,7 @@ def test_the_rank_whose_counter_stands_still_is_named(
     assert find_silent_ranks(Dist(0, 0, 3, CPU)) == named
 
 
-@pytest.mark.parametrize(("rank", "named"), [(1, "rank 0 is dead or hangs"), (0, "the ranks' store does not answer")])
+@pytest.mark.parametrize(("rank", "named"), [(1, "rank 0 is dead or hangs"), (0, "the ranks' store does not respond")])
 def test_if_the_store_does_not_answer_rank_0_is_named(rank: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "read_counters", lambda world_size, readings: None)
     assert find_silent_ranks(Dist(rank, rank, 2, CPU)) == named
