@@ -131,13 +131,7 @@ class GraphedStep:
     Copying the batch into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
     """
 
-    def __init__(
-        self,
-        parts: StepParts,
-        recorder: Recorder,
-        *,
-        warm_up: int = WARM_UP_STEPS,
-    ) -> None:
+    def __init__(self, parts: StepParts, recorder: Recorder, *, warm_up: int = WARM_UP_STEPS) -> None:
         self._parts = parts
         self._static: list[Batch] = []
         self._model_tensors = [*parts.model.parameters(), *parts.model.buffers()]  # once: finding them costs 0.5 ms

@@ -21,14 +21,7 @@ from cl_train.data.batch import DeviceFormat
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.known_issues import known_issues
 from cl_train.models import registry as models
-from cl_train.step.cuda_graph import (
-    WARM_UP_STEPS,
-    WARM_UP_STEPS_DDP,
-    CudaRecorder,
-    GraphedStep,
-    HostRecorder,
-    Recorder,
-)
+from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, CudaRecorder, GraphedStep, HostRecorder, Recorder
 from cl_train.step.ema import EMA
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters

@@ -28,12 +28,7 @@ from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.data.image_data import Data
 from cl_train.memory_format.layout import layout_digest, model_memory_format
-from cl_train.step.precision import (
-    Precision,
-    kernel_selection,
-    precision_warnings,
-    resolve_precision,
-)
+from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
 from cl_train.step.schedule import lr_at, scaled_lr
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_store import CheckpointStore
