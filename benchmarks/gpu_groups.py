@@ -247,7 +247,7 @@ def timm_step(name: str, images: torch.Tensor, targets: torch.Tensor, *, compile
     return step
 
 
-# --- where the time and the bytes go ----------------------------------------------------------------------------------
+# --- profile of time and memory traffic -------------------------------------------------------------------------------
 
 
 def profile_steps(rows: Rows, device: torch.device, *, ncu: bool) -> None:

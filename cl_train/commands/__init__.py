@@ -8,7 +8,7 @@ import every other package. Read `convert.py` first.
 COMMANDS = {
     "train": "train a model, or with -m compare settings",
     "compare": "compare finished runs, or check that both layouts of a model compute the same",
-    "benchmark": "both layouts of a model in one process: speed, memory, where the time goes",
+    "benchmark": "both layouts of a model in one process: parity, speed, memory",
     "audit": "which operators lose channels_last, where, and what it costs",
     "convert": "convert a saved model and check its outputs",
     "zoo": "many models in both layouts, in one table",

@@ -183,7 +183,7 @@ def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
 
 
 def _read(path: Path, key: dict[str, Any]) -> Choice | None:
-    """None where the file is missing or cannot be read: the layouts are measured again."""
+    """The cached choice; None if the file is missing or cannot be read: the layouts are measured again."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["key"] != key:

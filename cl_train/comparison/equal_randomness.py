@@ -1,4 +1,4 @@
-"""The same random numbers for every memory format, dtype and device: what a comparison of random models needs.
+"""The same random numbers for every memory format, dtype and device, to compare models with random operators.
 
 `torch.rand_like(x)` fills memory in storage order, so the same seed gives a channels_last tensor and a contiguous one
 different logical values. Here every random operator of the forward and backward pass is computed on contiguous float64

@@ -68,7 +68,7 @@ class Check:
 class ParityReport:
     """The outcome of `check_parity`.
 
-    `passed` is None where the check cannot decide, with the reason in `note`. `first_divergence` names the module that
+    `passed` is None if the check is inconclusive, with the reason in `note`. `first_divergence` names the module that
     received what the reference received and returned something else, None when all agree.
     """
 
@@ -267,7 +267,7 @@ def _described(name: str, model: nn.Module) -> str:
 def fitting_shape(
     model: nn.Module, image_size: int | tuple[int, ...], batch_size: int | None, device: torch.device
 ) -> tuple[int, ...]:
-    """The smallest images that the model takes, in a batch that fits into memory: [N, C, H, W] or as `image_size` says.
+    """The smallest images that the model accepts, in a batch that fits into memory: [N, C, H, W], or from `image_size`.
 
     Only shapes are computed: transformers take one size only, and Inception's auxiliary head has a minimum size.
 
@@ -296,7 +296,7 @@ def fitting_shape(
 
 
 def _saved_bytes(shapes_only: nn.Module, shape: tuple[int, ...]) -> int | None:
-    """Bytes that autograd keeps for the backward pass in fp32; None where the model does not run on these shapes."""
+    """Bytes that autograd keeps for the backward pass in fp32; None if the model does not run on these shapes."""
     dtype = next((p.dtype for p in shapes_only.parameters() if p.is_floating_point()), torch.float32)
     own = {tensor.untyped_storage()._cdata for tensor in shapes_only.parameters()}
     saved: dict[int, int] = {}

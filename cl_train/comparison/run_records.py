@@ -49,7 +49,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read `metrics.jsonl`, and `config.yaml` and `summary.json` where they exist.
+    """Read `metrics.jsonl`, and `config.yaml` and `summary.json` if they exist.
 
     Settings that `config.yaml` lacks are taken from the summary; fields that a record lacks are unknown.
 

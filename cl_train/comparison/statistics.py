@@ -4,7 +4,7 @@ Two experimental designs are analysed, both on the logarithm of the speed, so th
 alike:
 
 - rounds of alternating blocks A B B A in one process (`paired.py`): `interval_of_rounds`;
-- repeated runs, each a process of its own, with windows inside each run (a sweep): `interval_of_runs`.
+- repeated runs, each in its own process, with windows inside each run (a sweep): `interval_of_runs`.
 
 docs/comparison.md has the error rates of both.
 """

@@ -1,4 +1,4 @@
-"""`python train.py -m ...`: run every job of a sweep in a process of its own, one after the other, then compare.
+"""`python train.py -m ...`: run every job of a sweep in its own process, one after the other, then compare.
 
 A job that fails or is killed does not affect the others: its exit code, reason and log are kept, and `resume_sweep`
 runs it again.

@@ -50,7 +50,7 @@ class Workload:
     `input_shape` is that of one image (C, H, W) or video (C, T, H, W); the batch is normal noise with random labels.
     `batch` replaces the noise by the user's own input (a tensor, a tuple of inputs, a dict of keyword arguments), and
     `loss` the cross-entropy by a function of the model's output; `output` selects a part of the output for the default
-    loss, which is the mean square where the output is not logits [N, classes].
+    loss, which is the mean square if the output is not logits [N, classes].
     """
 
     batch_size: int
@@ -97,7 +97,7 @@ class TimedModel:
         return place_batch(batch, workload.device, workload.precision.input_dtype, self.layout.memory_format)
 
     def _labelled_batch(self) -> Batch | None:
-        """The batch for the training step of classifiers; None where the model or the loss is of another kind."""
+        """The batch for the training step of classifiers; None for other kinds of models or losses."""
         workload = self.workload
         if workload.loss is not None or workload.output is not None or not isinstance(self.inputs, torch.Tensor):
             return None

@@ -64,7 +64,7 @@ class ZooOptions:
     device: str
     precision: str
     batch_size: int
-    image_size: int | None  # pixels; None: 224 with speed, 64 without where the model takes it
+    image_size: int | None  # pixels; None: 224 with speed, 64 without if the model accepts it
     speed: bool
     time_limit_s: float  # per model and mode
 

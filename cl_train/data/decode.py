@@ -137,7 +137,7 @@ class Encoded:
 
 
 def _scans(data: bytes) -> int:
-    """Number of scans of a JPEG; counted only where there may be several, because that takes 10 % of decoding."""
+    """Number of scans of a JPEG; counted only if there may be several, because counting takes 10 % of decoding."""
     position, frame, components = 2, 0, 0
     while position + 9 < len(data) and data[position] == 0xFF:
         marker = data[position + 1]

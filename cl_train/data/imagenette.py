@@ -22,7 +22,7 @@ def ensure_imagenette(root: Path, *, download: bool) -> Path:
         return root / FOLDER
     if not download:
         raise ConfigError(
-            f"no Imagenette in '{root}'; data.download=true fetches it (326 MB), or data.root=FOLDER says where it is"
+            f"no Imagenette in '{root}'; data.download=true fetches it (326 MB); or give data.root=FOLDER of a copy"
         )
     from torchvision.datasets import Imagenette
 

@@ -1,6 +1,6 @@
 """A smaller copy of an image folder: same layout and names, one side limited, JPEG.
 
-Decoding is most of the loader's time and grows with the number of pixels, so a smaller copy loads faster. The price: a
+Decoding is most of the loader's time and grows with the number of pixels, so a smaller copy loads faster. The cost: a
 second lossy compression, and small crops are enlarged from fewer pixels, so that training images are less sharp.
 """
 

@@ -202,7 +202,7 @@ def _runnable(saved: SavedModel, model_name: str | None, image_size: int | None 
 
 
 def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """Positional and named inputs; an exported program's have the shapes of its own examples."""
+    """Positional and named inputs; an exported program uses the shapes of its example inputs."""
     generator = torch.Generator().manual_seed(0)
 
     def random_like(example: Any) -> Any:

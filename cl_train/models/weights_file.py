@@ -110,7 +110,7 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
 
 
 def write_weights(saved: SavedModel, path: Path, memory_format: str) -> None:
-    """Write the weights with `memory_format` recorded, as safetensors if the suffix says so, else with torch.save."""
+    """Write the weights with `memory_format` recorded: as safetensors for that suffix, else with torch.save."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".safetensors":
         state = OrderedDict(to_contiguous_state(saved.state))

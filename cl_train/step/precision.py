@@ -191,7 +191,7 @@ class MasterWeights:
 
 
 def full_precision_state(model: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor]:
-    """The model's state dict with master weights in place of fp16 weights, so that any precision can load it."""
+    """The model's state dict with master weights instead of fp16 weights, so that any precision can load it."""
     state = dict(model.state_dict())
     if masters is not None:
         state.update({name: master.detach() for name, master in masters.masters.items()})

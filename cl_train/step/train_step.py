@@ -113,7 +113,7 @@ def _gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[ob
 
 
 def update_weights(parts: StepParts) -> torch.Tensor:
-    """Unscale, clip, update, zero the gradients. Returns float32 [] on the device: 1 where the update was skipped."""
+    """Unscale, clip, update, zero the gradients. Returns float32 [] on the device: 1 if the update was skipped."""
     if parts.masters is not None:
         parts.masters.copy_gradients_from_model()
     skipped = _scaled_update(parts) if parts.precision.scales_loss else _plain_update(parts)

@@ -1,7 +1,7 @@
 """From the configuration to a run that is ready for its first step.
 
-The whole `Config` is used only here, in `build.py` (the model) and in `batch_size.py` (batch_size=auto): the functions
-that they call in other packages get plain values or their own part of it.
+Besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model) and in `batch_size.py`
+(batch_size=auto): the functions that they call in other packages get plain values or their own part of it.
 """
 
 from __future__ import annotations
