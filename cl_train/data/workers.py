@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 _POLL_S = 1.0
 _CLOSE_S = 2.0
@@ -71,7 +72,7 @@ class Workers(Generic[Task, Result]):
                 "multiprocessing_context": "fork",
                 "worker_init_fn": partial(_start_worker, progress, os.getpid()),
             }
-        before, on_child_exit = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
+        before = set(multiprocessing.active_children())
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
         try:
             with warnings.catch_warnings():
@@ -83,9 +84,8 @@ class Workers(Generic[Task, Result]):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self.processes = [child for child in multiprocessing.active_children() if child not in before]
-        if signal.getsignal(signal.SIGCHLD) is not on_child_exit:
-            # DataLoader's SIGCHLD handler would raise in the middle of a training step, without the sample's name.
-            signal.signal(signal.SIGCHLD, on_child_exit)
+        if count:
+            _leave_deaths_to_next_result(self._results)
         # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
         self._kill = util.Finalize(self, _kill, (self.processes,), exitpriority=10)
 
@@ -149,6 +149,16 @@ class _Calls(Dataset[Any]):
 
     def __getitem__(self, task: Any) -> Any:
         return None if task is None else self._work(task)
+
+
+def _leave_deaths_to_next_result(iterator: Any) -> None:
+    """Remove these workers from the list that torch's SIGCHLD handler checks.
+
+    The handler would raise in the middle of a training step, without the sample's name. It goes on watching the workers
+    of other DataLoaders. torch has no public function for this.
+    """
+    signal_handling._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
 
 
 def _tasks(pending: deque[Any]) -> Iterator[Any]:
