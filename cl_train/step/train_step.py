@@ -65,9 +65,17 @@ def loss_of(output: object, targets: torch.Tensor, label_smoothing: float = 0.0)
 
 
 def logits_of(output: object) -> torch.Tensor:
-    """The main head's logits [N, classes]."""
+    """The main head's logits [N, classes].
+
+    Raises:
+        ValueError: the output is neither a tensor nor an object with a tensor `.logits`.
+    """
     logits = getattr(output, "logits", output)
-    assert isinstance(logits, torch.Tensor), f"the model returned {type(output).__name__}, not logits"
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(
+            f"the model returned a {type(output).__name__}; training needs logits, a tensor [N, classes], or an object"
+            " with the attribute `logits`: wrap the model in a module that returns them"
+        )
     return logits
 
 

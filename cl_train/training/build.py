@@ -43,6 +43,7 @@ def build_train_state(
         TrainingFault: the batch does not fit into memory.
     """
     model = build_model(cfg, num_classes, dist)
+    check_parameters(model)
     model = cast_model(model.to(dist.device), precision)
     layout = convert_layout(cfg, model, precision, dist)
     masters = MasterWeights(model) if precision.master_weights else None
@@ -70,6 +71,20 @@ def build_train_state(
         return TrainState(model, parts, ema, layout, partial(train_step, parts))
     warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
     return TrainState(model, parts, ema, layout, GraphedStep(parts, recorder, warm_up=warm_up))
+
+
+def check_parameters(model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: parameters or buffers without values, or sparse parameters.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise ConfigError(f"{name} is lazy and has no shape yet: run one batch through the model first")
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on the meta device and has no values: build the model on the CPU")
+        if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:
+            raise ConfigError(f"{name} is a sparse parameter, which the optimizers do not update: make it dense")
 
 
 def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:

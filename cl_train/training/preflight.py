@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.config.schema import ConfigError
 from cl_train.data.batch import DeviceFormat
+from cl_train.models.copies import copy_model
 from cl_train.step.precision import Precision, autocast
 from cl_train.step.train_step import logits_of, loss_of
 from cl_train.training.nonfinite import TrainingFault
@@ -40,9 +40,9 @@ def check_model_trains(
     if not on_gpu and ":" not in model_name:
         return
     try:
-        tried = model if on_gpu else copy.deepcopy(model)  # a user's model may count its calls
-    except Exception:  # the model holds tensors with a gradient, open files or locks, and is not checked
-        return
+        tried = model if on_gpu else copy_model(model)  # a user's model may count its calls
+    except ConfigError:  # an attribute that cannot be copied, such as an open file or a lock
+        tried = model
     shape = (batch_size if on_gpu else min(batch_size, 2), 3, image_size, image_size)
     try:
         blank_step(tried, precision, batch_format, shape, num_classes)
@@ -77,9 +77,11 @@ def blank_step(
     try:
         with autocast(precision, device):
             output = model(images)
-            outputs = logits_of(output).shape[1]
-            if outputs < num_classes:
-                raise ValueError(f"{outputs} outputs for {num_classes} classes")
+            logits = logits_of(output)
+            if logits.ndim != 2 or logits.shape[1] < num_classes:
+                raise ValueError(
+                    f"outputs of shape {list(logits.shape)}; expected [N, classes] for {num_classes} classes"
+                )
             loss = loss_of(output, targets)
         loss.backward()
     finally:
