@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from cl_train.system.child_process import end_with_parent
 
 def work(number):
-    os.write(1, f"{os.getpid()}\n".encode())  # in one piece: both workers write to this pipe
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece: both workers write to this pipe
     time.sleep(60)
 
 with ProcessPoolExecutor(2, multiprocessing.get_context("fork"), initializer=end_with_parent) as pool:
