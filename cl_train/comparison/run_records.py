@@ -72,6 +72,9 @@ def read_run(folder: Path) -> Run:
     if summary.get("world_size"):
         settings["nproc"] = summary["world_size"]  # config.yaml has 1, because torchrun starts the processes
     measured = [window for window in windows if not window.get("warmup")]
+    if config.get("data.size_schedule") and measured:  # growing images: the speed is that of the last size
+        settings["data.image_size"] = measured[-1].get("image_size")
+        measured = [window for window in measured if window.get("image_size") == measured[-1].get("image_size")]
     waits_pct = [window["data_wait_pct"] for window in measured if window.get("data_wait_pct") is not None]
     times = [window["time"] for window in windows if window.get("time") is not None]
     problems += _contradictions(summary, config) + _changes(windows)
@@ -151,6 +154,7 @@ def _is_text(value: Any) -> bool:
 Rules = Mapping[str, Callable[[Any], bool]]
 _WINDOW: Rules = {
     "step": _is_count,
+    "image_size": _is_count,
     "images_per_s": lambda value: _is_amount(value) and value > 1e-9,
     "data_wait_pct": lambda value: _is_amount(value) and value <= 100,
     "time": _is_amount,
@@ -191,7 +195,7 @@ def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> list[str
     reported = [(name, setting, summary.get(name)) for name, setting in _SETTING_OF.items()]
     reported.append(("memory_format", "channels_last", _LAYOUTS.get(str(summary.get("memory_format")))))
     for name, setting, value in reported:
-        asked = config.get(setting)
+        asked = None if name == "image_size" and config.get("data.size_schedule") else config.get(setting)
         if None not in (asked, value) and str(asked).lower() not in ("auto", str(value).lower()):
             problems.append(f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}")
     return problems

@@ -76,7 +76,7 @@ class DataConfig:
     shuffle: str = setting(
         "full", "data=shards: full permutes all images; shards reads shard after shard", choices=("full", "shards")
     )
-    dataset: str | None = setting(None, "data=dataset: package.module:function, called with (split, image_size)")
+    dataset: str | None = setting(None, "data=dataset: package.module:function, called with (split, size)")
     val_split: str | None = setting(None, "folder of the validation images; null = val, valid, validation or test")
     val_fraction: float | None = setting(
         None, "use this share of the training images for validation", above=0, maximum=0.9
@@ -88,8 +88,18 @@ class DataConfig:
         minimum=8,
         maximum=4096,
     )
+    size_schedule: list[list[int]] = setting(
+        [],
+        "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32",
+    )
+    scale_batch: bool = setting(
+        False, "size_schedule: batch_size is that of the largest images, smaller ones come in larger batches"
+    )
+    val_size: int | None = setting(
+        None, "side of the validation crop, pixels; null = image_size", minimum=8, maximum=4096
+    )
     val_resize: int | None = setting(
-        None, "validation: short side before the centre crop, pixels; null = 256/224 of image_size", minimum=8
+        None, "validation: short side before the centre crop, pixels; null = 256/224 of val_size", minimum=8
     )
     workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))

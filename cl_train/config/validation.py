@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import os
 import re
@@ -45,6 +46,10 @@ class Setting:
     def base_type(self) -> Any:
         """The type without `| None`."""
         return typing.get_args(self.type)[0] if self.optional else self.type
+
+    @property
+    def is_list_of_lists(self) -> bool:
+        return self.is_list and typing.get_origin(typing.get_args(self.base_type)[0]) is list
 
     @property
     def is_list(self) -> bool:
@@ -147,7 +152,8 @@ def checked_value(value: Any, setting: Setting) -> Any:
         value = show(value)
     try:
         converted = _converted(value, setting.base_type)
-        for item in converted if setting.is_list else [converted]:
+        items = converted if setting.is_list else [converted]
+        for item in itertools.chain.from_iterable(items) if setting.is_list_of_lists else items:
             _check_range(item, setting.metadata)
         return converted
     except (ValueError, OverflowError):
@@ -186,14 +192,17 @@ def kind_of(setting: Setting) -> str:
     """The allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
     limits = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
-    base = typing.get_args(setting.base_type)[0] if setting.is_list else setting.base_type
+    base = setting.base_type
+    while typing.get_origin(base) is list:
+        base = typing.get_args(base)[0]
     kind = "|".join(limits["choices"] or ()) or names[base]
     if limits["minimum"] is not None and limits["maximum"] is not None:
         kind += f" {limits['minimum']:.10g} to {limits['maximum']:.10g}"
     else:
         signs = ((">=", "minimum"), (">", "above"), ("<=", "maximum"))
         kind += "".join(f" {sign} {limits[name]:.10g}" for sign, name in signs if limits[name] is not None)
-    return " or ".join([f"list of {kind}" if setting.is_list else kind, *(limits["words"] or {})])
+    lists = "list of " * (setting.is_list + setting.is_list_of_lists)
+    return " or ".join([f"{lists}{kind}", *(limits["words"] or {})])
 
 
 def show(value: Any) -> str:
@@ -220,8 +229,13 @@ def check_together(cfg: Config) -> list[str]:
         ),
         (len(data.mean) != 3 or len(data.std) != 3 or min(data.std) <= 0, "data.mean and data.std: need three numbers"),
         (
-            (data.val_resize or data.image_size) < data.image_size,
-            f"data.val_resize={data.val_resize} is smaller than data.image_size={data.image_size}",
+            data.val_resize is not None and data.val_resize < (data.val_size or data.image_size),
+            f"data.val_resize={data.val_resize} is smaller than the validation crop of"
+            f" {data.val_size or data.image_size} px",
+        ),
+        (
+            data.scale_batch and not data.size_schedule,
+            "data.scale_batch=true has no effect without data.size_schedule=[[0,128],[6,160],...]",
         ),
         (
             any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)),
@@ -254,7 +268,28 @@ def check_together(cfg: Config) -> list[str]:
             f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, keys)}",
         ),
     ]
-    return [text for broken, text in rules if broken]
+    return [text for broken, text in rules if broken] + _size_schedule_problems(data.size_schedule, cfg.epochs)
+
+
+def _size_schedule_problems(schedule: list[list[int]], epochs: int) -> list[str]:
+    """One problem of `data.size_schedule`, with an example of what to write."""
+    name = f"data.size_schedule={show(schedule)}"
+    if not schedule:
+        return []
+    if any(len(point) != 2 for point in schedule):
+        return [f"{name}: write pairs of epoch and size, such as [[0,128],[6,160],[12,192]]"]
+    starts, sizes = zip(*schedule, strict=True)
+    if starts[0] != 0:
+        return [f"{name}: the first epoch is {starts[0]}; begin with [0,{sizes[0]}]"]
+    if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+        return [f"{name}: the epochs must ascend: {show(sorted(schedule))}"]
+    for size in sizes:
+        if not 8 <= size <= 4096 or size % 4:
+            nearest = min(4096, max(8, 4 * round(size / 4)))
+            return [f"{name}: size {size} is not a multiple of 4 from 8 to 4096; use {nearest}"]
+    if starts[-1] >= epochs:
+        return [f"{name}: its last epoch {starts[-1]} is not reached with epochs={epochs} (epochs 0 to {epochs - 1})"]
+    return []
 
 
 def graph_conflict(cfg: Config) -> str | None:

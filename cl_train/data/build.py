@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
@@ -20,6 +21,7 @@ from cl_train.data.loader import HostLoader, Loader, LoaderSettings
 from cl_train.data.order import permutation, shard_permutation
 from cl_train.data.sample import ensure_sample
 from cl_train.data.shards import read_shards
+from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.source import ImageSource, Indices
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
@@ -36,10 +38,11 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     Raises:
         ConfigError: a missing folder, no or different classes, too few images, not enough memory.
     """
+    sizes = size_schedule(cfg, batch_size)
     if cfg.name == "synthetic":
-        return SyntheticData(cfg, batch_size=batch_size, seed=seed, world_size=dist.world_size)
+        return SyntheticData(cfg, sizes, seed=seed, world_size=dist.world_size)
     settings = LoaderSettings(
-        batch_size=batch_size,
+        sizes=sizes,
         workers=cfg.workers if cfg.workers is not None else default_workers(dist.world_size),
         prefetch=cfg.prefetch,
         worker_timeout_s=cfg.worker_timeout_s,
@@ -48,7 +51,6 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
         world_size=dist.world_size,
     )
     images = ImageSettings(
-        size=cfg.image_size,
         seed=seed,
         val_resize=cfg.val_resize,
         crop=CropRange(augment.crop_scale_min, augment.crop_scale_max, augment.crop_ratio_min, augment.crop_ratio_max),
@@ -59,7 +61,7 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     )
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
     classes, fingerprint, train, val = _loaders(cfg, images, settings, bad_images, is_main=dist.is_main)
-    if len(train) == 0:
+    if train.batch_count() == 0:
         raise ConfigError(
             f"{train.samples} training images are fewer than one global batch of {batch_size * dist.world_size}"
             f" ({batch_size} x {dist.world_size}); lower batch_size"
@@ -68,16 +70,22 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     return ImageData(classes, fingerprint, train, val, settings, bad_images, cfg.mean, cfg.std, mix)
 
 
+def size_schedule(cfg: DataConfig, batch_size: int) -> SizeSchedule:
+    """The sizes of training images and batches; `batch_size` per rank, of the largest images."""
+    points = tuple((epoch, size) for epoch, size in cfg.size_schedule) or ((0, cfg.image_size),)
+    return SizeSchedule(points, batch_size, cfg.scale_batch)
+
+
 def _loaders(
     cfg: DataConfig, images: ImageSettings, settings: LoaderSettings, bad_images: BadImages, *, is_main: bool
 ) -> tuple[tuple[str, ...], str, Loader, Loader]:
     """Classes, fingerprint, and the loaders of both splits."""
+    val_size = cfg.val_size or cfg.image_size
+    val_settings = replace(settings, sizes=SizeSchedule.constant(val_size, settings.sizes.batch_size))
     if cfg.name == "dataset":
-        datasets, classes = load_datasets(cfg.dataset, cfg.image_size)
-        train, val = (
-            dataset_loader(dataset, split, len(classes), images, settings, bad_images)
-            for dataset, split in zip(datasets, ("train", "val"), strict=True)
-        )
+        train_sets, val_sets, classes = load_datasets(cfg.dataset, settings.sizes.image_sizes, val_size)
+        train = dataset_loader(train_sets, "train", len(classes), images, settings, bad_images)
+        val = dataset_loader(val_sets, "val", len(classes), images, val_settings, bad_images)
         return classes, f"{cfg.dataset}-{train.samples}-{val.samples}", train, val
     source = _source(cfg)
     for note in source.notes if is_main else ():
@@ -93,7 +101,7 @@ def _loaders(
         source.classes,
         source.fingerprint,
         HostLoader(ImageReader(source.train, images, training=True), settings, bad_images, order),
-        HostLoader(ImageReader(source.val, images, training=False), settings, bad_images, None),
+        HostLoader(ImageReader(source.val, images, training=False), val_settings, bad_images, None),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,14 @@ STREAM_NOTE = (
 )
 
 
-def load_datasets(name: str | None, image_size: int) -> tuple[list[Any], tuple[str, ...]]:
-    """Both splits, by calling the user's function with ("train" or "val", image_size), and their classes.
+BySize = Mapping[int, Any]  # image size -> Dataset; all have the same samples
+
+
+def load_datasets(
+    name: str | None, train_sizes: Sequence[int], val_size: int
+) -> tuple[BySize, BySize, tuple[str, ...]]:
+    """Train and val datasets, and the classes. The user's function is called with ("train", size) once per size of
+    `data.size_schedule`, and with ("val", val_size).
 
     Raises:
         ConfigError: no such function, it fails, or its result has no length or no classes.
@@ -45,29 +51,37 @@ def load_datasets(name: str | None, image_size: int) -> tuple[list[Any], tuple[s
     if name is None:
         raise ConfigError("data=dataset needs data.dataset=package.module:function")
     function = user_function("data.dataset", name)
-    datasets = []
-    for split in ("train", "val"):
+    train: dict[int, Any] = {}
+    val: dict[int, Any] = {}
+    for split, size in [*(("train", size) for size in train_sizes), ("val", val_size)]:
         try:
-            datasets.append(function(split, image_size))
-            len(datasets[-1])
+            dataset = function(split, size)
+            length = len(dataset)
         except Exception as error:
             raise ConfigError(
-                f"data.dataset={name}: ({split!r}, {image_size}) must return a Dataset with a length: {_reason(error)}"
+                f"data.dataset={name}: ({split!r}, {size}) must return a Dataset with a length: {_reason(error)}"
             ) from error
-    classes, count = (getattr(datasets[0], attribute, None) for attribute in ("classes", "num_classes"))
+        (train if split == "train" else val)[size] = dataset
+        if split == "train" and length != (expected := len(train[train_sizes[0]])):
+            raise ConfigError(
+                f"data.dataset={name}: {expected} training samples at {train_sizes[0]} px, but {length} at {size} px;"
+                " the image size must not change the samples"
+            )
+    classes, count = (getattr(train[train_sizes[0]], attribute, None) for attribute in ("classes", "num_classes"))
     if classes is None and count is None:
         raise ConfigError(f"data.dataset={name}: set `classes` (names) or `num_classes` on the train dataset")
-    return datasets, tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
+    return train, val, tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
 
 
 def dataset_loader(
-    dataset: Any, split: str, classes: int, images: ImageSettings, settings: LoaderSettings, bad_images: BadImages
+    datasets: BySize, split: str, classes: int, images: ImageSettings, settings: LoaderSettings, bad_images: BadImages
 ) -> Loader:
+    dataset = next(iter(datasets.values()))
     if isinstance(dataset, IterableDataset):
         log.warning(STREAM_NOTE)
-        return StreamLoader(dataset, settings, images.seed, training=split == "train")
+        return StreamLoader(datasets, settings, images.seed, training=split == "train")
     order = partial(_order, images.seed, len(dataset)) if split == "train" else None
-    return HostLoader(DatasetReader(dataset, split, classes, images), settings, bad_images, order)
+    return HostLoader(DatasetReader(datasets, split, classes, images), settings, bad_images, order)
 
 
 def _order(seed: int, count: int, epoch: int) -> Indices:
@@ -82,33 +96,34 @@ class DatasetReader:
     device, floating point is assumed to be normalised.
     """
 
-    def __init__(self, dataset: Any, split: str, classes: int, settings: ImageSettings) -> None:
+    def __init__(self, datasets: BySize, split: str, classes: int, settings: ImageSettings) -> None:
         """Raises ConfigError if the first sample cannot be used."""
-        self._dataset, self._split, self._classes, self._settings = dataset, split, classes, settings
+        self._datasets, self._split, self._classes, self._settings = datasets, split, classes, settings
         self._transform = ImageTransform(settings)
-        self.image_size, self.dtype, self.times = settings.size, torch.uint8, WorkerTimes()
-        try:
-            with seeded_everywhere(settings.seed, 0, 0):
-                image = dataset[0][0]
-            if isinstance(image, Tensor) and image.is_floating_point():
-                self.dtype = torch.float32
-            self.read(torch.empty(settings.size, settings.size, 3, dtype=self.dtype).permute(2, 0, 1), 0, 0, 0)
-        except Exception as error:
-            raise ConfigError(f"data.dataset: {self.name(0)}: {_reason(error)}") from error
+        self.dtype, self.times = torch.uint8, WorkerTimes()
+        for size, dataset in datasets.items():
+            try:
+                with seeded_everywhere(settings.seed, 0, 0):
+                    image = dataset[0][0]
+                if isinstance(image, Tensor) and image.is_floating_point():
+                    self.dtype = torch.float32
+                self.read(torch.empty(size, size, 3, dtype=self.dtype).permute(2, 0, 1), 0, 0, 0)
+            except Exception as error:
+                raise ConfigError(f"data.dataset: {self.name(0)} at {size} px: {_reason(error)}") from error
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(next(iter(self._datasets.values())))
 
     def name(self, index: int) -> str:
         return f"sample {index} of the {self._split} dataset"
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
         """Write sample `index` into `row`; return its label. Raises BadImage for any exception of the dataset."""
-        training = self._split == "train"
+        training, size = self._split == "train", row.shape[-1]
         try:
             with seeded_everywhere(self._settings.seed, epoch if training else 0, random_index):
-                image, label = self._dataset[index][:2]
-            pixels = _raw_pixels(image, self.image_size)
+                image, label = self._datasets[size][index][:2]
+            pixels = _raw_pixels(image, size)
             if pixels is None:
                 if image.shape != row.shape or image.is_floating_point() != row.is_floating_point():
                     raise ValueError(f"{image.dtype} {list(image.shape)} instead of {row.dtype} {list(row.shape)}")
@@ -158,22 +173,23 @@ class StreamLoader:
     It has the members of `cl_train.data.loader.HostLoader`.
     """
 
-    def __init__(self, dataset: Any, settings: LoaderSettings, seed: int, *, training: bool) -> None:
-        self._dataset, self._settings, self._seed, self._training = dataset, settings, seed, training
-        self.samples = len(dataset)
+    def __init__(self, datasets: BySize, settings: LoaderSettings, seed: int, *, training: bool) -> None:
+        self._datasets, self._settings, self._seed, self._training = datasets, settings, seed, training
+        self.samples = len(next(iter(datasets.values())))
         self.times = WorkerTimes()
 
-    def __len__(self) -> int:
-        total = self._settings.batch_size * self._settings.world_size
+    def batch_count(self, epoch: int = 0) -> int:
+        total = self._settings.sizes.batch_size_at(epoch) * self._settings.world_size
         return self.samples // total if self._training else -(-self.samples // total)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         s = self._settings
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        dataset = self._datasets[s.sizes.image_size_at(epoch)]
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
         loader = DataLoader(
-            self._dataset,
-            s.batch_size,
+            dataset,
+            s.sizes.batch_size_at(epoch),
             num_workers=s.workers,
             collate_fn=channels_last_collate,
             drop_last=self._training,
@@ -181,7 +197,7 @@ class StreamLoader:
             generator=torch.Generator().manual_seed(self._seed + epoch),
         )
         for number, (images, targets, *_) in enumerate(loader):
-            if self._training and number >= len(self):
+            if self._training and number >= self.batch_count(epoch):
                 return
             if number >= first_batch:
                 yield HostBatch(images, targets, number, release=lambda: None)

@@ -13,6 +13,7 @@ from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.device import MixBatch, MixLabels, Normalise, to_device
 from cl_train.data.images import WorkerTimes
 from cl_train.data.loader import Loader, LoaderSettings
+from cl_train.data.size_schedule import SizeSchedule
 
 
 @dataclass
@@ -35,7 +36,10 @@ class ImageData:
     def __post_init__(self) -> None:
         self.num_classes, self.workers = len(self.classes), self.settings.workers
         self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
-        self.batches_per_epoch = len(self.train_loader)  # full global batches; the rest of an epoch is dropped
+
+    def batch_count(self, epoch: int) -> int:
+        """Full global batches of an epoch; the remaining images are dropped."""
+        return self.train_loader.batch_count(epoch)
 
     @property
     def times(self) -> WorkerTimes:
@@ -64,37 +68,41 @@ class ImageData:
 
 
 class SyntheticData:
-    """One batch of noise, made once per DeviceFormat and shared by all steps: do not write into it. Otherwise as
+    """One batch of noise per DeviceFormat and shape, shared by all steps: do not write into it. Otherwise as
     `ImageData`. It measures training without loading."""
 
-    def __init__(self, cfg: DataConfig, *, batch_size: int, seed: int, world_size: int) -> None:
+    def __init__(self, cfg: DataConfig, sizes: SizeSchedule, *, seed: int, world_size: int) -> None:
         self.num_classes, self.workers = cfg.synthetic_classes, 0
         self.classes = tuple(f"class_{label}" for label in range(self.num_classes))
-        self.train_images, self.val_images = cfg.synthetic_images, batch_size * world_size
+        self.train_images, self.val_images = cfg.synthetic_images, sizes.batch_size * world_size
         self.fingerprint = f"synthetic-{self.train_images}-{self.num_classes}-{cfg.image_size}-{seed}"
-        self.batches_per_epoch = self.train_images // (batch_size * world_size)
         self.bad_images, self.times = BadImages(skip=True, limit=0), WorkerTimes()
-        self._shape, self._seed = (batch_size, 3, cfg.image_size, cfg.image_size), seed
-        self._batches: dict[DeviceFormat, Batch] = {}
+        self._sizes, self._val_size = sizes, cfg.val_size or cfg.image_size
+        self._seed, self._world_size = seed, world_size
+        self._batches: dict[tuple[DeviceFormat, int, int], Batch] = {}
+
+    def batch_count(self, epoch: int) -> int:
+        return self.train_images // (self._sizes.batch_size_at(epoch) * self._world_size)
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
-        for _ in range(first_batch, self.batches_per_epoch):
-            yield self._batch(form)
+        for _ in range(first_batch, self.batch_count(epoch)):
+            yield self._batch(form, self._sizes.batch_size_at(epoch), self._sizes.image_size_at(epoch))
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
-        yield self._batch(form)
+        yield self._batch(form, self._sizes.batch_size, self._val_size)
 
     def close(self) -> None:
         self._batches.clear()
 
-    def _batch(self, form: DeviceFormat) -> Batch:
-        if form not in self._batches:
+    def _batch(self, form: DeviceFormat, batch_size: int, image_size: int) -> Batch:
+        key = (form, batch_size, image_size)
+        if key not in self._batches:
             generator = torch.Generator().manual_seed(self._seed)
-            images = torch.randn(self._shape, generator=generator)
-            targets = torch.randint(self.num_classes, (self._shape[0],), generator=generator)
+            images = torch.randn(batch_size, 3, image_size, image_size, generator=generator)
+            targets = torch.randint(self.num_classes, (batch_size,), generator=generator)
             images = images.to(form.device, form.dtype, memory_format=form.memory_format)
-            self._batches[form] = Batch(images, targets.to(form.device))
-        return self._batches[form]
+            self._batches[key] = Batch(images, targets.to(form.device))
+        return self._batches[key]
 
 
 Data = ImageData | SyntheticData

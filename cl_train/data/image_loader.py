@@ -17,6 +17,7 @@ from cl_train.data.folder import EXTENSIONS, FolderLayout, read_folder
 from cl_train.data.images import ImageReader, ImageSettings
 from cl_train.data.loader import HostLoader, LoaderSettings
 from cl_train.data.order import permutation
+from cl_train.data.size_schedule import SizeSchedule
 
 _MOST_WORKERS = 16
 
@@ -38,7 +39,7 @@ class ImageLoader:
 
     def __len__(self) -> int:
         """Batches per epoch of this rank."""
-        return len(self._loader)
+        return self._loader.batch_count()
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """Start the next iteration at batch `first_batch` of `epoch`; later iterations are the following epochs."""
@@ -123,14 +124,14 @@ def image_loader(
         rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
     target = torch.device(device) if device is not None else None
     settings = LoaderSettings(
-        batch_size=batch_size,
+        sizes=SizeSchedule.constant(image_size, batch_size),
         workers=default_workers(world_size) if workers is None else workers,
         pin_memory=target is not None and target.type == "cuda",
         rank=rank or 0,
         world_size=world_size,
     )
     training, bad_images = split == "train", BadImages(skip=skip_bad_images, limit=len(source.train) + len(source.val))
-    images = ImageSettings(image_size, seed, formats=formats_of(extensions))
+    images = ImageSettings(seed, formats=formats_of(extensions))
     reader = ImageReader(source.train if training else source.val, images, training=training)
     order = (lambda epoch: permutation(seed, epoch, len(source.train))) if training else None
     normalise = None if target is None else Normalise(mean, std, DeviceFormat(target, dtype, memory_format))

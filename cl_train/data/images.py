@@ -6,7 +6,7 @@ and no memory is allocated per image.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -26,9 +26,8 @@ _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer 
 class ImageSettings:
     """The transforms of an image."""
 
-    size: int  # side of the result, pixels
     seed: int
-    val_resize: int | None = None  # short side before the centre crop; None = 256/224 of `size`
+    val_resize: int | None = None  # short side before the centre crop; None = 256/224 of the crop's side
     crop: crops.CropRange = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
     flip: float = 0.5  # probability
     decoder: str = "simplejpeg"  # or pillow
@@ -53,12 +52,11 @@ class WorkerTimes:
 
 
 class ImageTransform:
-    """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last."""
+    """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last, of any size."""
 
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
-        size = settings.size
-        self._unflipped = torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        self._unflipped = torch.empty(0)
 
     def train(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """Random resized crop, flip and augmentation, with the random numbers of sample `random_index` in `epoch`."""
@@ -67,20 +65,25 @@ class ImageTransform:
         uniform = generator.random(crops.RANDOM_NUMBERS).tolist()
         box = crops.random_resized_crop(pixels.shape[0], pixels.shape[1], s.crop, uniform[1:])
         flip = uniform[0] < s.flip
-        resized(pixels, box, (s.size, s.size), out=self._unflipped if flip else row.unsqueeze(0))
-        if flip:
-            torch.ops.aten.flip.out(self._unflipped, (3,), out=row.unsqueeze(0))
+        out = row.unsqueeze(0)
+        if not flip:
+            resized(pixels, box, row.shape[1:], out=out)
+        else:
+            if self._unflipped.shape != out.shape:
+                self._unflipped = torch.empty_like(out)
+            resized(pixels, box, row.shape[1:], out=self._unflipped)
+            torch.ops.aten.flip.out(self._unflipped, (3,), out=out)
         if s.augment is not None:
             row.copy_(s.augment(row, int(generator.integers(2**63))))
 
     def validation(self, row: Tensor, pixels: Pixels) -> None:
         """Resize and centre crop with torchvision's arithmetic."""
-        s = self._settings
-        short_side = s.val_resize or crops.default_val_resize(s.size)
+        side = row.shape[-1]
+        short_side = self._settings.val_resize or crops.default_val_resize(side)
         size = crops.resized_size(pixels.shape[0], pixels.shape[1], short_side)
-        box = crops.centre(*size, s.size)
+        box = crops.centre(*size, side)
         image = resized(pixels, None, size)
-        row.copy_(image[0, :, box.top : box.top + s.size, box.left : box.left + s.size])
+        row.copy_(image[0, :, box.top : box.top + side, box.left : box.left + side])
 
 
 class ImageReader:
@@ -92,7 +95,6 @@ class ImageReader:
         self._split, self._training, self._decoder = split, training, (settings.decoder, settings.formats)
         self._transform = ImageTransform(settings)
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
-        self.image_size = settings.size
         self.times = WorkerTimes()
 
     def __len__(self) -> int:
@@ -116,7 +118,7 @@ class ImageReader:
         return int(self._split.labels[index])
 
 
-def resized(pixels: Pixels, box: crops.Box | None, size: tuple[int, int], out: Tensor | None = None) -> Tensor:
+def resized(pixels: Pixels, box: crops.Box | None, size: Sequence[int], out: Tensor | None = None) -> Tensor:
     """`box` of `pixels` (uint8 [H, W, 3]; None: all) at `size`, antialiased bilinear: uint8 [1, 3, h, w]."""
     crop = torch.from_numpy(pixels)
     if box is not None:

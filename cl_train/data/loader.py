@@ -18,6 +18,7 @@ from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
 from cl_train.data.images import WorkerTimes
 from cl_train.data.order import rank_share
+from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.slots import Slots, slot_bytes
 from cl_train.data.source import Indices
 from cl_train.data.workers import WorkerError, Workers
@@ -31,7 +32,6 @@ _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 class SampleReader(Protocol):
     """Reads samples of one split into rows of a batch, uint8 or (already normalised) float32. Workers have copies."""
 
-    image_size: int
     dtype: torch.dtype
     times: WorkerTimes  # what `read` spent; set by the loader
 
@@ -40,7 +40,7 @@ class SampleReader(Protocol):
     def name(self, index: int) -> str: ...
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write sample `index` into `row` [3, H, W], with the random numbers of `random_index`; return its label.
+        """Write sample `index` into `row` [3, size, size], with the random numbers of `random_index`; return its label.
 
         Raises BadImage.
         """
@@ -53,14 +53,14 @@ class Loader(Protocol):
     samples: int  # of all ranks
     times: WorkerTimes
 
-    def __len__(self) -> int: ...
+    def batch_count(self, epoch: int = 0) -> int: ...
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    batch_size: int  # per rank
+    sizes: SizeSchedule  # of images and batches
     workers: int
     prefetch: int = 3  # batches that the workers together prepare in advance
     worker_timeout_s: float = 60.0
@@ -77,6 +77,7 @@ class _Task:
     slot: int
     first_row: int
     epoch: int
+    image_size: int
     indices: tuple[int, ...]
 
 
@@ -115,7 +116,8 @@ class _Filler:
             progress[1] = used
             progress[0] += 1
             try:
-                label = self._reader.read(self._slots.images[task.slot][row], used, task.epoch, random_index=index)
+                image = self._slots.images(task.slot, task.image_size)[row]
+                label = self._reader.read(image, used, task.epoch, random_index=index)
             except BadImage as bad:
                 done.bad.append((self._reader.name(used), str(bad)))
             else:
@@ -131,7 +133,8 @@ class _Batch:
     stream: int
     slot: int
     number: int
-    size: int
+    size: int  # images
+    image_size: int
     tasks: int
 
 
@@ -157,7 +160,7 @@ class HostLoader:
         self._workers: Workers[_Task, _Done] | None = None
         self._free: deque[int] = deque()
         self._submitted: deque[_Batch] = deque()
-        need = self._slot_count * slot_bytes(settings.batch_size, reader.image_size, reader.dtype)
+        need = self._slot_count * slot_bytes(settings.sizes, reader.dtype)
         free = available_bytes(torch.device("cpu"))
         if free is not None and need > free:  # the size of /dev/shm does not matter
             raise ConfigError(
@@ -165,11 +168,12 @@ class HostLoader:
                 f" free: lower batch_size or data.prefetch={settings.prefetch}"
             )
 
-    def __len__(self) -> int:
+    def batch_count(self, epoch: int = 0) -> int:
         s = self._settings
+        batch_size = s.sizes.batch_size_at(epoch)
         if self._order is None:
-            return -(-len(range(s.rank, self.samples, s.world_size)) // s.batch_size)
-        return self.samples // (s.batch_size * s.world_size)
+            return -(-len(range(s.rank, self.samples, s.world_size)) // batch_size)
+        return self.samples // (batch_size * s.world_size)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
@@ -204,17 +208,18 @@ class HostLoader:
     def _shares(self, epoch: int, first_batch: int) -> Iterator[Indices]:
         """The samples of each of this rank's batches."""
         s = self._settings
+        batch_size = s.sizes.batch_size_at(epoch)
         mine = np.arange(s.rank, self.samples, s.world_size) if self._order is None else self._order(epoch)
-        for number in range(first_batch, len(self)):
+        for number in range(first_batch, self.batch_count(epoch)):
             if self._order is None:
-                yield mine[number * s.batch_size : (number + 1) * s.batch_size]
+                yield mine[number * batch_size : (number + 1) * batch_size]
             else:
-                yield rank_share(mine, number, s.batch_size, s.rank, s.world_size)
+                yield rank_share(mine, number, batch_size, s.rank, s.world_size)
 
     def _start(self) -> tuple[Slots, Workers[_Task, _Done]]:
         s = self._settings
         if self._slots is None:
-            self._slots = Slots(self._slot_count, s.batch_size, self._reader.image_size, self._reader.dtype, s.workers)
+            self._slots = Slots(self._slot_count, s.sizes, self._reader.dtype, s.workers)
             self._free = deque(range(self._slot_count))
         if self._workers is None:
             self._workers = Workers(
@@ -239,12 +244,13 @@ class HostLoader:
         self._submitted.clear()
 
     def _submit(self, workers: Workers[_Task, _Done], stream: int, epoch: int, number: int, indices: Indices) -> None:
-        slot, size = self._free.popleft(), len(indices)
+        slot, size, image_size = self._free.popleft(), len(indices), self._settings.sizes.image_size_at(epoch)
         rows = max(_LEAST_ROWS, -(-size // max(1, self._settings.workers)))
         firsts = range(0, size, rows)
         for first in firsts:
-            workers.submit(_Task(stream, slot, first, epoch, tuple(indices[first : first + rows].tolist())))
-        self._submitted.append(_Batch(stream, slot, number, size, len(firsts)))
+            part = tuple(indices[first : first + rows].tolist())
+            workers.submit(_Task(stream, slot, first, epoch, image_size, part))
+        self._submitted.append(_Batch(stream, slot, number, size, image_size, len(firsts)))
 
     def _wait_for(self, workers: Workers[_Task, _Done], batch: _Batch, *, wanted: bool) -> list[int]:
         """Wait until the workers have finished the batch; return its empty rows."""
@@ -267,7 +273,8 @@ class HostLoader:
         return empty_rows
 
     def _host_batch(self, slots: Slots, batch: _Batch, empty_rows: list[int]) -> HostBatch:
-        images, targets = slots.images[batch.slot][: batch.size], slots.targets[batch.slot][: batch.size]
+        images = slots.images(batch.slot, batch.image_size)[: batch.size]
+        targets = slots.targets[batch.slot][: batch.size]
         if empty_rows:
             kept = [row for row in range(batch.size) if row not in empty_rows]
             images, targets = images[kept].to(memory_format=torch.channels_last), targets[kept]

@@ -14,8 +14,8 @@ def scaled_lr(cfg: OptimConfig, global_batch_size: int) -> float:
     return cfg.lr * global_batch_size / cfg.reference_batch_size
 
 
-def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (0-based), with peak `lr`.
+def lr_at(step: float, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step` (0-based; a fraction if epochs differ in length), with peak `lr`.
 
     A linear warm-up from `warmup_start * lr`, then the curve over the rest of `total_steps`.
     """

@@ -21,7 +21,7 @@ from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
 from cl_train.system.timing import timed_s
-from cl_train.training.build import build_train_state
+from cl_train.training.build import build_train_state, training_sizes
 from cl_train.training.run_state import TrainState, tensor_bytes
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     device, alone = dist.device, Dist(0, 0, 1, dist.device)
     with closing(build_data(cfg.data, cfg.augment, batch_size=1, seed=cfg.seed, dist=alone)) as data:
         images, classes = data.train_images, data.num_classes
-    largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
+    smallest_side, *_ = sides = training_sizes(cfg)
+    growth = (sides[-1] / smallest_side) ** 2 if cfg.data.scale_batch else 1.0  # of batches of small images
+    largest = min(LARGEST[device.type], int(images / growth) // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
         raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
     available = available_bytes(device)
@@ -134,7 +136,7 @@ def _extrapolated_gib(measured: list[BatchSpeed], size: int) -> float:
 
 def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], BatchSpeed]:
     """A function that trains a temporary model with the run's settings on noise."""
-    device = alone.device
+    device, side = alone.device, training_sizes(cfg)[-1]
     layout = "true" if cfg.channels_last == "auto" else cfg.channels_last
     eager = dataclasses.replace(
         cfg, batch_size=FIRST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
@@ -144,7 +146,7 @@ def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], Batc
 
     def measure(size: int) -> BatchSpeed:
         release_memory(device)
-        shape = (size, 3, cfg.data.image_size, cfg.data.image_size)
+        shape = (size, 3, side, side)
         images = torch.randn(shape, device=device).to(precision.input_dtype, memory_format=state.memory_format)
         micro_batches = [Batch(images, torch.randint(classes, (size,), device=device))] * cfg.accumulate_steps
 

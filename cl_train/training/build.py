@@ -18,6 +18,7 @@ from cl_train.comparison.auto import choose_memory_format
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import graph_conflict
 from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import size_schedule
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.known_issues import known_issues
 from cl_train.models import registry as models
@@ -59,7 +60,7 @@ def build_train_state(
                 DeviceFormat(dist.device, precision.input_dtype, layout),
                 model_name=cfg.model,
                 batch_size=cfg.batch_size,
-                image_size=cfg.data.image_size,
+                image_size=training_sizes(cfg)[-1],
                 num_classes=num_classes,
             )
         wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
@@ -92,15 +93,24 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
         cfg.model,
         num_classes=num_classes,
         weights=cfg.weights,
-        image_size=cfg.data.image_size,
+        image_size=training_sizes(cfg)[-1],
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
     )
-    models.check_input(model, cfg.model, cfg.batch_size, cfg.data.image_size, training=not cfg.evaluate_only)
+    for size in () if cfg.evaluate_only else training_sizes(cfg):
+        models.check_input(model, cfg.model, cfg.batch_size, size)
+    val_size = cfg.data.val_size or cfg.data.image_size
+    if val_size not in training_sizes(cfg) or cfg.evaluate_only:
+        models.check_input(model, cfg.model, cfg.batch_size, val_size, training=False)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
+
+
+def training_sizes(cfg: Config) -> tuple[int, ...]:
+    """The sizes of the training images, ascending: layout, memory and batch size are measured with the largest."""
+    return size_schedule(cfg.data, cfg.batch_size).image_sizes
 
 
 def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> torch.memory_format:
@@ -111,7 +121,7 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
             lambda: choose_memory_format(
                 model,
                 batch_size=cfg.batch_size,
-                image_size=cfg.data.image_size,
+                image_size=training_sizes(cfg)[-1],
                 precision=precision.name,
                 device=dist.device,
                 compile=cfg.compile,
@@ -162,11 +172,11 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
 
 def compiled(model: nn.Module, mode: str) -> nn.Module:
     """The compiled model for training. The inner module stays eager for evaluation, with and without DDP: otherwise
-    it would be compiled again for evaluation, and with dynamic shapes for a smaller last batch.
+    it would be compiled again for evaluation. Growing images are compiled once per size: dynamic shapes are slower.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.compile(mode=mode)  # in place: gradient accumulation needs DDP's own class
+        model.compile(mode=mode, dynamic=False)  # in place: gradient accumulation needs DDP's own class
         return model
-    wrapper = torch.compile(model, mode=mode)
+    wrapper = torch.compile(model, mode=mode, dynamic=False)
     assert isinstance(wrapper, nn.Module)
     return wrapper

@@ -21,6 +21,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.models import registry as models
 from cl_train.step.optim import set_lr
+from cl_train.step.schedule import scaled_lr
 from cl_train.system.distributed import (
     broadcast_object,
     choose_device,
@@ -102,22 +103,23 @@ def train(cfg: Config, folder: Path) -> int:
             record_evaluation(run, evaluate_model_and_ema(run))
         while not (cfg.evaluate_only or run.stop or plan.is_done(run.progress)):
             progress, must_roll_back, save_due = run.progress, False, False
+            epoch = plan.epoch_of(progress)
             first_batch = progress.step_in_epoch * cfg.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
             averages = EpochAverages()
-            run.meter.start()
+            run.meter.start(epoch.image_size)
             while not plan.is_epoch_end(progress):
                 waiting_since = time.perf_counter()
                 micro_batches = list(islice(batches, cfg.accumulate_steps))
                 wait_s = time.perf_counter() - waiting_since
                 if progress.step == 0:
                     run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
-                set_lr(state.parts.optimizer, run.lr_at(progress.step))
+                set_lr(state.parts.optimizer, plan.lr_at(progress))
                 run.unlogged_steps.append(state.train_step(micro_batches))
-                progress.advance(plan.global_batch_size)
+                progress.advance(epoch.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
                     state.ema.update(state.model, state.parts.masters)
-                run.meter.tick(plan.global_batch_size, wait_s)
+                run.meter.tick(epoch.global_batch_size, wait_s)
                 profile_step()
                 bar.show(progress.step)
 
@@ -169,7 +171,8 @@ def log_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bool
     run.last_record = record
     averages.add(record)
     run.tracker.write("train", run.progress.step, record)
-    log.info("%s", console_line(record, averages, run.progress.step_in_epoch, run.plan.steps_per_epoch))
+    steps = run.plan.epoch_of(run.progress).steps
+    log.info("%s", console_line(record, averages, run.progress.step_in_epoch, steps))
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
     must_roll_back = run.nonfinite.must_roll_back(nonfinite)
     if nonfinite:
@@ -192,7 +195,7 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     loss, correct1, correct5, skipped, skipped_images = totals.tolist()  # the host waits for the device
     window = run.meter.window()
     progress.skipped_steps += round(skipped / dist.world_size)
-    images = len(steps) * run.plan.global_batch_size
+    images = len(steps) * run.plan.epoch_of(progress).global_batch_size
     nonfinite: list[NonFiniteStep] = []
     if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
         own = find_nonfinite_steps(
@@ -243,10 +246,10 @@ def end_epoch(run: Run, averages: EpochAverages, *, save_due: bool) -> None:
             return
         if evaluated["val"]["top1"] > progress.best_top1:
             progress.best_top1 = evaluated["val"]["top1"]
-            if plan.save_best:
+            if plan.checkpoint.save_best:
                 checkpoints.mark_best(progress, run.unlogged_steps)
         record_evaluation(run, evaluated)
-    progress.close_epoch(plan.steps_per_epoch)
+    plan.close_epoch(progress)
 
 
 def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
@@ -255,7 +258,7 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     models_to_evaluate = {"val": (state.model, precision)}
     if state.ema is not None:
         models_to_evaluate["val_average"] = (state.ema.module, precision.for_fp32_weights)
-    batches = math.ceil(run.data.val_images / run.dist.world_size / run.plan.batch_size)
+    batches = math.ceil(run.data.val_images / run.dist.world_size / run.plan.largest.batch_size)
     results = {}
     for kind, (model, model_precision) in models_to_evaluate.items():
         bar = ProgressBar("evaluation", batches, unit="batch", shown=run.dist.is_main)
@@ -320,7 +323,9 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
         run.summary |= results_of_records(run.folder / "metrics.jsonl")
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
-    run.tracker.finish(run.summary, hparams_of(run.summary, run.plan.batch_size, run.plan.lr))
+    largest = run.plan.largest
+    hparams = hparams_of(run.summary, largest.batch_size, scaled_lr(run.plan.optim, largest.global_batch_size))
+    run.tracker.finish(run.summary, hparams)
     log.info("%s", closing_line(run.summary, run.folder))
     return 128 + run.stop if run.stop else 0
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cl_train.config.schema import CheckpointConfig, Config, ConfigError, OptimConfig, ScheduleConfig
+from cl_train.data.size_schedule import SizeSchedule
+from cl_train.step.schedule import lr_at, scaled_lr
+
 
 @dataclass
 class Progress:
@@ -15,7 +19,7 @@ class Progress:
     images_seen: int = 0
     skipped_steps: int = 0
     best_top1: float = -1.0
-    closed_step: int = 0  # the last step at which `close_epoch` was called
+    closed_step: int = 0  # the last step at which an epoch was closed
 
     @property
     def is_evaluated(self) -> bool:
@@ -27,35 +31,55 @@ class Progress:
         self.step_in_epoch += 1
         self.images_seen += images
 
-    def close_epoch(self, steps_per_epoch: int) -> None:
-        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""
-        self.closed_step = self.step
-        if self.step_in_epoch == steps_per_epoch:
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+
+@dataclass(frozen=True)
+class Epoch:
+    """The planned size of one epoch. They differ between epochs if the images grow."""
+
+    image_size: int  # pixels
+    batch_size: int  # of a rank and micro-step
+    global_batch_size: int
+    steps: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers derived from the settings, the data and the ranks. Frequencies of 0 mean never, or at the end."""
+    """Numbers derived from the settings, the data and the ranks."""
 
-    batch_size: int  # of a rank and micro-step
-    global_batch_size: int
-    steps_per_epoch: int
-    total_steps: int  # of all epochs: the length of the schedule
+    epochs: tuple[Epoch, ...]
     last_step: int  # the end of this run, which `max_steps` may set earlier
-    lr: float
     log_every: int
     evaluate_every: int  # epochs; -1: never, 0: at the end
-    save_every_epochs: int
-    save_every_steps: int
-    save_every_minutes: float
-    save_best: bool
+    checkpoint: CheckpointConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+
+    def epoch_of(self, progress: Progress) -> Epoch:
+        return self.epochs[min(progress.epoch, len(self.epochs) - 1)]
+
+    @property
+    def largest(self) -> Epoch:
+        """The epoch of the largest images, to which `batch_size` refers."""
+        return max(self.epochs, key=lambda epoch: epoch.image_size)
+
+    def lr_at(self, progress: Progress) -> float:
+        """The learning rate of the next step: a function of the share of the epochs that are done, and linear in the
+        batch size unless `optim.reference_batch_size` is 0.
+        """
+        epoch, steps = self.epoch_of(progress), self.largest.steps
+        return lr_at(
+            progress.epoch * steps + progress.step_in_epoch * steps / epoch.steps,
+            self.schedule,
+            lr=scaled_lr(self.optim, epoch.global_batch_size),
+            steps_per_epoch=steps,
+            total_steps=steps * len(self.epochs),
+        )
 
     def is_last_step(self, progress: Progress) -> bool:
         return progress.step >= self.last_step
 
     def is_epoch_end(self, progress: Progress) -> bool:
-        return progress.step_in_epoch == self.steps_per_epoch or self.is_last_step(progress)
+        return progress.step_in_epoch == self.epoch_of(progress).steps or self.is_last_step(progress)
 
     def is_done(self, progress: Progress) -> bool:
         """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
@@ -66,15 +90,42 @@ class Plan:
 
     def is_save_due(self, progress: Progress, minutes_since_save: float) -> bool:
         """In an epoch."""
-        by_step = self.save_every_steps > 0 and progress.step % self.save_every_steps == 0
-        return by_step or 0 < self.save_every_minutes <= minutes_since_save
+        by_step = self.checkpoint.every_steps > 0 and progress.step % self.checkpoint.every_steps == 0
+        return by_step or 0 < self.checkpoint.every_minutes <= minutes_since_save
 
     def is_epoch_save_due(self, progress: Progress) -> bool:
         """At the end of an epoch, before `close_epoch`."""
-        every = self.save_every_epochs
+        every = self.checkpoint.every_epochs
         return self.is_last_step(progress) or (every > 0 and (progress.epoch + 1) % every == 0)
 
     def is_evaluation_due(self, progress: Progress) -> bool:
         """At the end of an epoch, before `close_epoch`."""
         every = self.evaluate_every
         return every >= 0 and (self.is_last_step(progress) or (every > 0 and (progress.epoch + 1) % every == 0))
+
+    def close_epoch(self, progress: Progress) -> None:
+        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""
+        progress.closed_step = progress.step
+        if progress.step_in_epoch == self.epoch_of(progress).steps:
+            progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+
+
+def make_plan(cfg: Config, sizes: SizeSchedule, train_images: int, world_size: int) -> Plan:
+    """
+    Raises:
+        ConfigError: one optimizer step takes more images than there are.
+    """
+    epochs = []
+    for number in range(cfg.epochs):
+        batch_size = sizes.batch_size_at(number)
+        global_batch_size = batch_size * cfg.accumulate_steps * world_size
+        steps = train_images // (batch_size * world_size) // cfg.accumulate_steps
+        epochs.append(Epoch(sizes.image_size_at(number), batch_size, global_batch_size, steps))
+        if steps == 0:
+            raise ConfigError(
+                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) in epoch "
+                f"{number}, but there are {train_images} training images; lower batch_size or accumulate_steps"
+            )
+    total_steps = sum(epoch.steps for epoch in epochs)
+    last_step = min(cfg.max_steps or total_steps, total_steps)
+    return Plan(tuple(epochs), last_step, cfg.log_every, cfg.evaluate_every, cfg.checkpoint, cfg.optim, cfg.schedule)

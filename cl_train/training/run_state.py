@@ -156,7 +156,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-_MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size")
+_MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size", "batch_schedule")
 _MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
 
 

@@ -12,10 +12,8 @@ import os
 import random
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,10 @@ import torch
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import to_mapping, to_yaml
 from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import build_data
+from cl_train.data.build import build_data, size_schedule
 from cl_train.data.image_data import Data
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
-from cl_train.step.schedule import lr_at, scaled_lr
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_store import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
@@ -40,7 +37,7 @@ from cl_train.system.signals import StopRequest
 from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
-from cl_train.training.progress import Plan, Progress
+from cl_train.training.progress import Plan, Progress, make_plan
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState, tensor_bytes
 from cl_train.training.summary import SCHEMA_VERSION
@@ -66,7 +63,6 @@ class Run:
     load: MachineLoad
     nonfinite: NonFinitePolicy
     buffers: BufferBackup
-    lr_at: Callable[[int], float]  # the learning rate of a step
     progress: Progress
     unlogged_steps: list[StepResult]  # since the last log line
     summary: dict[str, Any]  # becomes summary.json
@@ -92,8 +88,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
     stack.callback(data.close)
-    plan = make_plan(cfg, data.train_images, data.batches_per_epoch, dist.world_size)
-    state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr)
+    plan = make_plan(cfg, size_schedule(cfg.data, cfg.batch_size), data.train_images, dist.world_size)
+    state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
     summary |= {"memory_format": model_memory_format(state.model), "workers": data.workers}
 
@@ -130,9 +126,6 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         load=load,
         nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
         buffers=BufferBackup(*state.model_and_ema),
-        lr_at=partial(
-            lr_at, cfg=cfg.schedule, lr=plan.lr, steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps
-        ),
         progress=progress,
         unlogged_steps=unlogged_steps,
         summary=summary,
@@ -168,35 +161,6 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
 # --- plan, resume, records --------------------------------------------------------------------------------------------
 
 
-def make_plan(cfg: Config, train_images: int, batches_per_epoch: int, world_size: int) -> Plan:
-    """
-    Raises:
-        ConfigError: one optimizer step takes more images than there are.
-    """
-    global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
-    steps_per_epoch = batches_per_epoch // cfg.accumulate_steps
-    if steps_per_epoch == 0:
-        raise ConfigError(
-            f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) "
-            f"but there are {train_images} training images; lower batch_size or accumulate_steps"
-        )
-    total_steps = steps_per_epoch * cfg.epochs
-    return Plan(
-        batch_size=cfg.batch_size,
-        global_batch_size=global_batch_size,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-        last_step=min(cfg.max_steps or total_steps, total_steps),
-        lr=scaled_lr(cfg.optim, global_batch_size),
-        log_every=cfg.log_every,
-        evaluate_every=cfg.evaluate_every,
-        save_every_epochs=cfg.checkpoint.every_epochs,
-        save_every_steps=cfg.checkpoint.every_steps,
-        save_every_minutes=cfg.checkpoint.every_minutes,
-        save_best=cfg.checkpoint.save_best,
-    )
-
-
 def starting_point(
     cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path
 ) -> tuple[Progress, list[StepResult]]:
@@ -212,7 +176,7 @@ def starting_point(
     top1 = [record["top1"] for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
     if plan.is_epoch_end(progress) and (top1 or not plan.is_evaluation_due(progress)):
         progress.best_top1 = max([progress.best_top1, *top1])
-        progress.close_epoch(plan.steps_per_epoch)
+        plan.close_epoch(progress)
     return progress, unlogged_steps
 
 
@@ -224,6 +188,8 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
         "classes": list(data.classes),
         "data_fingerprint": data.fingerprint,
         "versions": {name: summary["environment"][name] for name in ("torch", "torchvision", "python")},
+        # Other batch sizes per epoch would give `step_in_epoch` another meaning.
+        "batch_schedule": cfg.data.size_schedule if cfg.data.scale_batch else None,
         "config": to_mapping(cfg),
     }
 

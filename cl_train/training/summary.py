@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,27 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def speed(windows: list[Window]) -> dict[str, Any]:
-    """Throughput and step time over windows without warm-up. `compute` is set by runs on synthetic data only."""
+    """Throughput and step time over windows without warm-up. `compute` is set by runs on synthetic data only.
+
+    If the images grew, all values are of the last `image_size`, and `by_image_size` has the median of each.
+    """
     if not windows:
         return {}
+    by_size: dict[int, list[float]] = {}
+    for window in windows:
+        by_size.setdefault(window.image_size, []).append(window.images_per_s)
+    windows = [window for window in windows if window.image_size == windows[-1].image_size]
     seconds = sum(window.seconds for window in windows)
     waited = sum(window.data_wait_pct * window.seconds for window in windows) / seconds
     images_per_s = spread([window.images_per_s for window in windows])
     step_ms = spread([window.step_ms for window in windows])
     end_to_end = {name: round(value, 2) for name, value in images_per_s.items()}
+    speeds: dict[str, Any] = {"end_to_end": end_to_end, "compute": None, "loader": None}
+    if len(by_size) > 1:
+        speeds["by_image_size"] = {str(size): round(statistics.median(each), 2) for size, each in by_size.items()}
     return {
-        "images_per_s": {"end_to_end": end_to_end, "compute": None, "loader": None},
+        "image_size": windows[-1].image_size,
+        "images_per_s": speeds,
         "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
         "data_wait_pct": round(waited, 2),
     }

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 class Window:
     """The measurement between two log lines."""
 
+    image_size: int  # pixels; a window lies within one epoch
     steps: int
     images: int  # of all ranks
     seconds: float  # without pauses
@@ -30,19 +31,22 @@ class ThroughputMeter:
     """Counts images between calls of `window`. Before each, the caller waits for the device.
 
     Args:
-        warmup_steps: windows that begin within this many first steps are marked as warm-up.
+        warmup_steps: windows that begin within this many first steps, or first steps with another image size (which
+            select other kernels or compile), are marked as warm-up.
         clock: seconds, monotonic.
     """
 
     def __init__(self, warmup_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._warmup_steps = warmup_steps
-        self._steps_before = 0
+        self._steps_before = self._image_size = 0
         self.windows: list[Window] = []
-        self.start()
+        self.start(0)
 
-    def start(self) -> None:
+    def start(self, image_size: int) -> None:
         """Begin a window where training starts or continues."""
+        if image_size != self._image_size:
+            self._image_size, self._steps_before = image_size, 0
         self._started_at = self._clock()
         self._paused_s = 0.0
         self._wait_s = 0.0
@@ -67,6 +71,7 @@ class ThroughputMeter:
         assert self._steps > 0, "an empty window"
         seconds = max(self._clock() - self._started_at - self._paused_s, 1e-9)
         window = Window(
+            image_size=self._image_size,
             steps=self._steps,
             images=self._images,
             seconds=seconds,
@@ -77,7 +82,7 @@ class ThroughputMeter:
         )
         self._steps_before += self._steps
         self.windows.append(window)
-        self.start()
+        self.start(self._image_size)
         return window
 
     def measured(self) -> list[Window]:

@@ -17,7 +17,7 @@ RANGE = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
 
 
 def reader(split, *, training=True, decoder="simplejpeg"):
-    settings = ImageSettings(size=96, seed=0, decoder=decoder)
+    settings = ImageSettings(seed=0, decoder=decoder)
     return ImageReader(split, settings, training=training)
 
 

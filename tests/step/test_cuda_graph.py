@@ -153,16 +153,19 @@ def test_a_checkpoint_goes_from_the_eager_to_the_recorded_step_and_back() -> Non
     assert recorded.scaler.state_dict()["scale"] == 512 and recorded.scaler.state_dict()["_growth_tracker"] == 4
 
 
-def test_a_batch_of_another_shape_runs_as_it_is() -> None:
-    parts, recorder = make_parts("fp32"), CountingRecorder()
+def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
+    """One recording per shape: growing images, with the same results as eager steps."""
+    parts, eager, recorder = make_parts("fp32"), make_parts("fp32"), CountingRecorder()
     step = GraphedStep(parts, recorder, warm_up=1)
-    for images in (8, 8, 5, 8):
-        sums = step([make_batch(parts, images=images)])
-        assert torch.isfinite(sums.loss)
-    assert recorder.asked == ["run", "record"]
-    other = make_batch(parts)
+    for seed, images in enumerate((8, 8, 8, 5, 5, 5)):
+        found = step([make_batch(parts, seed=seed, images=images)])
+        assert values(found) == pytest.approx(
+            values(train_step(eager, [make_batch(eager, seed=seed, images=images)])), rel=1e-6
+        )
+    assert recorder.asked == ["run", "record"] * 2
+    other = make_batch(parts, images=5)
     step([Batch(other.images.contiguous(), other.targets)])
-    assert recorder.asked == ["run", "record"], "another layout is another form: strides are part of a recording"
+    assert recorder.asked == [*["run", "record"] * 2, "run"], "strides are part of a recording"
 
 
 def test_a_call_is_recorded_again_when_a_tensor_moved() -> None:

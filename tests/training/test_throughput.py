@@ -50,11 +50,25 @@ def test_a_run_of_warmup_alone_is_still_reported() -> None:
     assert len(meter.measured()) == 1
 
 
+def test_the_first_steps_of_a_new_image_size_are_warmup() -> None:
+    clock = Clock()
+    meter = ThroughputMeter(warmup_steps=2, clock=clock)
+    for size in (64, 64, 96):
+        meter.start(size)
+        for _ in range(2):
+            clock.now += 1
+            meter.tick(images=size, wait_s=0)
+            meter.window()
+    assert [(window.image_size, window.warmup) for window in meter.windows] == [
+        (64, True), (64, True), (64, False), (64, False), (96, True), (96, True)
+    ]  # fmt: skip
+
+
 def test_start_drops_what_lay_between() -> None:
     clock = Clock()
     meter = ThroughputMeter(warmup_steps=0, clock=clock)
     clock.now += 1000  # an evaluation
-    meter.start()
+    meter.start(0)
     clock.now += 1
     meter.tick(images=10, wait_s=0)
     assert meter.window().images_per_s == pytest.approx(10)

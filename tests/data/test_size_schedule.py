@@ -1,0 +1,120 @@
+"""Growing images: sizes by epoch, the loader's batches in them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.validation import load
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import build_data
+from cl_train.data.image_data import Data
+from cl_train.data.size_schedule import SizeSchedule, image_size_at
+from cl_train.system.distributed import Dist
+
+CPU = torch.device("cpu")
+FORM = DeviceFormat(CPU, torch.float32, torch.channels_last)
+GROWING = [[0, 16], [2, 32]]
+
+
+def data_of(batch_size: int = 8, **settings: Any) -> Data:
+    cfg = DataConfig(**{"workers": 0, "size_schedule": GROWING, "val_size": 24, "image_size": 20, **settings})
+    return build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=Dist(0, 0, 1, CPU))
+
+
+@pytest.mark.parametrize(
+    ("points", "sizes"),
+    [
+        ([[0, 128], [6, 160], [12, 192]], [128] * 3 + [160] * 6 + [192] * 5),
+        ([[0, 96], [8, 224]], [96, 128, 128, 160, 160, 192, 192, 224, 224, 224]),
+        ([[0, 16], [4, 32]], [16, 16, 32, 32, 32, 32]),
+        ([[0, 28], [2, 32]], [28, 32, 32]),
+        ([[0, 192], [3, 128]], [192, 160, 160, 128]),
+        ([[0, 100]], [100, 100]),
+    ],
+)
+def test_sizes_by_epoch(points: list[list[int]], sizes: list[int]) -> None:
+    assert [image_size_at(points, epoch) for epoch in range(len(sizes))] == sizes
+    assert all(image_size_at(points, epoch) == size for epoch, size in points), "given sizes are kept"
+
+
+def test_batches_of_equal_area() -> None:
+    sizes = SizeSchedule(((0, 96), (8, 224)), 32, scales_batch=True)
+    assert sizes.image_sizes == (96, 128, 160, 192, 224)
+    assert [sizes.batch_size_of(size) for size in sizes.image_sizes] == [168, 96, 56, 40, 32]
+    assert SizeSchedule(((0, 96), (8, 224)), 32).batch_size_at(0) == 32
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        [0, 128],
+        [[1, 128]],
+        [[0, 128], [0, 160]],
+        [[0, 128], [4, 160], [3, 192]],
+        [[0, 128, 3]],
+        [[0, 4]],
+        [[0, 30]],
+        [[0, 5000]],
+        [[0, 128], [5, 160]],
+        [[0, "big"]],
+        [[0, 128.5]],
+        [[-1, 128]],
+    ],
+)
+def test_a_bad_schedule_is_refused(schedule: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data\.size_schedule"):
+        load({"epochs": 5, "data": {"size_schedule": schedule}})
+
+
+def test_a_good_schedule_and_its_companions() -> None:
+    cfg = load({"epochs": 6, "data": {"size_schedule": [[0, 128], [5, 160]], "scale_batch": True, "val_size": 192}})
+    assert cfg.data.size_schedule == [[0, 128], [5, 160]]
+    with pytest.raises(ConfigError, match="scale_batch"):
+        load({"data": {"scale_batch": True}})
+    with pytest.raises(ConfigError, match="val_resize"):
+        load({"data": {"val_size": 256, "val_resize": 240}})
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale_batch", [False, True])
+def test_the_loader_changes_size_between_epochs(image_folder: Path, workers: int, scale_batch: bool) -> None:
+    settings = {"name": "folder", "root": str(image_folder), "workers": workers, "scale_batch": scale_batch}
+    data = data_of(**settings)
+    try:
+        pids = set()
+        for epoch, (size, batch_size) in enumerate([(16, 32 if scale_batch else 8), (32, 8), (32, 8)]):
+            batches = list(data.train(epoch, FORM))
+            assert len(batches) == data.batch_count(epoch) == 96 // batch_size
+            assert {batch.images.shape for batch in batches} == {(batch_size, 3, size, size)}
+            assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+            assert {tuple(batch.images.shape[1:]) for batch in data.validation(FORM)} == {(3, 24, 24)}
+            loader: Any = data.train_loader  # type: ignore[union-attr]
+            pids.add(tuple(process.pid for process in loader._workers.processes))
+            fresh = data_of(**{**settings, "size_schedule": [], "image_size": size}, batch_size=batch_size)
+            for one, other in zip(batches, fresh.train(epoch, FORM), strict=True):
+                assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
+            fresh.close()
+        assert len(pids) == 1, "the workers live through a change of size"
+    finally:
+        data.close()
+
+
+def test_synthetic_data_grows() -> None:
+    data = data_of(name="synthetic", synthetic_images=64, scale_batch=True)
+    assert [data.batch_count(epoch) for epoch in range(3)] == [2, 8, 8]
+    assert next(iter(data.train(0, FORM))).images.shape == (32, 3, 16, 16)
+    assert next(iter(data.validation(FORM))).images.shape == (8, 3, 24, 24)
+
+
+@pytest.mark.parametrize("name", ["Arrays", "Tensors", "uint8", "Stream"])
+@pytest.mark.filterwarnings("ignore:data.dataset is an Iterable")
+def test_an_own_dataset_is_built_for_every_size(name: str) -> None:
+    data = data_of(batch_size=4, name="dataset", dataset=f"tests.data.own_datasets:{name}")
+    assert [next(iter(data.train(epoch, FORM))).images.shape[-1] for epoch in range(3)] == [16, 32, 32]
+    assert next(iter(data.validation(FORM))).images.shape[-1] == 24
+    data.close()
