@@ -5,6 +5,7 @@
     cl-train train channels_last=auto model=resnet50        measure both layouts, train with the faster one
     cl-train train data=imagenet data.root=/datasets/imagenet model=resnet50 channels_last=true precision=fp16
     torchrun --standalone --nproc-per-node=8 -m cl_train train experiment=resnet50_90ep data.root=/datasets/imagenet
+    srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m cl_train train ...      (docs/clusters.md)
 
 `python train.py` is the same from a checkout. The training loop is `train` in cl_train/training/loop.py.
 """
@@ -31,7 +32,7 @@ from cl_train.config.command_line import (
 from cl_train.config.help import train_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load, stop_with
-from cl_train.system.launcher import read_launch
+from cl_train.system.launcher import adopt_srun, read_launch
 from cl_train.system.run_folder import claimed_folder, safe_name
 
 USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
@@ -57,6 +58,7 @@ def main(words: list[str]) -> int:
         print(train_help(USAGE, __doc__ or "", {group: group_choices(group) for group in GROUPS}))
         return 0
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    adopt_srun()
     try:
         runs = check_command_line(words)
         with ExitStack() as claim:

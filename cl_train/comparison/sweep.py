@@ -25,6 +25,7 @@ from cl_train.comparison.sweep_plan import Job, Sweep, plan_sweep
 from cl_train.config.command_line import quoted
 from cl_train.config.schema import ConfigError
 from cl_train.system.child_process import end_with_parent
+from cl_train.system.launcher import read_launch
 from cl_train.system.locks import LockHeld, lock_file
 
 LOG_NAME = "job.log"
@@ -56,8 +57,10 @@ def run_sweep(arguments: Sequence[str], program: Sequence[str] = ("-m", "cl_trai
     Raises:
         ConfigError: as `plan_sweep`, started by torchrun, or another process runs this sweep.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
-        raise ConfigError("torchrun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun")
+    if read_launch() is not None:
+        raise ConfigError(
+            "torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun"
+        )
     sweep = plan_sweep(arguments)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     signum = None

@@ -132,7 +132,7 @@ def _most_windows(cfg: Config, nproc: int) -> int:
     """How many windows after warm-up a run has at most; the number of images is known for some data sets only."""
     sample_images = len(PATTERNS) * SampleSpec.train_per_class
     images = {"synthetic": cfg.data.synthetic_images, "sample": sample_images}.get(cfg.data.name)
-    step_images = max(1, cfg.batch_size) * cfg.accumulate_steps * nproc
+    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * nproc
     epoch_steps = images // step_images if images else cfg.max_steps or 10**9
     last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
     last = min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every)  # later windows make no difference

@@ -221,6 +221,12 @@ class Config:
     )
     select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
     accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
+    global_batch_size: int | None = setting(
+        None,
+        "images per optimizer step of all processes; sets accumulate_steps = this / (batch_size x processes), so that "
+        "a run can continue with another number of processes",
+        minimum=1,
+    )
     label_smoothing: float = setting(0.0, "label smoothing of the cross-entropy", minimum=0, maximum=0.999)
     ema_decay: float = setting(
         0.0,

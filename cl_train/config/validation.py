@@ -264,6 +264,10 @@ def check_together(cfg: Config) -> list[str]:
             "batch_size=auto with resume=...: give the batch size that the run started with (see its config.yaml)",
         ),
         (
+            cfg.global_batch_size is not None and (cfg.accumulate_steps > 1 or cfg.batch_size == AUTO_BATCH_SIZE),
+            "global_batch_size sets accumulate_steps and needs a number as batch_size: leave out the other setting",
+        ),
+        (
             cfg.compare_by not in keys,
             f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, keys)}",
         ),
@@ -391,8 +395,8 @@ def to_yaml(cfg: object) -> str:
 
 
 def stop_with(error: ConfigError) -> typing.NoReturn:
-    """Print the problems, one line each, and exit with code 2. Under torchrun only rank 0 prints."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0":
+    """Print the problems, one line each, and exit with code 2. Of several ranks only rank 0 prints."""
+    if "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
         print(f"configuration error{'s' if len(error.problems) > 1 else ''}:", file=sys.stderr)
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)

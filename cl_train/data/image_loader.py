@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from cl_train.data.images import ImageReader, ImageSettings
 from cl_train.data.loader import HostLoader, LoaderSettings
 from cl_train.data.order import permutation
 from cl_train.data.size_schedule import SizeSchedule
+from cl_train.system.launcher import cores_of_process
 
 _MOST_WORKERS = 16
 
@@ -140,5 +140,4 @@ def image_loader(
 
 def default_workers(world_size: int) -> int:
     """Usable cores / ranks of this machine, at most 16 and at least 1."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun's: the ranks of this machine
-    return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // here))
+    return min(_MOST_WORKERS, cores_of_process(world_size))

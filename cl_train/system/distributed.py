@@ -15,7 +15,7 @@ import torch.distributed
 
 from cl_train.config.schema import ConfigError
 from cl_train.system.child_process import end_with_parent
-from cl_train.system.launcher import read_launch
+from cl_train.system.launcher import adopt_srun, is_srun_task, read_launch
 
 T = TypeVar("T")
 
@@ -55,20 +55,23 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def processes(device: str, timeout_s: float) -> Iterator[Dist]:
-    """Join the process group that torchrun started (NCCL on CUDA, gloo on a CPU), and leave it at the end.
+    """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), and leave it at the end.
 
-    Without torchrun no group is created. A collective that waits longer than `timeout_s` for a dead or hung rank raises
-    RuntimeError, and torchrun ends the other ranks.
+    A single process creates no group. A collective that waits longer than `timeout_s` for a dead or hung rank raises
+    RuntimeError.
 
     Raises:
         ConfigError: see `read_launch` and `choose_device`.
     """
+    adopt_srun()
     launch = read_launch()
     if launch is None:
         yield Dist(0, 0, 1, choose_device(device))
         return
-    end_with_parent(signal.SIGTERM)  # a rank whose torchrun was killed saves and ends
-    chosen = choose_device(device, launch.local_rank)
+    end_with_parent(signal.SIGTERM)  # a rank whose launcher was killed saves and ends
+    # `srun --gpus-per-task=1` shows each task its own GPU only; NCCL refuses two ranks on one GPU.
+    has_own_gpu = is_srun_task() and torch.cuda.device_count() == 1
+    chosen = choose_device(device, 0 if has_own_gpu else launch.local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
@@ -91,8 +94,11 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
 
 def store_prefix(name: str) -> str:
-    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the previous attempt."""
-    return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the previous attempt.
+
+    torchrun does not count a restart after a node has joined, but then the number of processes changes.
+    """
+    return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ['WORLD_SIZE']}"
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:

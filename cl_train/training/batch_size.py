@@ -42,13 +42,22 @@ class BatchSpeed:
 
 
 def settle_batch_size(cfg: Config, dist: Dist) -> Config:
-    """`cfg` with a number instead of `batch_size=auto`. Rank 0 measures, and all ranks use its result.
+    """`cfg` with a number instead of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires.
 
-    Steps are measured eagerly, because every size would be compiled or recorded again. Random generators are restored.
+    Rank 0 measures, and all ranks use its result. Steps are measured eagerly, because every size would be compiled or
+    recorded again. Random generators are restored.
 
     Raises:
-        ConfigError: not even two images fit, or the data has too few.
+        ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
     """
+    if cfg.global_batch_size is not None:
+        micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
+        if rest or not micro_steps:
+            raise ConfigError(
+                f"global_batch_size={cfg.global_batch_size} is not a multiple of batch_size={cfg.batch_size} x "
+                f"{dist.world_size} processes: choose another batch_size"
+            )
+        cfg = dataclasses.replace(cfg, accumulate_steps=micro_steps)
     if cfg.batch_size != AUTO_BATCH_SIZE:
         return cfg
     return dataclasses.replace(cfg, batch_size=on_main(lambda: _fastest_batch_size(cfg, dist), dist))

@@ -50,8 +50,18 @@ def console_line(window: dict[str, Any], averages: EpochAverages, step_in_epoch:
         f" Loss {window['loss']:.4f} ({loss:.4f})"
         f" Prec@1 {window['top1']:.2f} ({top1:.2f})"
         f" Prec@5 {window['top5']:.2f} ({top5:.2f})"
-        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}"
+        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}{slowest_rank(window)}"
         + (" (warm-up)" if window["warmup"] else "")
+    )
+
+
+def slowest_rank(window: dict[str, Any]) -> str:
+    """The slowest rank, its time per step without the wait for other ranks, and its wait for data in percent."""
+    if "slowest_rank" not in window:
+        return ""
+    return (
+        f" Slowest rank {window['slowest_rank']}: {window['slowest_rank_ms']:.0f} ms"
+        f" (median {window['median_rank_ms']:.0f} ms), Data {window['slowest_rank_data_wait_pct']:.0f}%"
     )
 
 

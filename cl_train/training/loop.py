@@ -27,6 +27,7 @@ from cl_train.system.distributed import (
     choose_device,
     gather_objects,
     max_over_ranks,
+    on_main,
     processes,
     sum_over_ranks,
 )
@@ -38,6 +39,7 @@ from cl_train.training.console import EpochAverages, ProgressBar, console_line
 from cl_train.training.evaluation import Interrupted, evaluate_model
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
 from cl_train.training.profiling import profile
+from cl_train.training.rank_times import own_times, slowest_rank
 from cl_train.training.run_log import RunLog, describe_failure
 from cl_train.training.setup import Run, set_up
 from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, results_of_records, speed
@@ -190,12 +192,16 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     """
     steps, dist, progress, scaler = run.unlogged_steps, run.dist, run.progress, run.state.parts.scaler
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
-    bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64).to(dist.device, non_blocking=True)
-    totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), dist)
-    loss, correct1, correct5, skipped, skipped_images = totals.tolist()  # the host waits for the device
+    bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64)
+    epoch = run.plan.epoch_of(progress)
+    micro_steps = epoch.global_batch_size // (epoch.batch_size * dist.world_size)
+    times = own_times(run.state.parts.model, run.meter.data_wait_ms(), micro_steps, dist)
+    of_host = torch.cat([bad_images, times.flatten()]).to(dist.device, non_blocking=True)
+    totals = sum_over_ranks(torch.cat([rows.sum(0), of_host]), dist).cpu()  # the host waits for the device
+    loss, correct1, correct5, skipped, skipped_images = totals[:5].tolist()
     window = run.meter.window()
     progress.skipped_steps += round(skipped / dist.world_size)
-    images = len(steps) * run.plan.epoch_of(progress).global_batch_size
+    images = len(steps) * epoch.global_batch_size
     nonfinite: list[NonFiniteStep] = []
     if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
         own = find_nonfinite_steps(
@@ -215,6 +221,7 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
         "top5": 100 * correct5 / images,
         "lr": float(run.state.parts.optimizer.param_groups[0]["lr"]),  # a tensor if the step is a CUDA graph
         **{name: value for name, value in dataclasses.asdict(window).items() if name != "steps"},
+        **slowest_rank(totals[5:].reshape(times.shape), window.step_ms),
         "loss_scale": scaler.get_scale() if scaler.is_enabled() else None,
         "skipped_steps": progress.skipped_steps,
         "skipped_images": int(skipped_images),
@@ -325,7 +332,7 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
     largest = run.plan.largest
     hparams = hparams_of(run.summary, largest.batch_size, scaled_lr(run.plan.optim, largest.global_batch_size))
-    run.tracker.finish(run.summary, hparams)
+    on_main(lambda: run.tracker.finish(run.summary, hparams), run.dist)  # a launcher may kill rank 0 when others end
     log.info("%s", closing_line(run.summary, run.folder))
     return 128 + run.stop if run.stop else 0
 

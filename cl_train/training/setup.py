@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import shlex
+import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_store import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.environment import describe_environment, device_name, git_state
+from cl_train.system.launcher import cores_of_process
 from cl_train.system.machine_load import MachineLoad
 from cl_train.system.run_folder import check_space
 from cl_train.system.signals import StopRequest
@@ -38,6 +40,7 @@ from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
 from cl_train.training.progress import Plan, Progress, make_plan
+from cl_train.training.rank_times import sample_compute_times
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState, tensor_bytes
 from cl_train.training.summary import SCHEMA_VERSION
@@ -84,12 +87,14 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     summary = describe_run(cfg, precision, dist)
     announce(summary, precision, dist, folder)
+    announce_nodes(dist)
 
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
     stack.callback(data.close)
     plan = make_plan(cfg, size_schedule(cfg.data, cfg.batch_size), data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
+    sample_compute_times(state.parts.model, cfg.log_every)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
     summary |= {"memory_format": model_memory_format(state.model), "workers": data.workers}
 
@@ -233,15 +238,21 @@ def prepare_torch(dist: Dist, *, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results
     if dist.world_size > 1 and dist.device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
-        torch.set_num_threads(max(1, cores // ranks_here))
+        torch.set_num_threads(cores_of_process(dist.world_size))
 
 
 def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def announce_nodes(dist: Dist) -> None:
+    """Which ranks run on which node."""
+    nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
+    ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
+    if len(ranks_of) > 1:
+        log.info("ranks: %s", "; ".join(f"{' '.join(ranks)} on {node}" for node, ranks in ranks_of.items()))
 
 
 def announce(summary: dict[str, Any], precision: Precision, dist: Dist, folder: Path) -> None:

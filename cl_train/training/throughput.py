@@ -23,7 +23,7 @@ class Window:
     seconds: float  # without pauses
     images_per_s: float  # of all ranks
     step_ms: float
-    data_wait_pct: float  # share of the time in which the step waited for a batch, 0-100
+    data_wait_pct: float  # share of the time in which this process waited for a batch, 0-100
     warmup: bool  # excluded from averages
 
 
@@ -58,6 +58,10 @@ class ThroughputMeter:
         self._steps += 1
         self._images += images
         self._wait_s += wait_s
+
+    def data_wait_ms(self) -> float:
+        """Mean wait for data per step of the open window, in this process."""
+        return 1000 * self._wait_s / self._steps
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +15,8 @@ from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import Dist, processes
 from cl_train.training.build import build_train_state
 from cl_train.training.run_state import TrainState
+from tests.ranks import launch
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = {
     "plain": {},
     "static graph": {"ddp_static_graph": True},
@@ -30,17 +26,7 @@ CASES = {
 
 @pytest.mark.slow
 def test_gradients_have_the_strides_of_weights_and_buckets() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "tests.memory_format.test_ddp_layout"),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = launch(2, "-m", "tests.memory_format.test_ddp_layout")
     assert done.returncode == 0, done.stderr
     assert "Grad strides do not match bucket view strides" not in done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

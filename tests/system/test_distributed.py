@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,25 +18,11 @@ from cl_train.system.distributed import Dist, processes
 from cl_train.training.evaluation import evaluate_model
 from tests.conftest import write_images
 from tests.networks import without_batchnorm
+from tests.ranks import TINY, launch
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def launch(processes: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    return subprocess.run(
-        [
-            *(sys.executable, *launcher, "train.py"),
-            *("data=folder", "data.image_size=32", "data.workers=0", "device=cpu", "precision=fp32", "log_every=1"),
-            *("model=tests.networks:without_batchnorm", "optim.lr=0.4", f"hydra.run.dir={folder}"),
-            *overrides,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def train(processes: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return launch(processes, "train.py", *TINY, f"hydra.run.dir={folder}", *overrides)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,9 +33,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path) -> None:
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
-    one = launch(1, tmp_path / "one", "batch_size=32", *shared)
-    two = launch(2, tmp_path / "two", "batch_size=16", *shared)
-    accumulated = launch(2, tmp_path / "accumulated", "batch_size=8", "accumulate_steps=2", *shared)
+    one = train(1, tmp_path / "one", "batch_size=32", *shared)
+    two = train(2, tmp_path / "two", "batch_size=16", "tensorboard=true", *shared)
+    accumulated = train(2, tmp_path / "accumulated", "batch_size=8", "global_batch_size=32", *shared)
     for done in (one, two, accumulated):
         assert done.returncode == 0, done.stdout + done.stderr
     expected = weights(tmp_path / "one")
@@ -71,17 +56,7 @@ def test_evaluation_counts_each_image_once(image_folder: Path, tmp_path: Path) -
         write_unevenly(tmp_path / str(images), images)
         for batch_size in (1, 4, 16):
             expected[f"{images}-{batch_size}"] = evaluate_folder(tmp_path / str(images), batch_size, ONE_PROCESS)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "tests.system.test_distributed", str(tmp_path)),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = launch(2, "-m", "tests.system.test_distributed", str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == expected.keys()
@@ -122,7 +97,7 @@ def main(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_multirun_under_torchrun_is_refused_with_the_right_command(tmp_path: Path) -> None:
-    done = launch(2, tmp_path / "run", "-m", "channels_last=true,false", "data=sample")
+    done = train(2, tmp_path / "run", "-m", "channels_last=true,false", "data=sample")
     assert done.returncode != 0
     assert "nproc=" in done.stderr and "python train.py -m" in done.stderr
     assert not (tmp_path / "run").exists()

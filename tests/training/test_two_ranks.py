@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,8 @@ import pytest
 import torch
 
 from tests.conftest import write_images
+from tests.ranks import launch
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -22,17 +19,7 @@ pytestmark = pytest.mark.slow
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two-ranks")
     write_images(folder / "images", {"train": 16, "val": 7})
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "tests.training.two_ranks", str(folder)),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = launch(2, "-m", "tests.training.two_ranks", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
