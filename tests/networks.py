@@ -41,6 +41,27 @@ def without_batchnorm(num_classes: int) -> nn.Module:
     )
 
 
+class _Sleep(nn.Module):
+    """Makes the forward pass slow, on every rank or on one."""
+
+    def __init__(self, seconds: float, rank: str | None = None) -> None:
+        super().__init__()
+        self.seconds = seconds if rank in (None, os.environ.get("RANK")) else 0.0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return images
+
+
+def slow_with_dropout(num_classes: int) -> nn.Module:
+    """Slow enough to be interrupted, with random numbers that a checkpoint must restore."""
+    return nn.Sequential(_Sleep(0.1), nn.Dropout(0.3), without_batchnorm(num_classes))
+
+
+def slow_on_rank_1(num_classes: int) -> nn.Module:
+    return nn.Sequential(_Sleep(0.3, rank="1"), without_batchnorm(num_classes))
+
+
 class _Faulty(nn.Module):
     """A network whose output is NaN at one forward pass in training."""
 

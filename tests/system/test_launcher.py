@@ -1,12 +1,20 @@
 """The launcher's environment variables are read, or refused in one line."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.launcher import Launch, read_launch
+from cl_train.system.launcher import (
+    Launch,
+    cores_of_process,
+    first_host,
+    read_launch,
+    srun_variables,
+    tasks_per_node,
+)
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -42,3 +50,72 @@ def test_others_are_refused_in_one_line(variables: dict[str, str], named: str) -
 def test_the_check_does_not_import_torch() -> None:
     program = "import sys, cl_train.system.launcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+# What `srun --nodes=2 --ntasks-per-node=2` sets for its last task.
+SRUN = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "gpu[003-007,010],other1",
+    "SLURM_STEP_NODELIST": "gpu[004,010]",
+}
+
+
+def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
+    found = srun_variables(SRUN)
+    assert read_launch(found) == Launch(rank=3, local_rank=1, world_size=4)
+    assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("2", "gpu004")
+    assert 20000 <= int(found["MASTER_PORT"]) < 30000
+    ports = {srun_variables(SRUN | {"SLURM_STEP_ID": str(step)})["MASTER_PORT"] for step in range(9)}
+    assert len(ports) == 9, "steps of one job run beside each other"
+    own = srun_variables(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
+    assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "1234")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},  # a shell of salloc
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"},  # an sbatch script
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks=1, or the shell of an interactive step
+        {**SRUN, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"},  # torchrun inside srun
+    ],
+)
+def test_a_process_that_srun_did_not_start_as_one_of_several_is_left_alone(variables: dict[str, str]) -> None:
+    assert srun_variables(variables) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[003-007,010],other1", "gpu003"),
+        ("other1,gpu[003-007]", "other1"),
+        ("gpu[010,012-014]-ib", "gpu010-ib"),
+        ("rack[2-3]node[01-16],x", "rack2node01"),
+        ("a-b.example.org,c", "a-b.example.org"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_compressed_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_task_counts_are_expanded() -> None:
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_per_node("8") == [8]
+
+
+def test_cores_are_divided_unless_srun_bound_them() -> None:
+    cores = len(os.sched_getaffinity(0))
+    bound = {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}
+    assert cores_of_process(2, {}) == cores_of_process(8, {"LOCAL_WORLD_SIZE": "2"}) == max(1, cores // 2)
+    assert cores_of_process(4, SRUN | bound) == cores
+    assert cores_of_process(2, SRUN | bound | {"TORCHELASTIC_RUN_ID": "1"}) == max(1, cores // 2)
