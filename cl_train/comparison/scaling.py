@@ -49,7 +49,8 @@ class Plan:
 
 def gradient_buckets(model: nn.Module) -> list[Bucket]:
     """DDP's buckets, in the order of their reduction; a gradient is assumed to take the same time for every tensor."""
-    parameters: list[torch.Tensor] = [item for item in model.parameters() if item.requires_grad][::-1]
+    parameters: list[torch.Tensor] = [item for item in model.parameters() if item.requires_grad]
+    parameters.reverse()
     indices, _ = torch.distributed._compute_bucket_assignment_by_size(parameters, BUCKET_BYTES)
     done, buckets = 0, []
     for bucket in indices:
