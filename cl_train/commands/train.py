@@ -24,6 +24,7 @@ from cl_train.config.command_line import (
     GROUPS,
     Words,
     check_command_line,
+    given_keys,
     group_choices,
     hydra_folder,
     quoted,
@@ -43,9 +44,10 @@ def train(raw: DictConfig) -> None:
     """The run itself, in the folder that Hydra made for it."""
     from cl_train.system.signals import ignore_stop_signals
     from cl_train.training.loop import run_and_log_failure
+    from cl_train.training.pretrained import follow_published_preprocessing
 
     try:
-        code = run_and_log_failure(load(raw), run_folder())
+        code = run_and_log_failure(follow_published_preprocessing(load(raw), given_keys()), run_folder())
         ignore_stop_signals()
         sys.exit(code)
     except ConfigError as error:  # caught here, because Hydra would print a traceback

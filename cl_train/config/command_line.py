@@ -268,6 +268,11 @@ def quoted(path: Path) -> str:
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+def given_keys() -> set[str]:
+    """The settings that this run's command line names."""
+    return {word.partition("=")[0].lstrip("+") for word in HydraConfig.get().overrides.task}
+
+
 def run_folder() -> Path:
     """The folder that Hydra made for this run."""
     return Path(HydraConfig.get().runtime.output_dir)

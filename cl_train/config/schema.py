@@ -101,6 +101,9 @@ class DataConfig:
     val_resize: int | None = setting(
         None, "validation: short side before the centre crop, pixels; null = 256/224 of val_size", minimum=8
     )
+    val_interpolation: str = loss_setting(
+        "bilinear", "validation: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
+    )
     workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
     prefetch: int = setting(3, "batches prepared in advance by all workers together", minimum=1, maximum=64)
@@ -239,7 +242,13 @@ class Config:
     ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
-    evaluate_only: bool = setting(False, "evaluate `weights` or `resume` and stop")
+    evaluate_only: bool = setting(
+        False,
+        "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing",
+    )
+    report: bool = free_setting(
+        False, "evaluation: also write per-class accuracy, confusions and the worst images into the run folder"
+    )
 
     log_every: int = free_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
     warmup_steps: int = free_setting(10, "initial steps excluded from throughput averages", minimum=0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from cl_train.config.schema import DataConfig
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
+from cl_train.data.decode import Pixels
 from cl_train.data.device import MixBatch, MixLabels, Normalise, to_device
 from cl_train.data.images import WorkerTimes
-from cl_train.data.loader import Loader, LoaderSettings
+from cl_train.data.loader import HostLoader, Loader, LoaderSettings
 from cl_train.data.size_schedule import SizeSchedule
 
 
@@ -55,6 +57,26 @@ class ImageData:
         """Rank r's images `r::world_size`: no padding, no duplicates. With on_bad_image=skip, bad ones are left out."""
         return to_device(self.val_loader.batches(), Normalise(self.mean, self.std, form))
 
+    def validation_indices(self) -> list[int]:
+        """The images of this rank's last `validation`, in its order; empty for an IterableDataset, which has none."""
+        if not isinstance(self.val_loader, HostLoader):
+            return []
+        bad = self.bad_images.reasons
+        own = range(self.settings.rank, self.val_images, self.settings.world_size)
+        return [index for index in own if not bad or self.validation_name(index) not in bad]
+
+    def validation_name(self, index: int) -> str:
+        assert isinstance(self.val_loader, HostLoader)
+        return self.val_loader.reader.name(index)
+
+    def validation_pixels(self, index: int) -> Pixels:
+        """Validation image `index` as the model sees it: uint8 [H, W, 3], not normalised."""
+        assert isinstance(self.val_loader, HostLoader)
+        pixels = self.val_loader.validation_sample(index)
+        if pixels.is_floating_point():
+            pixels = 255 * (pixels * torch.tensor(self.std) + torch.tensor(self.mean)).clamp(0, 1)
+        return np.asarray(pixels.to(torch.uint8))
+
     def close(self) -> None:
         """End the workers and free the shared memory."""
         self.train_loader.close()
@@ -90,6 +112,9 @@ class SyntheticData:
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
         yield self._batch(form, self._sizes.batch_size, self._val_size)
+
+    def validation_indices(self) -> list[int]:
+        return []
 
     def close(self) -> None:
         self._batches.clear()

@@ -28,6 +28,7 @@ class ImageSettings:
 
     seed: int
     val_resize: int | None = None  # short side before the centre crop; None = 256/224 of the crop's side
+    val_interpolation: str = "bilinear"  # or bicubic
     crop: crops.CropRange = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
     flip: float = 0.5  # probability
     decoder: str = "simplejpeg"  # or pillow
@@ -82,7 +83,7 @@ class ImageTransform:
         short_side = self._settings.val_resize or crops.default_val_resize(side)
         size = crops.resized_size(pixels.shape[0], pixels.shape[1], short_side)
         box = crops.centre(*size, side)
-        image = resized(pixels, None, size)
+        image = resized(pixels, None, size, bicubic=self._settings.val_interpolation == "bicubic")
         row.copy_(image[0, :, box.top : box.top + side, box.left : box.left + side])
 
 
@@ -118,12 +119,15 @@ class ImageReader:
         return int(self._split.labels[index])
 
 
-def resized(pixels: Pixels, box: crops.Box | None, size: Sequence[int], out: Tensor | None = None) -> Tensor:
-    """`box` of `pixels` (uint8 [H, W, 3]; None: all) at `size`, antialiased bilinear: uint8 [1, 3, h, w]."""
+def resized(
+    pixels: Pixels, box: crops.Box | None, size: Sequence[int], out: Tensor | None = None, *, bicubic: bool = False
+) -> Tensor:
+    """`box` of `pixels` (uint8 [H, W, 3]; None: all) at `size`, with antialiasing: uint8 [1, 3, h, w]."""
     crop = torch.from_numpy(pixels)
     if box is not None:
         crop = crop[box.top : box.top + box.height, box.left : box.left + box.width]
     image = crop.permute(2, 0, 1).unsqueeze(0)
+    resize = torch.ops.aten._upsample_bicubic2d_aa if bicubic else torch.ops.aten._upsample_bilinear2d_aa
     if out is None:
-        return torch.ops.aten._upsample_bilinear2d_aa(image, size, False, None, None)
-    return torch.ops.aten._upsample_bilinear2d_aa.out(image, size, False, None, None, out=out)
+        return resize(image, size, False, None, None)
+    return resize.out(image, size, False, None, None, out=out)

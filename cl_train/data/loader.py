@@ -153,7 +153,7 @@ class HostLoader:
 
         Raises ConfigError if the memory is too small.
         """
-        self._reader, self._settings, self._bad_images, self._order = reader, settings, bad_images, order
+        self.reader, self._settings, self._bad_images, self._order = reader, settings, bad_images, order
         self.samples, self.times = len(reader), WorkerTimes()
         self._slot_count = settings.prefetch + _HELD + 1
         self._slots: Slots | None = None
@@ -198,6 +198,13 @@ class HostLoader:
             yield self._host_batch(slots, batch, empty_rows)
             assert stream == slots.stream[0], "another iteration over this loader has begun"
 
+    def validation_sample(self, index: int) -> Tensor:
+        """Sample `index` as in `batches`, [size, size, 3]. Raises BadImage."""
+        size = self._settings.sizes.image_size_at(0)
+        sample = torch.empty(size, size, 3, dtype=self.reader.dtype)
+        self.reader.read(sample.permute(2, 0, 1), index, epoch=0, random_index=index)
+        return sample
+
     def close(self) -> None:
         """End the workers and free the memory. A later iteration starts new ones."""
         self._stop_workers()
@@ -219,16 +226,16 @@ class HostLoader:
     def _start(self) -> tuple[Slots, Workers[_Task, _Done]]:
         s = self._settings
         if self._slots is None:
-            self._slots = Slots(self._slot_count, s.sizes, self._reader.dtype, s.workers)
+            self._slots = Slots(self._slot_count, s.sizes, self.reader.dtype, s.workers)
             self._free = deque(range(self._slot_count))
         if self._workers is None:
             self._workers = Workers(
-                _Filler(self._reader, self._slots, _SUBSTITUTES if self._order else 1),
+                _Filler(self.reader, self._slots, _SUBSTITUTES if self._order else 1),
                 count=s.workers,
                 queued=max(2, s.prefetch),
                 progress=self._slots.progress,
                 timeout_s=s.worker_timeout_s,
-                name_of=self._reader.name,
+                name_of=self.reader.name,
             )
         if s.pin_memory:
             self._slots.pin()

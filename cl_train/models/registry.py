@@ -40,7 +40,7 @@ def check_model(name: str, weights: str | None = None) -> None:
     if ":" in name:
         user_function("model", name)
     elif name.startswith("timm/"):
-        timm = _import_timm(name)
+        timm = import_timm(name)
         if not timm.is_model(name.removeprefix("timm/").split(".")[0]):
             near = suggest(name, [f"timm/{known}" for known in timm.list_models()])
             raise ConfigError(f"model={name}: timm has no such model{near}")
@@ -51,13 +51,13 @@ def check_model(name: str, weights: str | None = None) -> None:
         )
     if weights is None:
         return
-    if _is_file(weights):
+    if is_file(weights):
         if not Path(weights).is_file():
             raise ConfigError(f"weights={weights}: no such file")
     elif ":" in name:
         raise ConfigError(f"weights={weights}: a model of your own has no named weights; give a file")
     elif not name.startswith("timm/"):
-        _torchvision_weights(name, weights)
+        torchvision_weights(name, weights)
 
 
 def build_model(
@@ -81,14 +81,14 @@ def build_model(
         ConfigError: unknown names, with suggestions; weights that do not fit.
     """
     check_model(name, weights)
-    file = Path(weights) if weights is not None and _is_file(weights) else None
+    file = Path(weights) if weights is not None and is_file(weights) else None
     zoo_weights = weights if file is None else None
     try:
         if ":" in name:
             model = user_function("model", name)(num_classes=num_classes)
         elif name.startswith("timm/"):
             pretrained = zoo_weights is not None
-            model = _import_timm(name).create_model(name[5:], pretrained=pretrained, num_classes=num_classes)
+            model = import_timm(name).create_model(name[5:], pretrained=pretrained, num_classes=num_classes)
         else:
             model = _build_torchvision_model(name, num_classes, zoo_weights, image_size)
     except ConfigError:
@@ -130,7 +130,7 @@ def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *
 
 def _build_torchvision_model(name: str, num_classes: int, weights: str | None, image_size: int | None) -> nn.Module:
     if weights is not None:
-        model = torchvision.models.get_model(name, weights=_torchvision_weights(name, weights))
+        model = torchvision.models.get_model(name, weights=torchvision_weights(name, weights))
         replace_classifier(model, num_classes)
         return model
     options: dict[str, Any] = {}
@@ -144,11 +144,11 @@ def _build_torchvision_model(name: str, num_classes: int, weights: str | None, i
 def _zoo_classes(name: str, weights: str) -> int:
     """The number of classes of a zoo's pretrained weights."""
     if name.startswith("timm/"):
-        return int(_import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes)
-    return len(_torchvision_weights(name, weights).meta["categories"])
+        return int(import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes)
+    return len(torchvision_weights(name, weights).meta["categories"])
 
 
-def _torchvision_weights(name: str, weights: str) -> Any:
+def torchvision_weights(name: str, weights: str) -> Any:
     choices = torchvision.models.get_model_weights(name)
     if weights == "DEFAULT":
         return choices.DEFAULT
@@ -200,7 +200,7 @@ def _output_features(layer: nn.Module) -> int:
     return layer.out_features if isinstance(layer, nn.Linear) else int(layer.out_channels)  # type: ignore[arg-type]
 
 
-def _is_file(weights: str) -> bool:
+def is_file(weights: str) -> bool:
     return Path(weights).suffix in (".pt", ".pth", ".bin", ".safetensors") or Path(weights).is_file()
 
 
@@ -243,7 +243,7 @@ def _classifier_parameters(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
 
 
-def _import_timm(name: str) -> Any:
+def import_timm(name: str) -> Any:
     try:
         return importlib.import_module("timm")
     except ImportError:

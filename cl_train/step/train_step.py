@@ -6,7 +6,7 @@ zero_grad. All results stay on the device: the host does not wait for it here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -164,12 +164,17 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def sum_over_images(
-    model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device
+    model: nn.Module,
+    batches: Iterable[Batch],
+    precision: Precision,
+    device: torch.device,
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Sums over this rank's validation images, in the precision of the run.
 
     Args:
         model: not wrapped in DDP, because ranks may have different numbers of batches.
+        observe: called with the logits [N, classes] and the targets int64 [N] of each batch.
 
     Returns:
         float64 [4] on the device: sum of losses, images correct at top-1, at top-5, all images. The counts are exact.
@@ -183,6 +188,8 @@ def sum_over_images(
         with autocast(precision, device):
             logits = logits_of(model(batch.images))
             loss = loss_of(logits, batch.targets)
+        if observe is not None:
+            observe(logits, batch.targets)
         correct1, correct5 = count_correct(logits, batch.targets)
         images = len(batch.images)
         sums += torch.stack(

@@ -37,6 +37,7 @@ from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
 from cl_train.training.console import EpochAverages, ProgressBar, console_line
 from cl_train.training.evaluation import Interrupted, evaluate_model
+from cl_train.training.evaluation_report import Predictions, write_report
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
 from cl_train.training.profiling import profile
 from cl_train.training.rank_times import own_times, slowest_rank
@@ -269,10 +270,14 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     results = {}
     for kind, (model, model_precision) in models_to_evaluate.items():
         bar = ProgressBar("evaluation", batches, unit="batch", shown=run.dist.is_main)
+        predictions = Predictions() if run.report and kind == "val" else None
+        observe = predictions.add if predictions else None
         try:
             results[kind] = evaluate_model(
-                model, run.data, run.batch_format, model_precision, run.dist, run.signals, bar
+                model, run.data, run.batch_format, model_precision, run.dist, run.signals, bar, observe
             )
+            if predictions:
+                write_report(predictions, run.data, run.dist, run.folder / "report")
         except Interrupted as interrupted:
             (run.stop,) = interrupted.args
             break

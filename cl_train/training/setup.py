@@ -39,6 +39,7 @@ from cl_train.system.signals import StopRequest
 from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
+from cl_train.training.pretrained import log_preprocessing
 from cl_train.training.progress import Plan, Progress, make_plan
 from cl_train.training.rank_times import sample_compute_times
 from cl_train.training.records import Tracker, read_records
@@ -69,6 +70,7 @@ class Run:
     progress: Progress
     unlogged_steps: list[StepResult]  # since the last log line
     summary: dict[str, Any]  # becomes summary.json
+    report: bool = False  # evaluations write `report/`
     last_record: dict[str, Any] = field(default_factory=dict)  # the record of the last log line
     stop: int = 0  # the signal that ends the run
     advised: bool = False  # advice on data loading is given once per run
@@ -88,6 +90,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     summary = describe_run(cfg, precision, dist)
     announce(summary, precision, dist, folder)
     announce_nodes(dist)
+    if dist.is_main:
+        log_preprocessing(cfg)
 
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
@@ -134,6 +138,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         progress=progress,
         unlogged_steps=unlogged_steps,
         summary=summary,
+        report=cfg.report,
     )
 
 

@@ -81,7 +81,7 @@ def test_labels_belong_to_their_images(root):
     """A crop of the whole image with neither flip nor choice: each row is its file's picture, with its label."""
     whole = AugmentConfig(crop_scale_min=1.0, crop_ratio_min=0.1, crop_ratio_max=10.0, flip=0.0)
     data = folder_data(root, augment=whole, workers=2)
-    reader = data.train_loader._reader
+    reader = data.train_loader.reader
     expected = {}
     row = torch.empty(32, 32, 3, dtype=torch.uint8).permute(2, 0, 1)
     for index in range(len(reader)):

@@ -67,7 +67,7 @@ def replace_reading(monkeypatch, action):
 def test_a_worker_that_exits_is_named_with_its_last_image(root, monkeypatch):
     replace_reading(monkeypatch, lambda: os._exit(7))
     data = folder_data(root, workers=2)
-    last = data.train_loader._reader.name(5)
+    last = data.train_loader.reader.name(5)
     with pytest.raises(WorkerError, match=f"exited with 7; the last image it began: {last}"):
         train_batches(data)
     assert not children()
@@ -77,7 +77,7 @@ def test_a_hanging_worker_is_named_after_the_timeout(root, monkeypatch):
     release = threading.Event()
     replace_reading(monkeypatch, lambda: release.wait(30))
     data = folder_data(root, workers=2, worker_timeout_s=1)
-    last = Path(data.train_loader._reader.name(5)).name
+    last = Path(data.train_loader.reader.name(5)).name
     start = time.monotonic()
     with pytest.raises(WorkerError, match=rf"no loader worker finished an image for 1 s.*{last}.*worker_timeout_s"):
         train_batches(data)

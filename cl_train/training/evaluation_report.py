@@ -1,0 +1,178 @@
+"""`report=true`: accuracy per class, confusions, and a page with the worst images of an evaluation."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import logging
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from cl_train.data.decode import BadImage, Pixels
+from cl_train.data.image_data import Data, ImageData
+from cl_train.system.distributed import Dist, gather_objects
+from cl_train.system.files import write_text
+
+log = logging.getLogger(__name__)
+
+WORST_IMAGES = 50
+THUMBNAIL_PX = 160
+_LISTED = 20  # classes and confusions on the page
+_STYLE = """
+body { font: 15px/1.4 sans-serif; margin: 2em; color: #222 } h2 { margin-top: 1.5em }
+table { border-collapse: collapse; display: inline-table; margin: 0 3em 1em 0; vertical-align: top }
+td, th { padding: .15em .8em; text-align: left; border-bottom: 1px solid #ddd }
+.images { display: flex; flex-wrap: wrap; gap: 14px }
+figure { margin: 0; width: 160px; font-size: 13px; overflow-wrap: anywhere }
+img, .none { width: 160px; height: 160px; background: #eee; display: block }
+.wrong { color: #b3261e } .true { color: #1b6e3c } .name { color: #777; font-size: 11px }
+"""
+
+
+class Predictions:
+    """The model's predictions for this rank's validation images. They stay on the device until `rows`."""
+
+    def __init__(self) -> None:
+        self._batches: list[torch.Tensor] = []
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """`logits` [N, classes] and `targets` int64 [N] of a batch."""
+        log_probabilities = logits.float().log_softmax(1)
+        probability, predicted = log_probabilities.exp().max(1)
+        loss = -log_probabilities.gather(1, targets.unsqueeze(1))[:, 0]
+        self._batches.append(torch.stack([column.double() for column in (targets, predicted, probability, loss)], 1))
+
+    def rows(self) -> npt.NDArray[np.float64]:
+        """[images, 4]: label, predicted class, its probability, loss. The host waits for the device."""
+        return torch.cat(self._batches).cpu().numpy() if self._batches else np.empty((0, 4))
+
+
+def write_report(predictions: Predictions, data: Data, dist: Dist, folder: Path) -> None:
+    """Gather the predictions of all ranks; rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`.
+
+    A report that cannot be written is left out with a warning, because it must not end a training run.
+    """
+    own = predictions.rows()
+    indices = data.validation_indices()
+    if len(indices) != len(own):  # an IterableDataset, or a file that became unreadable during the run
+        indices = [-1] * len(own)
+    ranks = gather_objects((own, indices), dist)
+    if not dist.is_main:
+        return
+    rows = np.concatenate([of_rank for of_rank, _ in ranks])
+    images = [index for _, of_rank in ranks for index in of_rank]
+    classes, confused = per_class(rows, data.classes), confusions(rows, data.classes)
+    try:
+        folder.mkdir(exist_ok=True)
+        _write_csv(folder / "per_class.csv", classes)
+        _write_csv(folder / "confusions.csv", confused)
+        write_text(folder / "worst.html", _page(rows, images, data, classes, confused))
+    except (OSError, BadImage) as error:
+        log.warning("the evaluation's report cannot be written: %s", error)
+        return
+    lowest = ", ".join(f"{row['class']} {row['top1']:.1f} %" for row in classes[:3])
+    frequent = ", ".join(f"{row['true']} as {row['predicted']} {row['images']} times" for row in confused[:3]) or "none"
+    log.info("report: lowest accuracy: %s; confusions: %s; %s", lowest, frequent, folder / "worst.html")
+
+
+def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per class with images, the lowest accuracy first. Accuracy in percent; `loss` is the mean."""
+    table = []
+    for label in np.unique(rows[:, 0]).astype(int):
+        of_class = rows[rows[:, 0] == label]
+        correct = int((of_class[:, 1] == label).sum())
+        predicted = int((rows[:, 1] == label).sum())
+        table.append(
+            {
+                "class": names[label],
+                "images": len(of_class),
+                "correct": correct,
+                "top1": 100 * correct / len(of_class),
+                "precision": 100 * correct / predicted if predicted else None,
+                "loss": float(of_class[:, 3].mean()),
+            }
+        )
+    return sorted(table, key=lambda row: row["top1"])
+
+
+def confusions(rows: npt.NDArray[np.float64], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The cells of the confusion matrix that are not zero, without the diagonal; the most frequent first."""
+    pairs = rows[rows[:, 0] != rows[:, 1], :2].astype(int)
+    found, counts = np.unique(pairs, axis=0, return_counts=True)
+    return [
+        {"true": names[found[i][0]], "predicted": names[found[i][1]], "images": int(counts[i])}
+        for i in np.argsort(-counts, kind="stable")
+    ]
+
+
+def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["true", "predicted", "images"])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def _page(
+    rows: npt.NDArray[np.float64],
+    images: Sequence[int],
+    data: Data,
+    classes: Sequence[dict[str, Any]],
+    confused: Sequence[dict[str, Any]],
+) -> str:
+    """A page without references to other files. NaN losses come first."""
+    worst = np.argsort(rows[:, 3])[::-1][:WORST_IMAGES]
+    correct = int((rows[:, 0] == rows[:, 1]).sum())
+    figures = [_figure(rows[i], images[i], data) for i in worst]
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style>'
+        f"<h1>{100 * correct / len(rows):.2f} % of {len(rows)} images are correct</h1>"
+        f"<h2>Lowest accuracy, most frequent confusions</h2>{_table(classes)}{_table(confused)}"
+        f"<h2>The {len(figures)} images with the largest loss, as the model sees them</h2>"
+        f'<div class="images">{"".join(figures)}</div>\n'
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    def cell(value: Any) -> str:
+        return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else escape(str(value))
+
+    head = "".join(f"<th>{name}" for name in rows[0]) if rows else ""
+    body = "".join("<tr>" + "".join(f"<td>{cell(value)}" for value in row.values()) for row in rows[:_LISTED])
+    return f"<table><tr>{head}{body}</table>"
+
+
+def _figure(row: npt.NDArray[np.float64], index: int, data: Data) -> str:
+    label, predicted, probability, loss = row
+    is_correct = label == predicted
+    lines = [f'<div class="{"true" if is_correct else "wrong"}">{_percent(data, predicted, probability)}</div>']
+    if not is_correct:
+        lines.append(f'<div class="true">{_percent(data, label, np.exp(-loss))}</div>')
+    name, image = "", '<div class="none"></div>'
+    if index >= 0:
+        assert isinstance(data, ImageData)
+        name, image = data.validation_name(index), _thumbnail(data.validation_pixels(index))
+    short = escape("/".join(Path(name).parts[-2:]))
+    return (
+        f'<figure title="{escape(name)}">{image}{"".join(lines)}loss {loss:.3f}<div class="name">{short}</div></figure>'
+    )
+
+
+def _thumbnail(pixels: Pixels) -> str:
+    buffer = io.BytesIO()
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+    picture.save(buffer, "JPEG", quality=85)
+    return f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+
+
+def _percent(data: Data, label: float, probability: float) -> str:
+    return f"{escape(data.classes[int(label)])} {100 * probability:.1f} %"
