@@ -137,6 +137,7 @@ def _page(
         f"<h1>{100 * correct / len(rows):.2f} % of {len(rows)} images are correct</h1>"
         f"<h2>Lowest accuracy, most frequent confusions</h2>{_table(classes)}{_table(confused)}"
         f"<h2>The {len(figures)} images with the largest loss, as the model sees them</h2>"
+        '<p><span class="wrong">predicted class</span>, <span class="true">true class</span>, their probabilities</p>'
         f'<div class="images">{"".join(figures)}</div>\n'
     )
 

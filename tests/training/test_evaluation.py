@@ -88,8 +88,8 @@ def agreement(model_name: str, weights: str, root: Path, file: Path, classes: in
 @pytest.mark.parametrize(
     ("model", "weights", "levels"),
     [
-        ("squeezenet1_1", "IMAGENET1K_V1", 1),  # bilinear, 256 -> 224
-        ("mobilenet_v3_small", "IMAGENET1K_V1", 1),
+        pytest.param("squeezenet1_1", "IMAGENET1K_V1", 1, marks=pytest.mark.slow),
+        ("mobilenet_v3_small", "IMAGENET1K_V1", 1),  # bilinear, 256 -> 224
         pytest.param("efficientnet_b0", "IMAGENET1K_V1", 2, marks=pytest.mark.slow),  # bicubic
         ("timm/mobilenetv3_small_050.lamb_in1k", "pretrained", 2),  # bicubic
         pytest.param("timm/vit_tiny_patch16_224", "pretrained", 2, marks=pytest.mark.slow),  # mean and std 0.5

@@ -45,6 +45,19 @@ def test_ranks_draw_different_random_numbers_and_each_is_saved(ranks: Ranks) -> 
     assert len(saved) == 2 and not torch.equal(saved[0]["random"]["cpu"], saved[1]["random"]["cpu"])
 
 
+def test_the_report_of_an_evaluation_has_the_images_of_both_ranks(ranks: Ranks) -> None:
+    folder, _ = ranks
+    report = folder / "dropout" / "report"
+    page = (report / "worst.html").read_text()
+    files = sorted(path.relative_to(folder / "images" / "val") for path in (folder / "images" / "val").glob("*/*"))
+    assert page.count("<figure") == len(files) == 21
+    assert all(page.count(f">{file}<") == 1 for file in files)
+    rows = [line.split(",") for line in (report / "per_class.csv").read_text().splitlines()[1:]]
+    summary = json.loads((folder / "dropout" / "summary.json").read_text())
+    assert sum(int(row[1]) for row in rows) == 21
+    assert 100 * sum(int(row[2]) for row in rows) / 21 == pytest.approx(summary["val"]["top1"], abs=1e-3)
+
+
 def test_rank_0_alone_reads_the_checkpoint(ranks: Ranks) -> None:
     folder, found = ranks
     assert [rank["resume_reads_on_rank_0_alone"] for rank in found] == [[0, 0], [0, 0]]
