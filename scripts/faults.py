@@ -49,6 +49,8 @@ def run(settings: FaultSettings) -> int:
     if unknown:
         raise ConfigError([*unknown, f"there are {', '.join(MATRIX)}"])
     logging.disable(logging.WARNING)
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    commit = done.stdout.strip() or None
     path = Path(settings.out or REPOSITORY / f"results/faults-{settings.counts}.json")
     rows = read_rows(path) if settings.rows else {}
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
@@ -57,7 +59,7 @@ def run(settings: FaultSettings) -> int:
             if settings.counts == "quick" and MATRIX[name].quick is None:
                 continue
             print(f"{name} ...", flush=True)
-            outcome = MATRIX[name].run(bench, settings.counts)
+            outcome = run_row(MATRIX[name], bench, settings.counts)
             rows[name] = {
                 "row": name,
                 "fault": outcome.fault,
@@ -67,6 +69,7 @@ def run(settings: FaultSettings) -> int:
                 "passed": MATRIX[name].passes(outcome),
                 "seconds": round(outcome.seconds, 1),
                 "seed": outcome.seed,
+                "commit": commit,
                 "counts": dict(outcome.counts),
                 "first_losses": outcome.lost[:5],
             }
@@ -74,6 +77,18 @@ def run(settings: FaultSettings) -> int:
             write_table(path, settings, [rows[known] for known in MATRIX if known in rows])
     print(f"table: {path.with_suffix('.md')}")
     return 0 if all(row["passed"] for row in rows.values()) else 1
+
+
+def run_row(fault: Any, bench: Any, counts: str) -> Any:
+    """The outcome; a row that breaks off has lost a try, and the other rows still run."""
+    from outcome import Outcome  # type: ignore[import-not-found]
+
+    try:
+        return fault.run(bench, counts)
+    except Exception as error:
+        outcome = Outcome(str(fault.plant.__name__), bench.seed)
+        outcome.check(f"{type(error).__name__}: {error}")
+        return outcome
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
@@ -87,8 +102,7 @@ def write_table(path: Path, settings: FaultSettings, rows: list[dict[str, Any]])
     """Write the table after each row, so that an interrupted run keeps its results."""
     import torch
 
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": done.stdout.strip() or None}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
     write_json(path, {"counts": settings.counts, "seed": settings.seed, "environment": versions, "rows": rows})
     lines = [
         f"# Injected faults ({settings.counts} counts, seed {settings.seed})",
@@ -96,14 +110,14 @@ def write_table(path: Path, settings: FaultSettings, rows: list[dict[str, Any]])
         f"`python scripts/faults.py counts={settings.counts} seed={settings.seed}` with torch {versions['torch']}, "
         f"Python {versions['python']}, on a CPU. A try is lost if the outcome is not exactly the promised one.",
         "",
-        "| row | fault | tried | survived | lost | seconds | details |",
-        "|---|---|---:|---:|---:|---:|---|",
+        "| row | fault | tried | survived | lost | seconds | commit | details |",
+        "|---|---|---:|---:|---:|---:|---|---|",
     ]
     for row in rows:
         details = ", ".join(f"{name} {count:,}" for name, count in row["counts"].items())
         lines.append(
             f"| {row['row']} | {row['fault']} | {row['tried']:,} | {row['survived']:,} | {row['lost']:,} "
-            f"| {row['seconds']:.0f} | {details} |"
+            f"| {row['seconds']:.0f} | {row['commit']} | {details} |"
         )
     write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
 

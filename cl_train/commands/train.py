@@ -33,6 +33,7 @@ from cl_train.config.command_line import (
 from cl_train.config.help import train_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load, stop_with
+from cl_train.system.child_process import end_with_torchrun
 from cl_train.system.launcher import adopt_srun, read_launch
 from cl_train.system.run_folder import claimed_folder, safe_name
 
@@ -42,14 +43,14 @@ USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkou
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def train(raw: DictConfig) -> None:
     """The run itself, in the folder that Hydra made for it."""
-    from cl_train.system.signals import ignore_stop_signals
+    from cl_train.system.signals import exit_without_teardown
     from cl_train.training.loop import run_and_log_failure
     from cl_train.training.pretrained import follow_published_preprocessing
 
     try:
-        code = run_and_log_failure(follow_published_preprocessing(load(raw), given_keys()), run_folder())
-        ignore_stop_signals()
-        sys.exit(code)
+        exit_without_teardown(
+            run_and_log_failure(follow_published_preprocessing(load(raw), given_keys()), run_folder())
+        )
     except ConfigError as error:  # caught here, because Hydra would print a traceback
         stop_with(error)
 
@@ -66,6 +67,8 @@ def main(words: list[str]) -> int:
         with ExitStack() as claim:
             if runs:  # no runs for --cfg and tab completion, which must not import torch
                 launch = read_launch()
+                if launch is not None:
+                    end_with_torchrun()
                 from cl_train.training import loop
 
                 loop.check_runs(runs)

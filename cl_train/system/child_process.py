@@ -6,12 +6,16 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 
+from cl_train.config.schema import ConfigError
+
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _POLL_S = 0.5
+_CONNECT_S = 30.0
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -29,6 +33,22 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
             os.kill(os.getpid(), signum)
         return
     threading.Thread(target=_watch, args=(parent_pid, signum), name="parent", daemon=True).start()
+
+
+def end_with_torchrun() -> None:
+    """Call in a rank before it imports torch: it receives SIGTERM when torchrun's agent has ended.
+
+    Raises:
+        ConfigError: the agent ended before the call.
+    """
+    end_with_parent(signal.SIGTERM)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(address, timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(f"torchrun does not respond at {address[0]}:{address[1]}: {error}") from None
 
 
 def _watch(parent_pid: int | None, signum: int) -> None:

@@ -199,7 +199,7 @@ def kill_sweep_launcher(bench: Bench, kills: int) -> Outcome:
                 time.sleep(rng.uniform(0, 0.4))
             launcher.kill()
             launcher.wait()
-            problems = orphans(launcher.pid, outcome, 2 * ORPHAN_S)  # the job saves a checkpoint first
+            problems = orphans(launcher.pid, outcome)
             log = bench.folder / f"launcher-{number}-resumed.log"
             code = start_program(["-m", f"resume_sweep={folder}"], log).wait(120)
             problems += [] if code == 0 else [f"resume_sweep: {code}: {log.read_text()[-500:]}"]

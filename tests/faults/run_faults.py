@@ -199,10 +199,6 @@ def resume_with_other_layout_or_precision(bench: Bench, full: bool) -> Outcome:
         for names in precisions if full else precisions[:1]:
             outcome.check(*change_form(bench, [{"precision": name} for name in names], tolerance=0.1))
         outcome.check(*change_form(bench, [{"data__workers": count} for count in (0, 3, 1)], tolerance=0.0))
-        if full:
-            outcome.check(
-                *change_form(bench, [{"data__memory_format": m} for m in ("channels_last", "contiguous")] * 2, 0.0)
-            )
     return outcome
 
 
