@@ -117,7 +117,7 @@ def write_table(path: Path, settings: FaultSettings, rows: list[dict[str, Any]])
         details = ", ".join(f"{name} {count:,}" for name, count in row["counts"].items())
         lines.append(
             f"| {row['row']} | {row['fault']} | {row['tried']:,} | {row['survived']:,} | {row['lost']:,} "
-            f"| {row['seconds']:.0f} | {row['commit']} | {details} |"
+            f"| {row['seconds']:.0f} | {row.get('commit')} | {details} |"
         )
     write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
 

@@ -12,6 +12,7 @@ from cl_train.data.bad_images import BadImages
 from cl_train.data.crops import CropRange
 from cl_train.data.dataset import dataset_loader, load_datasets
 from cl_train.data.decode import formats_of
+from cl_train.data.file_check import check_files
 from cl_train.data.folder import FolderLayout, read_folder
 from cl_train.data.image_data import Data, ImageData, SyntheticData
 from cl_train.data.image_loader import default_workers
@@ -89,6 +90,8 @@ def _loaders(
         val = dataset_loader(val_sets, "val", len(classes), images, val_settings, bad_images)
         return classes, f"{cfg.dataset}-{train.samples}-{val.samples}", train, val
     source = _source(cfg)
+    if cfg.on_bad_image == "skip":
+        check_files(source, cfg.max_bad_images)
     for note in source.notes if is_main else ():
         log.info("%s", note)
     shards = source.train_shards if cfg.shuffle == "shards" else None

@@ -35,12 +35,12 @@ class FolderSplit:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        return os.fsdecode(self._path(index))
+        return os.fsdecode(self.path(index))
 
     def read(self, index: int) -> bytes:
-        return read_file(self._path(index))
+        return read_file(self.path(index))
 
-    def _path(self, index: int) -> bytes:
+    def path(self, index: int) -> bytes:
         return os.path.join(os.fsencode(self.folder), self.names[self.starts[index] : self.starts[index + 1]])
 
 

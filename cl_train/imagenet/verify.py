@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
+from cl_train.data.file_check import why_no_image
 from cl_train.data.folder import EXTENSIONS
 from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES, done_count
 from cl_train.imagenet.shards import PNG_MAGIC
@@ -87,17 +87,9 @@ def _why_unusable(path: str, deep: bool) -> str | None:
         if deep:
             Encoded(read_file(path)).decode()
             return None
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return "not a regular file"
-        with open(path, "rb", buffering=0) as file:
-            start = file.read(8)
     except BadImage as error:
         return str(error)
-    except OSError as error:
-        return error.strerror
-    if not start:
-        return "the file is empty"
-    return None if start.startswith((JPEG_MAGIC, PNG_MAGIC)) else "neither a JPEG nor a PNG"
+    return why_no_image(path, (JPEG_MAGIC, PNG_MAGIC))
 
 
 def _problems(reports: dict[str, list[ClassReport]], official_counts: bool) -> list[str]:

@@ -91,7 +91,7 @@ def test_skip_counts_and_substitutes_the_same_image_for_any_workers(tmp_path):
 def test_the_substitute_brings_its_own_label(tmp_path):
     root = write_folder(tmp_path, train=4, val=2)
     for name in ("0000.jpg", "0002.jpg"):
-        (root / "train" / "class_0" / name).write_bytes(b"broken")
+        (root / "train" / "class_0" / name).write_bytes(jpeg()[:300])
     data = folder_data(root, on_bad_image="skip")
     ((_, targets),) = train_batches(data)
     assert targets.tolist() == [1, 1, 1, 1]
@@ -100,7 +100,7 @@ def test_the_substitute_brings_its_own_label(tmp_path):
 def test_skip_stops_at_the_limit(tmp_path):
     root = write_folder(tmp_path, train=8, val=2)
     for name in ("0000.jpg", "0002.jpg", "0004.jpg"):
-        (root / "train" / "class_0" / name).write_bytes(b"broken")
+        (root / "train" / "class_0" / name).write_bytes(jpeg()[:300])
     data = folder_data(root, batch_size=8, on_bad_image="skip", max_bad_images=2)
     with pytest.raises(BadImageError, match=r"more than data\.max_bad_images=2"):
         train_batches(data)
@@ -110,7 +110,7 @@ def test_skip_stops_at_the_limit(tmp_path):
 def test_validation_leaves_bad_images_out(tmp_path, workers):
     """A substitute would count another image twice."""
     root = write_folder(tmp_path, train=4, val=11)
-    (root / "val" / "class_0" / "0004.jpg").write_bytes(b"broken")
+    (root / "val" / "class_0" / "0004.jpg").write_bytes(jpeg()[:300])
     data = folder_data(root, workers=workers, on_bad_image="skip")
     batches = list(data.validation(FLOAT_CHANNELS_LAST))
     assert sum(len(batch.targets) for batch in batches) == 10 and data.bad_images.skipped == 1
@@ -125,7 +125,7 @@ def test_a_bad_image_counts_once_however_many_epochs(tmp_path):
         for epoch in range(5):
             train_batches(data, epoch)
         assert data.bad_images.skipped >= 4
-    (root / "train" / "class_0" / "0002.jpg").write_bytes(b"")
+    (root / "train" / "class_0" / "0002.jpg").write_bytes(jpeg()[:300])
     said = r"2 images cannot be decoded, more than data\.max_bad_images=1"
     data = folder_data(root, on_bad_image="skip", max_bad_images=1)
     with contextlib.closing(data), pytest.raises(BadImageError, match=said):

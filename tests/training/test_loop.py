@@ -240,7 +240,7 @@ def test_a_batch_of_bad_validation_images_does_not_spoil_the_loss(train: Train, 
     done = train(*words)
     assert done.summary["val"]["images"] == 20 and done.summary["val"]["loss"] > 0
     for path in (images / "val").rglob("*.JPEG"):
-        path.write_bytes(b"")
+        path.write_bytes(b"\xff\xd8\xff broken")
     with pytest.raises(TrainingFault, match="none of the 21 validation images"):
         train(*words)
 
