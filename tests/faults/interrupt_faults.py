@@ -1,5 +1,6 @@
 """Kills and signals outside of training steps: in preparation, in evaluation, of a sweep's launcher."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +30,42 @@ EVAL_MS = 200  # per validation batch
 
 def running(session: int) -> list[int]:
     """Processes of a session that have not ended."""
+    return [pid for pid in processes() if fields_of(pid)[3:4] == [str(session)]]
+
+
+def running_in(folder: Path) -> list[int]:
+    """Processes whose command line names the folder, in any session."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
+    for pid in processes():
+        with contextlib.suppress(OSError):
+            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     return found
 
 
-def orphans(session: int, outcome: Outcome, limit_s: float = ORPHAN_S) -> list[str]:
+def processes() -> list[int]:
+    """All that have not ended."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if fields_of(pid)[:1] not in ([], ["Z"])]
+
+
+def fields_of(pid: int) -> list[str]:
+    """State, parent, group, session, ... of /proc/PID/stat; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def orphans(running: Callable[[], list[int]], outcome: Outcome, limit_s: float = ORPHAN_S) -> list[str]:
     """Wait for the children of a killed program to end; kill and name those that do not."""
     started = time.monotonic()
-    while (left := running(session)) and time.monotonic() - started < limit_s:
+    while (left := running()) and time.monotonic() - started < limit_s:
         time.sleep(0.01)
     outcome.slowest("end of children", time.monotonic() - started)
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return [f"{len(left)} processes still ran after {limit_s} s"] if left else []
 
 
@@ -99,7 +118,7 @@ def kill_preparation(
             time.sleep(rng.uniform(0.0, duration))
             run.send((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3])
             outcome.counts["finished before the kill"] += run.wait(ORPHAN_S) == 0
-            problems = orphans(run.pid, outcome)
+            problems = orphans(partial(running, run.pid), outcome)
             again = prepare(number)
             code = again.wait(10 * duration + 20)
             again.kill_group()
@@ -112,12 +131,12 @@ def kill_preparation(
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def start_evaluation(bench: Bench, run: Path, ranks: int) -> list[Run]:
-    """A run that has just begun an evaluation of 1.6 s or more, first of the model, then of its moving average."""
+def start_evaluation(bench: Bench, run: Path, ranks: int, of_ema: bool) -> list[Run]:
+    """A run that has just begun the evaluation of the model, or of the moving average of its weights."""
     marker = bench.folder / f"{run.name}.marker"
     plant = {"PLANT_EVAL_MS": str(EVAL_MS), "PLANT_MARKER": str(marker)}
     runs = start(bench, run, ranks, plant)
-    assert wait_for(marker), runs[0].output()
+    assert wait_for(Path(f"{marker}.ema") if of_ema else marker), runs[0].output()
     return runs
 
 
@@ -132,16 +151,17 @@ def evaluation_settings(ranks: int) -> dict[str, Any]:
 
 
 def kill_in_evaluation(bench: Bench, kills: int) -> Outcome:
-    """SIGKILL in the evaluation of the model or of its moving average: the epoch is saved, the run resumes exactly."""
+    """SIGKILL in the evaluation of the model and of its moving average: the epoch is saved, the run resumes exactly."""
     rng = random.Random(bench.seed)
     with Outcome("SIGKILL in an evaluation", bench.seed) as outcome:
         reference = bench.reference(**evaluation_settings(1))
         for number in range(kills):
-            run = bench.folder / f"evaluation-kill-{number}"
-            (running,) = start_evaluation(bench, run, 1)
-            time.sleep(rng.uniform(0.0, 0.004 * EVAL_MS))
+            run, of_ema = bench.folder / f"evaluation-kill-{number}", number % 2 == 0
+            (running,) = start_evaluation(bench, run, 1, of_ema)
+            time.sleep(rng.uniform(0.0, 0.0015 * EVAL_MS))
             running.send(signal.SIGKILL)
             running.wait()
+            outcome.counts[f"in the evaluation of the {'EMA' if of_ema else 'model'}"] += 1
             outcome.check(*resumed(bench, run, reference, 1, f"kill {number}"))
     return outcome
 
@@ -156,7 +176,7 @@ def stop_signal_in_evaluation(bench: Bench, rounds: int) -> Outcome:
             assert finish(runs) == [0] * ranks, runs[0].output()
             for number in range(rounds):
                 run, signum = bench.folder / f"evaluation-{ranks}-{number}", (signal.SIGTERM, signal.SIGINT)[number % 2]
-                runs = start_evaluation(bench, run, ranks)
+                runs = start_evaluation(bench, run, ranks, of_ema=number % 4 > 1)
                 time.sleep(rng.uniform(0.0, 0.001 * EVAL_MS))
                 sent = time.monotonic()
                 for one in runs:  # torchrun passes a signal on to all ranks
@@ -191,6 +211,8 @@ def kill_sweep_launcher(bench: Bench, kills: int) -> Outcome:
             folder = bench.folder / f"launcher-{number}"
             words = tiny.words(bench.images, folder, model="tiny:slow_model", resume=None, checkpoint__every_steps=0)
             words = [word for word in words if not word.startswith("hydra.run.dir")]
+            if number % 5 == 4:  # the job is torchrun
+                words += ["nproc=2", "batch_size=4"]
             sweep = ["-m", "channels_last=false,true", f"hydra.sweep.dir={folder}", *words]
             launcher = start_program(sweep, bench.folder / f"launcher-{number}.log", slow_ms=60)
             wait_for(folder / "sweep.json", content="running")
@@ -199,7 +221,7 @@ def kill_sweep_launcher(bench: Bench, kills: int) -> Outcome:
                 time.sleep(rng.uniform(0, 0.4))
             launcher.kill()
             launcher.wait()
-            problems = orphans(launcher.pid, outcome)
+            problems = orphans(partial(running_in, folder), outcome)
             log = bench.folder / f"launcher-{number}-resumed.log"
             code = start_program(["-m", f"resume_sweep={folder}"], log).wait(120)
             problems += [] if code == 0 else [f"resume_sweep: {code}: {log.read_text()[-500:]}"]

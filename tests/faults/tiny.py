@@ -70,7 +70,10 @@ class Failing(nn.Module):
 
 
 class Slow(nn.Module):
-    """Sleeps PLANT_MS per training batch and PLANT_EVAL_MS per validation batch; creates PLANT_MARKER in evaluation."""
+    """Sleeps PLANT_MS per training batch and PLANT_EVAL_MS per validation batch.
+
+    In the evaluation it creates PLANT_MARKER, or for the moving average of the weights PLANT_MARKER.ema.
+    """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -80,7 +83,8 @@ class Slow(nn.Module):
         time.sleep(int(os.environ.get("PLANT_MS" if self.training else "PLANT_EVAL_MS", 0)) / 1000)
         marker = os.environ.get("PLANT_MARKER")
         if marker and not self.training:
-            Path(marker).touch()
+            is_ema = not next(self.parameters()).requires_grad
+            Path(f"{marker}.ema" if is_ema else marker).touch()
         return self.body(images)
 
 

@@ -249,7 +249,7 @@ def test_bad_files_are_named(prepared: Path) -> None:
     for text in (
         "5 files",
         "n01440764_0.JPEG: the file is empty",
-        "n01440764_1.JPEG: neither a JPEG nor a PNG",
+        "n01440764_1.JPEG: not an image",
         "notes.txt: ",
         "link.JPEG: No such file",
         "fifo.JPEG: not a regular file",
