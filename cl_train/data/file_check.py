@@ -32,7 +32,9 @@ def check_files(source: ImageSource, max_bad_images: int) -> None:
         bad = {int(index): reason for index in checked if (reason := why_no_image(split.path(int(index))))}
         problems = []
         if len(bad) > max_bad_images:
-            problems.append(f"{len(bad)} of {len(checked)} files are no images, more than data.max_bad_images={max_bad_images}")
+            problems.append(
+                f"{len(bad)} of {len(checked)} files are no images, more than data.max_bad_images={max_bad_images}"
+            )
         if bad and len(checked) == count:
             left = np.delete(split.labels, list(bad))
             lost = [source.classes[label] for label in np.setdiff1d(split.labels, left)]

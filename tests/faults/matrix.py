@@ -79,16 +79,16 @@ class Fault:
 _ALL_STEPS = range(1, tiny.STEPS + 1)
 
 _FAULTS = (
-    Fault(kill_while_writing_checkpoint, (15,), (500,), slow=True),
+    Fault(kill_while_writing_checkpoint, (8,), (500,), slow=True),
     Fault(disk_full_while_writing_checkpoint, (20,), (300,)),
     Fault(truncated_checkpoint, (50,), (1000,)),
     Fault(bit_flip_in_checkpoint, (50,), (2000,)),
     Fault(malicious_checkpoint),
-    Fault(kill_training_run, (3,), (100,), slow=True),
-    Fault(stop_signal_in_training, (2,), (50,), slow=True),
+    Fault(kill_training_run, (1,), (100,), slow=True),
+    Fault(stop_signal_in_training, (1,), (50,), slow=True),
     Fault(kill_in_evaluation, (1,), (30,), slow=True),
     Fault(stop_signal_in_evaluation, (1,), (5,), slow=True),
-    Fault(resume_at_every_step, ((1, 6, 12), (0,)), (_ALL_STEPS, (0, 2)), slow=True),
+    Fault(resume_at_every_step, ((5,), (0,)), (_ALL_STEPS, (0, 2)), slow=True),
     Fault(resume_with_other_layout_or_precision, (False,), (True,), slow=True),
     Fault(disk_full_for_a_while, (1, 1.0), (5, 30.0), slow=True),
     Fault(disk_full_in_training_run, (False,), (True,), slow=True),
@@ -107,8 +107,8 @@ _FAULTS = (
     Fault(hostile_archives),
     Fault(damaged_shards, (40,), (1000,)),
     Fault(kill_while_unpacking_imagenet, (3,), (20,), slow=True),
-    Fault(kill_while_generating_sample, (2,), (30,), slow=True),
-    Fault(kill_while_resizing_images, (2,), (30,), slow=True),
+    Fault(kill_while_generating_sample, (1,), (30,), slow=True),
+    Fault(kill_while_resizing_images, (1,), (30,), slow=True),
     Fault(wrong_setting_values, (15,), (None,), slow=True),
     # Nobody can guess every misspelt word.
     Fault(misspelt_settings, None, (10,), enough=0.95),

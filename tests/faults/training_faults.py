@@ -18,8 +18,8 @@ from cl_train.system.checkpoint_file import load
 
 def nan_in_loss_or_gradient(bench: Bench, full: bool) -> Outcome:
     """NaN or Inf in the loss, in a gradient, in one rank only; policies stop, skip and rollback."""
-    plants = [("plants:bad_loss", "nan"), ("plants:bad_gradient", "inf")]
-    plants += [("plants:bad_loss", "inf"), ("plants:bad_gradient", "nan")] if full else []
+    plants = [("plants:bad_gradient", "nan")]
+    plants += [("plants:bad_loss", "nan"), ("plants:bad_gradient", "inf"), ("plants:bad_loss", "inf")] if full else []
     with Outcome("NaN or Inf planted in a loss or gradient", bench.seed) as outcome:
         for hook, value in plants:
             outcome.check(*stops_untouched(bench, hook, value))

@@ -1,6 +1,7 @@
 """A killed parent leaves no child."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -40,3 +41,22 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+RANK = """
+import os, sys
+os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+from cl_train.config.schema import ConfigError
+from cl_train.system.child_process import end_with_torchrun
+try:
+    end_with_torchrun()
+except ConfigError:
+    sys.exit(2)
+"""
+
+
+def test_a_rank_whose_torchrun_has_ended_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        assert subprocess.run([sys.executable, "-c", RANK, port]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", RANK, port]).returncode == 2

@@ -133,3 +133,19 @@ def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> No
 def test_only_one_at_a_time() -> None:
     with StopRequest(), pytest.raises(AssertionError), StopRequest():
         pass
+
+
+def test_exit_without_teardown_runs_exit_functions_and_flushes() -> None:
+    script = """
+import atexit
+from cl_train.system.signals import exit_without_teardown
+class Slow:
+    def __del__(self):
+        print("torn down")
+slow = Slow()
+atexit.register(print, "at exit")
+print("buffered", end=" ")
+exit_without_teardown(143)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (143, "buffered at exit\n")
