@@ -19,6 +19,7 @@ from cl_train.system.distributed import Dist, store_prefix
 
 BEAT_S = 0.5
 LISTEN_S = 3.0
+_LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")  # gloo's messages
 
 
 class RankFault(RuntimeError):
@@ -64,7 +65,7 @@ def beat(store: torch.distributed.Store, rank: int, stop: threading.Event) -> No
 
 def is_lost_connection(error: RuntimeError) -> bool:
     """Whether a collective failed, rather than this rank's own work; gloo raises plain RuntimeErrors."""
-    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    return isinstance(error, torch.distributed.DistError) or any(words in str(error) for words in _LOST)
 
 
 def find_silent_ranks(dist: Dist) -> str:

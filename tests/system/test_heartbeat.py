@@ -35,6 +35,7 @@ def test_only_errors_of_collectives_count_as_lost_connections() -> None:
     assert is_lost_connection(
         RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:545] Connection reset by peer")
     )
+    assert is_lost_connection(RuntimeError("Application timeout caused pair closure"))
     assert is_lost_connection(torch.distributed.DistNetworkError("x"))
     assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
