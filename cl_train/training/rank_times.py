@@ -13,9 +13,9 @@ from cl_train.system.distributed import Dist
 
 
 def sample_compute_times(model: nn.Module, log_every: int) -> None:
-    """Let DDP time one step in every window of `log_every` steps, besides the first ten."""
+    """Let DDP time the first ten steps and every `log_every`-th, after which the host waits for the device anyway."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model._set_ddp_runtime_logging_sample_rate(max(1, log_every // 2))
+        model._set_ddp_runtime_logging_sample_rate(log_every)
 
 
 def own_times(model: nn.Module, data_wait_ms: float, micro_steps: int, dist: Dist) -> torch.Tensor:
@@ -29,6 +29,8 @@ def own_times(model: nn.Module, data_wait_ms: float, micro_steps: int, dist: Dis
     """
     times = torch.zeros(2, dist.world_size, dtype=torch.float64)
     if isinstance(model, nn.parallel.DistributedDataParallel):
+        assert model.logger is not None
+        model.logger.set_runtime_stats_and_log()  # the host waits for the device; nothing if this step was not timed
         measured_ns = model._get_ddp_logging_data()
         compute_ns = measured_ns.get("forward_compute_time", 0) + measured_ns.get("backward_compute_time", 0)
         times[:, dist.rank] = torch.tensor([micro_steps * compute_ns / 1e6, data_wait_ms])

@@ -1,0 +1,111 @@
+"""Two torchrun agents, as on two nodes: killed, resumed, without a shared folder, and with a node lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.slurm import free_ports
+from tests.ranks import ENVIRONMENT, ROOT, TINY, launch
+
+pytestmark = pytest.mark.slow
+LIMIT_S = 240
+SETTINGS = (*TINY, "batch_size=16", "global_batch_size=32", "evaluate_every=-1", "rank_timeout_s=60")
+SLOW = ("model=tests.networks:slow_with_dropout", "epochs=8", "checkpoint.every_steps=4", "checkpoint.every_epochs=0")
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0, reason="needs root: unshare -m"
+)
+
+
+class Nodes:
+    """Two agents with one process each. The second one sees an empty run folder of its own if it is `private`."""
+
+    def __init__(self, folder: Path, *words: str, agent: str = "", private: bool = False) -> None:
+        folder.mkdir(exist_ok=True)
+        self.run, self.logs = folder / "run", [folder / f"node-{node}.log" for node in range(2)]
+        self.run.mkdir(exist_ok=True)
+        (port,) = free_ports(1)
+        agent = agent or f"--nnodes=2 --master-addr=127.0.0.1 --master-port={port} --node-rank={{node}}"
+        agent = agent.replace("{port}", str(port))
+        program = shlex.join(["train.py", *SETTINGS, f"hydra.run.dir={self.run}", *words])
+        self.agents = []
+        for node, log in enumerate(self.logs):
+            command = f"exec {sys.executable} -m torch.distributed.run {agent.format(node=node)} {program}"
+            if node == 1 and private:
+                mount = f"mount -t tmpfs tmpfs {shlex.quote(str(self.run))}"
+                command = f"exec unshare -m sh -c {shlex.quote(f'{mount} && {command}')}"
+            with log.open("ab") as output:
+                self.agents.append(
+                    subprocess.Popen(["sh", "-c", command], cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
+                )
+
+    def wait(self) -> list[int]:
+        return [agent.wait(LIMIT_S) for agent in self.agents]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < until and self.agents[0].poll() is None, self.log()
+            time.sleep(0.05)
+
+    def kill(self, *nodes: int) -> None:
+        """SIGKILL to the agents and, before they notice, to their training processes."""
+        for node in nodes:
+            agent = self.agents[node]
+            children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+            for pid in (agent.pid, *map(int, children)):
+                os.kill(pid, signal.SIGKILL)
+            agent.wait()
+
+    def losses(self) -> list[tuple[int, float]]:
+        path = self.run / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+
+    def log(self) -> str:
+        return "".join(log.read_text(errors="replace") for log in self.logs)
+
+
+@needs_namespaces
+def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder: Path, tmp_path: Path) -> None:
+    words = (f"data.root={image_folder}", *SLOW)
+    undisturbed = Nodes(tmp_path / "undisturbed", *words, private=True)
+    assert undisturbed.wait() == [0, 0], undisturbed.log()
+    killed = Nodes(tmp_path / "killed", *words, private=True)
+    killed.wait_for(lambda: any((killed.run / "checkpoints").glob("step-*.pt")))
+    killed.kill(0, 1)
+    assert len(killed.losses()) < 24, "killed before the end"
+    resumed = Nodes(tmp_path / "killed", *words, "resume=auto", private=True)
+    assert resumed.wait() == [0, 0], resumed.log()
+    assert "resumed from" in resumed.log()
+    assert resumed.losses() == undisturbed.losses() and len(resumed.losses()) == 24
+    assert {path.name for path in resumed.run.iterdir()} == {path.name for path in undisturbed.run.iterdir()}
+
+
+def test_a_lost_node_costs_its_share_of_the_speed_only(image_folder: Path, tmp_path: Path) -> None:
+    """One node remains: torchrun restarts its process, which takes two micro-steps instead of one."""
+    words = (f"data.root={image_folder}", "epochs=8", "checkpoint.every_steps=4", "checkpoint.every_epochs=0")
+    words = (*words, "model=tests.networks:slow_without_dropout", "rank_timeout_s=10")
+    elastic = "--nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint=127.0.0.1:{port} "
+    elastic += "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    nodes = Nodes(tmp_path / "elastic", *words, "resume=auto", agent=elastic)
+    nodes.wait_for(lambda: any((nodes.run / "checkpoints").glob("step-*.pt")))
+    worlds = {record["world_size"] for record in map(json.loads, (nodes.run / "metrics.jsonl").open())}
+    assert worlds == {2}, nodes.log()
+    nodes.kill(1)
+    assert nodes.agents[0].wait(LIMIT_S) == 0, nodes.log()
+    alone = tmp_path / "alone"
+    assert launch(1, "train.py", *SETTINGS, *words, f"hydra.run.dir={alone}").returncode == 0
+    expected = [json.loads(line)["loss"] for line in (alone / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads((nodes.run / "summary.json").read_text())["world_size"] == 1
+    assert [step for step, _ in nodes.losses()] == list(range(1, 25)), "every step once, in order"
+    assert [loss for _, loss in nodes.losses()] == pytest.approx(expected, abs=1e-5)
