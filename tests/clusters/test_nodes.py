@@ -96,7 +96,7 @@ def test_a_lost_node_costs_its_share_of_the_speed_only(image_folder: Path, tmp_p
     words = (f"data.root={image_folder}", "epochs=8", "checkpoint.every_steps=4", "checkpoint.every_epochs=0")
     words = (*words, "model=tests.networks:slow_without_dropout", "rank_timeout_s=10")
     elastic = "--nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=1 --rdzv-endpoint=127.0.0.1:{port} "
-    elastic += "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    elastic += "--rdzv-conf=last_call_timeout=5"
     nodes = Nodes(tmp_path / "elastic", *words, "resume=auto", agent=elastic)
     nodes.wait_for(lambda: any((nodes.run / "checkpoints").glob("step-*.pt")))
     worlds = {record["world_size"] for record in map(json.loads, (nodes.run / "metrics.jsonl").open())}
