@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,8 @@ class Nodes:
                 self.agents.append(
                     subprocess.Popen(["sh", "-c", command], cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
                 )
+            if node == 0:
+                wait_for_listener(port, self.agents[0])  # on one machine both agents could hold the store
 
     def wait(self) -> list[int]:
         return [agent.wait(LIMIT_S) for agent in self.agents]
@@ -73,6 +76,13 @@ class Nodes:
 
     def log(self) -> str:
         return "".join(log.read_text(errors="replace") for log in self.logs)
+
+
+def wait_for_listener(port: int, agent: subprocess.Popen[bytes]) -> None:
+    with socket.socket() as client:
+        while client.connect_ex(("127.0.0.1", port)) != 0:
+            assert agent.poll() is None
+            time.sleep(0.05)
 
 
 @needs_namespaces
