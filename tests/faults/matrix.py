@@ -86,7 +86,7 @@ _FAULTS = (
     Fault(malicious_checkpoint),
     Fault(kill_training_run, (1,), (100,), slow=True),
     Fault(stop_signal_in_training, (1,), (50,), slow=True),
-    Fault(kill_in_evaluation, (1,), (30,), slow=True),
+    Fault(kill_in_evaluation, (1,), (20,), slow=True),
     Fault(stop_signal_in_evaluation, (1,), (5,), slow=True),
     Fault(resume_at_every_step, ((5,), (0,)), (_ALL_STEPS, (0, 2)), slow=True),
     Fault(resume_with_other_layout_or_precision, (False,), (True,), slow=True),
@@ -115,7 +115,7 @@ _FAULTS = (
     Fault(odd_folders_and_environments, slow=True),
     Fault(shared_or_moved_run_folder, slow=True),
     Fault(long_run_stays_bounded, None, (10_000,)),
-    Fault(failing_sweep_jobs, None, (7,)),
+    Fault(failing_sweep_jobs, None, (3,)),
     Fault(kill_sweep_launcher, None, (10,)),
 )
 
