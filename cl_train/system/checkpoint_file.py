@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,7 +120,10 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def _check_digest(path: Path) -> None:
-    size = path.stat().st_size
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a FIFO would block
+        raise CheckpointError(f"{path}: not a regular file")
+    size = status.st_size
     with path.open("rb") as file:
         if size <= _TRAILER_BYTES:
             raise CheckpointError(f"{path}: truncated: {size} bytes")

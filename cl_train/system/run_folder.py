@@ -12,6 +12,7 @@ from pathlib import Path
 from cl_train.config.schema import ConfigError
 from cl_train.system.locks import LockHeld, lock_file
 
+_RECORDS = ("metrics.jsonl", "summary.json", "train.log", "events.out.tfevents.*", "checkpoints/*.pt")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
@@ -23,8 +24,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         overwrite: delete the records and checkpoints of an earlier run, except renamed (superseded) checkpoints.
 
     Raises:
-        ConfigError: the folder cannot be written to, another run is writing to it, or an earlier run's results are in
-            it and `resume` does not continue that run.
+        ConfigError: the folder cannot be written to, a record in it is not a regular file, another run is writing to
+            it, or an earlier run's results are in it and `resume` does not continue that run.
     """
     check_writable(folder)
     with ExitStack() as stack:
@@ -36,10 +37,13 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
             ) from None
         except OSError as error:
             raise ConfigError(f"{folder / '.lock'} cannot be locked: {error.strerror}; choose another folder") from None
+        records = [path for pattern in _RECORDS for path in folder.glob(pattern)]
+        odd = [path for path in records if path.exists() and not path.is_file()]
+        if odd:  # a FIFO would block the run, a folder would fail it at its end
+            raise ConfigError(f"{odd[0]} is not a regular file: move it away, or choose another hydra.run.dir=FOLDER")
         if overwrite:
-            for pattern in ("metrics.jsonl", "summary.json", "train.log", "events.out.tfevents.*", "checkpoints/*.pt"):
-                for path in folder.glob(pattern):
-                    path.unlink()
+            for path in records:
+                path.unlink()
         check_writable(folder / "checkpoints")
         metrics = folder / "metrics.jsonl"
         is_used = (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("*.pt"))

@@ -126,3 +126,9 @@ def test_malicious_checkpoints_are_refused_even_with_a_right_digest(
     with pytest.raises(CheckpointError, match=r"evil\.pt"):
         load(tmp_path / "evil.pt")
     assert not marker.exists()
+
+
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step-00000001.pt")
+    with pytest.raises(CheckpointError, match="regular"):
+        load(tmp_path / "step-00000001.pt")

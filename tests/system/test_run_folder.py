@@ -85,3 +85,11 @@ def test_names_stay_inside_the_folder(text: str, name: str) -> None:
 def test_long_names_are_cut_and_stay_distinct() -> None:
     first, second = safe_name("x" * 300 + "1"), safe_name("x" * 300 + "2")
     assert len(first) == len(second) == 100 and first != second
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "train.log", "checkpoints/step-00000001.pt"])
+def test_a_record_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=name), claimed_folder(tmp_path, resume="auto", overwrite=False):
+        pass
