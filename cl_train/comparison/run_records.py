@@ -56,12 +56,12 @@ def read_run(folder: Path) -> Run:
     Raises:
         ConfigError: not a run folder, a damaged file or a value of the wrong type, or no window was finished.
     """
+    if not (folder / "metrics.jsonl").is_file():  # nor a FIFO, which would block
+        raise ConfigError(f"{folder} is not a run folder: it has no file metrics.jsonl")
     try:
         windows, problems = _read_windows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
         config = _read_config(folder / "config.yaml")
         summary = _read_summary(folder / "summary.json")
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is not a run folder: it has no metrics.jsonl") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{folder} cannot be read as a run folder: {reason[:300]}") from None
