@@ -17,14 +17,14 @@ RETRY_S = 60.0
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, in UTF-8.
+    """Replace the content of `path` by `text`, in UTF-8; undecodable bytes of file names are kept.
 
     Raises:
         OSError: the disk is full or failing; it names `path`, which is unchanged. No temporary file remains.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
         os.replace(temporary, path)
     except OSError as error:
         raise with_file_name(error, path) from error

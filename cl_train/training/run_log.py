@@ -73,7 +73,7 @@ class _LogFile(logging.Handler):
         self._file = AppendFile(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._file.append((self.format(record) + "\n").encode())
+        self._file.append((self.format(record) + "\n").encode(errors="surrogateescape"))
 
     def close(self) -> None:
         with suppress(OSError):  # the console has shown the warning and every line
