@@ -16,6 +16,7 @@ from cl_train.commands import COMMANDS
 from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import stop_with, suggest
+from cl_train.system.child_process import end_with_torchrun
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -23,6 +24,7 @@ def main(words: Sequence[str] | None = None) -> int:
     _protect_console()
     name, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
     try:
+        end_with_torchrun()  # before the imports, which take seconds
         if name in ("-h", "--help"):
             print(usage())
             return 0

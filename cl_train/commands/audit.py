@@ -10,7 +10,6 @@ Exit codes: 0 done, 2 wrong usage or a model that does not run.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from contextlib import redirect_stdout
@@ -162,9 +161,6 @@ def _compiled_graphs(
     from cl_train.memory_format.model_call import explain_failure
 
     try:
-        graphs = compiled_graphs(
-            model, lambda compiled: _loss(settings, compiled, images, precision), settings.backward
-        )
+        return compiled_graphs(model, lambda compiled: _loss(settings, compiled, images, precision), settings.backward)
     except Exception as error:  # torch.compile cannot trace every model
         raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error
-    return [dataclasses.asdict(graph) for graph in graphs]

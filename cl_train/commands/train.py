@@ -33,7 +33,6 @@ from cl_train.config.command_line import (
 from cl_train.config.help import train_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load, stop_with
-from cl_train.system.child_process import end_with_torchrun
 from cl_train.system.launcher import adopt_srun, read_launch
 from cl_train.system.run_folder import claimed_folder, safe_name
 
@@ -67,8 +66,6 @@ def main(words: list[str]) -> int:
         with ExitStack() as claim:
             if runs:  # no runs for --cfg and tab completion, which must not import torch
                 launch = read_launch()
-                if launch is not None:
-                    end_with_torchrun()
                 from cl_train.training import loop
 
                 loop.check_runs(runs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import median
@@ -14,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import Call, LayoutReport
-from cl_train.memory_format.layout import CHANNELS_LAST, classify, model_memory_format, named_tensors
+from cl_train.memory_format.layout import CHANNELS_LAST, classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.model_call import call_model, explain_failure, mean_square, output_tensors
 from cl_train.memory_format.operator_recorder import OperatorRecorder
 from cl_train.step.precision import Precision, autocast
+from cl_train.system.timing import timed_s
 
 _TIMED_REPEATS = 3
 
@@ -56,9 +56,7 @@ def audit(
     images = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST]
     if not images:
         raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W]")
-    lazy = [name for name, tensor in named_tensors(model) if nn.parameter.is_lazy(tensor)]
-    if lazy:
-        raise ConfigError(f"{lazy[0]} is lazy and has no shape yet: run one batch through the model, then audit it")
+    refuse_lazy(model)
     device, described = images[0].device, describe(images[0])
 
     def step() -> None:
@@ -143,13 +141,4 @@ def _time_copies(calls: list[Call], device: torch.device) -> None:
 
 def _median_ms(work: Callable[[], object], device: torch.device) -> float:
     """Median of a few runs after one for warm-up. The host waits for the device before and after each."""
-    times = []
-    for _ in range(1 + _TIMED_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1000 * (time.perf_counter() - start))
-    return median(times[1:])
+    return 1000 * median([timed_s(work, device) for _ in range(1 + _TIMED_REPEATS)][1:])

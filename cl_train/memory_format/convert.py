@@ -12,7 +12,7 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
-from cl_train.memory_format.layout import CHANNELS_LAST, classify, named_tensors, to_memory_format
+from cl_train.memory_format.layout import CHANNELS_LAST, classify, named_tensors, refuse_lazy, to_memory_format
 from cl_train.memory_format.names import name_of
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -85,10 +85,8 @@ def convert(
         raise ConfigError(f"a model cannot be converted to {memory_format}; use channels_last or contiguous_format")
     report = ConversionReport(mode, memory_format)
     root = _unwrap(model, report)
+    refuse_lazy(root)
     tensors = dict(named_tensors(root))
-    lazy = [name for name, tensor in tensors.items() if nn.parameter.is_lazy(tensor)]
-    if lazy:
-        raise ConfigError(f"{lazy[0]} is lazy and has no shape yet: run one batch through the model, then convert it")
     selected = _selected(root, tensors, mode, select)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +11,13 @@ from torch import nn
 CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 
 
-@dataclass(frozen=True)
-class CompiledGraph:
-    """One graph of a compiled step. `direction`: forward, backward, or inference (without gradients)."""
-
-    graph: int
-    direction: str
-    nodes: int
-    convolutions: int
-    channels_last: bool
-
-
 def compiled_graphs(
     model: nn.Module, step: Callable[[nn.Module], torch.Tensor], backward: bool = True
-) -> list[CompiledGraph]:
+) -> list[dict[str, Any]]:
     """Trace `step(model)`, which returns a scalar, and ask inductor for its decision on each graph.
+
+    The rows have `graph`, `direction` (forward, backward, or inference without gradients), `nodes`, `convolutions` and
+    `channels_last`.
 
     The graphs run without code generation, so no compiler is needed. Inference has other rules than training.
     """
@@ -36,14 +27,15 @@ def compiled_graphs(
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
 
-    found: list[CompiledGraph] = []
+    found: list[dict[str, Any]] = []
 
     def compiler(direction: str) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
         def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
             nodes = list(graph.graph.nodes)
             convolutions = sum(str(node.target) in CONVOLUTIONS for node in nodes)
             chosen = bool(GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference"))
-            found.append(CompiledGraph(len(found), direction, len(nodes), convolutions, chosen))
+            row = {"graph": len(found), "direction": direction, "nodes": len(nodes), "convolutions": convolutions}
+            found.append(row | {"channels_last": chosen})
             return make_boxed_func(graph.forward)
 
         return compile_graph

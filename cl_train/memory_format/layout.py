@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from cl_train.config.schema import ConfigError
+
 Layout = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
@@ -97,6 +99,13 @@ def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def refuse_lazy(model: Any) -> None:
+    """Raises ConfigError if a tensor of the model has no shape yet."""
+    lazy = next((name for name, tensor in named_tensors(model) if nn.parameter.is_lazy(tensor)), None)
+    if lazy:
+        raise ConfigError(f"{lazy} is lazy and has no shape yet: run one batch through the model first")
 
 
 def layout_digest(model: nn.Module) -> str:

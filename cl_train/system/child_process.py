@@ -36,19 +36,19 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Call in a rank before it imports torch: it receives SIGTERM when torchrun's agent has ended.
+    """Call in a process that may be a rank of torchrun: it receives SIGTERM when torchrun's agent has ended.
 
     Raises:
         ConfigError: the agent ended before the call.
     """
-    end_with_parent(signal.SIGTERM)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not host or not port.isdecimal():
         return
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    end_with_parent(signal.SIGTERM)
     try:
-        socket.create_connection(address, timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise ConfigError(f"torchrun does not respond at {address[0]}:{address[1]}: {error}") from None
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"torchrun does not respond at {host}:{port}: {error}") from None
 
 
 def _watch(parent_pid: int | None, signum: int) -> None:

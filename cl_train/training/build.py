@@ -21,6 +21,7 @@ from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import size_schedule
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.known_issues import known_issues
+from cl_train.memory_format.layout import refuse_lazy
 from cl_train.models import registry as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, CudaRecorder, GraphedStep, HostRecorder, Recorder
 from cl_train.step.ema import EMA
@@ -79,9 +80,8 @@ def check_parameters(model: nn.Module) -> None:
     Raises:
         ConfigError: parameters or buffers without values, or sparse parameters.
     """
+    refuse_lazy(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-            raise ConfigError(f"{name} is lazy and has no shape yet: run one batch through the model first")
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device and has no values: build the model on the CPU")
         if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:

@@ -224,7 +224,7 @@ def kill_torchrun_agent(bench: Bench, kills: int) -> Outcome:
         for number in range(kills):
             signum = (signal.SIGKILL, signal.SIGUSR1)[number % 2]
             starting = number % 4 > 1
-            wait_s = rng.uniform(0, 4.0 if starting else 0.5)
+            wait_s = rng.uniform(0, 3.0 if starting else 0.5)
             outcome.check(*agent_killed(bench, reference, number, signum, starting, wait_s, outcome))
     return outcome
 
@@ -262,7 +262,7 @@ def agent_killed(
 ) -> list[str]:
     """Kill the agent `wait_s` after it has started its ranks, or after their first checkpoint."""
     run = bench.folder / f"torchrun-agent-{number}"
-    job = torchrun(bench, run, slow_ms=100)
+    job = torchrun(bench, run, slow_ms=0 if starting else 100)  # the plants of slow steps import torch first
     while len(ranks := job.ranks()) < 2:
         time.sleep(0.01)
     if not starting:

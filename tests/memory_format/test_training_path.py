@@ -109,8 +109,8 @@ def test_the_optimizer_state_of_master_weights_is_checked_for_every_parameter() 
 def decisions(model: nn.Module, backward: bool, size: int = 32) -> list[tuple[str, bool]]:
     x = torch.randn(2, 3, size, size)
     graphs = compiled_graphs(model, lambda compiled: compiled(x).square().mean(), backward)
-    assert [graph.graph for graph in graphs] == list(range(len(graphs)))
-    return [(graph.direction, graph.channels_last) for graph in graphs]
+    assert [graph["graph"] for graph in graphs] == list(range(len(graphs)))
+    return [(graph["direction"], graph["channels_last"]) for graph in graphs]
 
 
 @pytest.mark.slow
