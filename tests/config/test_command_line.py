@@ -60,7 +60,7 @@ WRONG = [
     (["optim=adam"], "did you mean adamw"),
     (["experiment=nothing"], "no such choice"),
     (["data=imagenet"], "needs data.root=FOLDER"),
-    (["data.image_size=256", "data.val_resize=224"], "is smaller than data.image_size"),
+    (["data.image_size=256", "data.val_resize=224"], "is smaller than"),
     (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
     (["schedule.warmup_epochs=9", "epochs=5"], "is longer than epochs=5"),
     (["conversion=select"], "select=[NAMES]"),
