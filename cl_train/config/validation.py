@@ -396,7 +396,8 @@ def to_yaml(cfg: object) -> str:
 
 def stop_with(error: ConfigError) -> typing.NoReturn:
     """Print the problems, one line each, and exit with code 2. Of several ranks only rank 0 prints."""
-    if "LOCAL_WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
+    is_other_rank = "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
+    if not is_other_rank:
         print(f"configuration error{'s' if len(error.problems) > 1 else ''}:", file=sys.stderr)
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)

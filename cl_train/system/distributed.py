@@ -62,6 +62,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
     Raises:
         ConfigError: see `read_launch` and `choose_device`.
+        ConnectionError: the other ranks do not respond.
     """
     adopt_srun()
     launch = read_launch()
@@ -75,7 +76,14 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    except torch.distributed.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ConnectionError(
+            f"rank {launch.rank} did not meet the other {launch.world_size - 1} ranks at {address} within "
+            f"{timeout_s:g} s: start all ranks, and check MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
+        ) from error
     store = torch.distributed.PrefixStore(store_prefix("attempt"), store)
     torch.distributed.init_process_group(
         # gloo on CUDA too: the hosts exchange flags without waiting for a device

@@ -1,4 +1,4 @@
-"""Signals that a run handles: SIGTERM and SIGINT make it save and stop, SIGUSR1 makes it save and continue.
+"""Signals that a run handles: SIGTERM, SIGINT and SIGHUP make it save and stop, SIGUSR1 makes it save and continue.
 
 Signals only set flags, which the loop reads between two optimizer steps, where the state is consistent.
 
@@ -18,7 +18,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
 SAVE_SIGNAL = signal.SIGUSR1
 
 # Slurm signals torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within milliseconds are one.
@@ -87,7 +87,8 @@ class StopRequest:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         for signum in (*STOP_SIGNALS, SAVE_SIGNAL):
-            self._previous[signum] = signal.signal(signum, _ignore)
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # ignored under nohup
+                self._previous[signum] = signal.signal(signum, _ignore)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()

@@ -83,7 +83,7 @@ class _LogFile(logging.Handler):
 
 def describe_failure(error: BaseException | None) -> str | None:
     """One line for an anticipated error; None for a bug, which needs a traceback."""
-    if isinstance(error, TrainingFault | CheckpointError | BadImageError | WorkerError | RankFault):
+    if isinstance(error, TrainingFault | CheckpointError | BadImageError | WorkerError | RankFault | ConnectionError):
         return str(error)
     if isinstance(error, OSError):
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the file and its folder"

@@ -43,7 +43,7 @@ def until(condition: Callable[[], bool], seconds: float = 2.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_one_signal_stops_politely(signum: int, code: int) -> None:
     process = start()
     process.send_signal(signum)
@@ -60,7 +60,7 @@ def test_sigusr1_asks_for_a_save_once_and_the_run_goes_on() -> None:
     assert process.communicate(timeout=10)[0] == "stopping\n"
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_second_signal_leaves_at_once(signum: int, code: int) -> None:
     process = start(linger=30)
     process.send_signal(signum)
@@ -149,3 +149,12 @@ exit_without_teardown(143)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (143, "buffered at exit\n")
+
+
+def test_a_closed_terminal_is_ignored_under_nohup() -> None:
+    process = start(script="import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + POLITE)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=10)[0] == "stopping\n" and process.returncode == 143
