@@ -22,9 +22,6 @@ from typing import Any
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, suggest
 
-ROOT = "folder that holds train/<class>/* and val/<class>/*"
-WORKERS = "processes; null = as many as cores"
-
 
 @dataclass
 class TarsSettings:
@@ -37,21 +34,23 @@ class TarsSettings:
 
 
 @dataclass
-class VerifySettings:
+class _FolderSettings:
+    root: str = setting("", "folder that holds train/<class>/* and val/<class>/*", key="data.root", required=True)
+    workers: int | None = setting(None, "processes; null = as many as cores", minimum=1, key="data.workers")
+
+
+@dataclass
+class VerifySettings(_FolderSettings):
     """Count classes and images, and find files that are not images."""
 
-    root: str = setting("", ROOT, key="data.root", required=True)
-    workers: int | None = setting(None, WORKERS, minimum=1, key="data.workers")
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
     expect: str = setting("imagenet", "expected numbers of classes and images", choices=("imagenet", "any"))
 
 
 @dataclass
-class ResizeSettings:
+class ResizeSettings(_FolderSettings):
     """Copy a folder with smaller images, which load faster."""
 
-    root: str = setting("", ROOT, key="data.root", required=True)
-    workers: int | None = setting(None, WORKERS, minimum=1, key="data.workers")
     out: str = setting("", "folder for the copies", required=True)
     max_side: int | None = setting(None, "longest side of a copy, pixels; 400 without short_side", minimum=8)
     short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
@@ -59,77 +58,68 @@ class ResizeSettings:
 
 
 @dataclass
-class ShardsSettings:
+class ShardsSettings(_FolderSettings):
     """Copy a folder into tar shards for data=shards and WebDataset."""
 
-    root: str = setting("", ROOT, key="data.root", required=True)
-    workers: int | None = setting(None, WORKERS, minimum=1, key="data.workers")
     out: str = setting("", "folder for the shards", required=True)
     images_per_shard: int = setting(1000, "images in each shard", minimum=1)
     seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
 
 
 @dataclass
-class ParquetSettings:
+class ParquetSettings(_FolderSettings):
     """Copy the Hugging Face parquet files of ImageNet into a folder or tar shards."""
 
     root: str = setting("", "folder with train-*.parquet and validation-*.parquet", key="data.root", required=True)
-    workers: int | None = setting(None, WORKERS, minimum=1, key="data.workers")
     out: str = setting("", "folder to write to", required=True)
     to: str = setting("folder", "what to write", choices=("folder", "shards"))
 
 
-def tars(settings: TarsSettings) -> int:
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def tars(s: TarsSettings) -> int:
     from cl_train.imagenet.archives import unpack
 
-    sources = (Path(path).expanduser() if path else None for path in (settings.train, settings.val, settings.devkit))
-    for split, images in unpack(Path(settings.out).expanduser(), *sources).items():
-        print(f"{settings.out}/{split}: {images:,} images")
+    sources = (_path(path) if path else None for path in (s.train, s.val, s.devkit))
+    for split, images in unpack(_path(s.out), *sources).items():
+        print(f"{s.out}/{split}: {images:,} images")
     return 0
 
 
-def verify(settings: VerifySettings) -> int:
+def verify(s: VerifySettings) -> int:
     from cl_train.imagenet.verify import verify as check
 
-    official = settings.expect == "imagenet"
-    report = check(
-        Path(settings.root).expanduser(), deep=settings.deep, official_counts=official, workers=settings.workers
-    )
+    report = check(_path(s.root), deep=s.deep, official_counts=s.expect == "imagenet", workers=s.workers)
     print(report)
     return 1 if report.problems else 0
 
 
-def resize(settings: ResizeSettings) -> int:
+def resize(s: ResizeSettings) -> int:
     from cl_train.imagenet.resize import resize_folder
 
-    sizes = settings.max_side, settings.short_side, settings.quality
-    root, out = Path(settings.root).expanduser(), Path(settings.out).expanduser()
-    print(resize_folder(root, out, *sizes, workers=settings.workers))
+    print(resize_folder(_path(s.root), _path(s.out), s.max_side, s.short_side, s.quality, workers=s.workers))
     return 0
 
 
-def shards(settings: ShardsSettings) -> int:
+def shards(s: ShardsSettings) -> int:
     from cl_train.imagenet.shards import write_shards
 
     images, bad = write_shards(
-        Path(settings.root).expanduser(),
-        Path(settings.out).expanduser(),
-        images_per_shard=settings.images_per_shard,
-        seed=settings.seed,
-        workers=settings.workers,
+        _path(s.root), _path(s.out), images_per_shard=s.images_per_shard, seed=s.seed, workers=s.workers
     )
-    print(f"{settings.out}: {sum(images.values()):,} images in {len(images):,} shards")
+    print(f"{s.out}: {sum(images.values()):,} images in {len(images):,} shards")
     for line in bad:
         print(f"left out: {line}")
     return 1 if bad else 0
 
 
-def parquet(settings: ParquetSettings) -> int:
+def parquet(s: ParquetSettings) -> int:
     from cl_train.imagenet.parquet import unpack_parquet
 
-    root, out = Path(settings.root).expanduser(), Path(settings.out).expanduser()
-    for split, images in unpack_parquet(root, out, to=settings.to, workers=settings.workers).items():
-        print(f"{out}: {images:,} {split} images")
+    for split, images in unpack_parquet(_path(s.root), _path(s.out), to=s.to, workers=s.workers).items():
+        print(f"{s.out}: {images:,} {split} images")
     return 0
 
 

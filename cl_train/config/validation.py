@@ -323,19 +323,6 @@ def load(values: Mapping[str, Any] | DictConfig) -> Config:
     return cfg
 
 
-RENAMED = {
-    "batch": "batch_size=",
-    "by": "compare_by=",
-    "folder": "out=",
-    "memory_format": "channels_last=",
-    "models": "model=",
-    "no_speed": "speed=false",
-    "parity": "parity=true model=",
-    "seconds": "time_limit_s=",
-    "timeout": "model_time_limit_s=",
-}
-
-
 def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     """The key=value arguments of a command line as a dataclass; lists are written a,b,c.
 
@@ -348,15 +335,8 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     for word in arguments:
         key, equals, text = word.partition("=")
         name = key.lstrip("-").replace("-", "_")
-        new_name = f"{name}=" if name in known else RENAMED.get(name, "")
-        if not {part.rstrip("=") for part in re.findall(r"\w+=", new_name)} <= known.keys():
-            new_name = ""
-        if not equals or name != key or (key not in known and new_name):
-            problems.append(f"{word}: write {new_name or f'key=value{suggest_key(name, known)}'}")
-        elif word == "channels_last=auto" and key in known:
-            problems.append(f"{word}: only train measures which layout is faster; write true or false")
-        elif key == "json" and key in known and text not in ("true", "false"):
-            problems.append(f"{word}: must be true or false; the file is given as out={text}")
+        if not equals or name != key:
+            problems.append(f"{word}: write {f'{name}=' if name in known else f'key=value{suggest_key(name, known)}'}")
         elif key in known and known[key].is_list and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:

@@ -1,4 +1,10 @@
 """Images: from a folder of JPEGs to normalised batches on the device.
 
-Read `build.py` first (which data set), then `loader.py` (how a batch is made). May import system and config.
+Read `build.py` first: it chooses the source of the images, then the loader. A new source of images is one module with
+`read_<name>(root) -> ImageSource` (the interface is in `source.py`; `folder.py` and `shards.py` implement it) and one
+branch in `build.py`. Nothing else in this package is meant to be extended.
+
+An image passes through `folder.py` or `shards.py` (its bytes), `decode.py` (pixels), `image_reader.py` (crop, resize,
+flip), `loader.py` with `workers.py` and `slots.py` (batches in shared memory), and `device.py`. `user_dataset.py`
+replaces the first three with a Dataset of the user. May import system and config.
 """

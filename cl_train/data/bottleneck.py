@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from cl_train.data.images import WorkerTimes
+from cl_train.data.image_reader import WorkerTimes
 
 WORTH_SAYING_PCT = 10.0
 _STORAGE_SHARE = 0.4  # of the workers' busy time

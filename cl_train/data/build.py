@@ -10,20 +10,20 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.augment import image_augment, label_mix
 from cl_train.data.bad_images import BadImages
 from cl_train.data.crops import CropRange
-from cl_train.data.dataset import dataset_loader, load_datasets
 from cl_train.data.decode import formats_of
 from cl_train.data.file_check import check_files
 from cl_train.data.folder import FolderLayout, read_folder
-from cl_train.data.image_data import Data, ImageData, SyntheticData
 from cl_train.data.image_loader import default_workers
+from cl_train.data.image_reader import ImageReader, ImageSettings
 from cl_train.data.imagenette import ensure_imagenette
-from cl_train.data.images import ImageReader, ImageSettings
 from cl_train.data.loader import HostLoader, Loader, LoaderSettings
 from cl_train.data.order import permutation, shard_permutation
 from cl_train.data.sample import ensure_sample
 from cl_train.data.shards import read_shards
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.source import ImageSource, Indices
+from cl_train.data.splits import Data, ImageData, SyntheticData
+from cl_train.data.user_dataset import dataset_loader, load_datasets
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 

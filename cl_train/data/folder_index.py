@@ -1,20 +1,17 @@
-"""The list of a large folder's images, cached in the user's cache folder: listing a million files can take minutes."""
+"""The list of a large folder's images, stored with the modification time of each folder; valid while none changes."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import time
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cl_train.data import index_cache
 from cl_train.data.source import Indices
-from cl_train.system.files import cache_folder
 
 _SETTLED_NS = 2_000_000_000
 PackedSplit = tuple[bytes, Indices, Indices]  # names, one after the other; starts; labels
@@ -30,12 +27,10 @@ class FolderIndex:
 
 def index_path(root: Path, options: str) -> Path:
     """The path of the cached list of `root` for these `options`."""
-    key = os.fsencode(root.resolve()) + options.encode()
-    return cache_folder() / f"folder-{hashlib.sha256(key).hexdigest()[:16]}.npz"
+    return index_cache.cache_path("folder", os.fsencode(root.resolve()) + options.encode())
 
 
 def save(path: Path, index: FolderIndex, roots: list[Path]) -> None:
-    """Store the list with the modification time of every folder. Does nothing if the cache cannot be written."""
     folders = [os.fsencode(root) for root in roots]
     for root in roots:
         for name in index.classes:  # each class folder may be a link, which os.walk would not follow
@@ -45,32 +40,28 @@ def save(path: Path, index: FolderIndex, roots: list[Path]) -> None:
         return
     texts = {"folders": folders, "classes": map(os.fsencode, index.classes), "notes": map(os.fsencode, index.notes)}
     arrays: dict[str, Any] = {key: np.frombuffer(b"\0".join(names), np.uint8) for key, names in texts.items()}
-    arrays["times"] = times
     for key, (names, starts, labels) in (("train", index.train), ("val", index.val)):
         arrays |= {f"{key}_names": np.frombuffer(names, np.uint8), f"{key}_starts": starts, f"{key}_labels": labels}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.npz")
-        np.savez(temporary, allow_pickle=False, **arrays)
-        temporary.replace(path)
+    index_cache.save(path, arrays | {"times": times})
 
 
 def load(path: Path) -> FolderIndex | None:
     """The stored list; None if there is none, or if a folder was changed, added or removed since."""
+    stored = index_cache.load(path)
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            folders, classes, notes = (
-                [name for name in stored[key].tobytes().split(b"\0") if name] for key in ("folders", "classes", "notes")
-            )
-            if not np.array_equal(_modified_ns(folders), stored["times"]):
-                return None
-            train, val = (
-                (stored[f"{key}_names"].tobytes(), stored[f"{key}_starts"], stored[f"{key}_labels"])
-                for key in ("train", "val")
-            )
-            return FolderIndex(tuple(map(os.fsdecode, classes)), tuple(map(os.fsdecode, notes)), train, val)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        if stored is None or not np.array_equal(_modified_ns(_names(stored["folders"])), stored["times"]):
+            return None
+    except OSError:
         return None
+    classes, notes = (tuple(map(os.fsdecode, _names(stored[key]))) for key in ("classes", "notes"))
+    train, val = (
+        (stored[f"{key}_names"].tobytes(), stored[f"{key}_starts"], stored[f"{key}_labels"]) for key in ("train", "val")
+    )
+    return FolderIndex(classes, notes, train, val)
+
+
+def _names(stored: np.ndarray[Any, Any]) -> list[bytes]:
+    return [name for name in stored.tobytes().split(b"\0") if name]
 
 
 def _modified_ns(folders: list[bytes]) -> Indices:

@@ -13,7 +13,7 @@ from cl_train.data.batch import DeviceFormat
 from cl_train.data.decode import formats_of
 from cl_train.data.device import Normalise, to_device
 from cl_train.data.folder import EXTENSIONS, FolderLayout, read_folder
-from cl_train.data.images import ImageReader, ImageSettings
+from cl_train.data.image_reader import ImageReader, ImageSettings
 from cl_train.data.loader import HostLoader, LoaderSettings
 from cl_train.data.order import permutation
 from cl_train.data.size_schedule import SizeSchedule

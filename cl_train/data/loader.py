@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.bad_images import BadImageError, BadImages
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
-from cl_train.data.images import WorkerTimes
+from cl_train.data.image_reader import WorkerTimes
 from cl_train.data.order import rank_share
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.slots import Slots, slot_bytes
@@ -69,8 +69,7 @@ class LoaderSettings:
     world_size: int = 1
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     """Rows `first_row`, `first_row + 1`, ... of a slot, to be filled with `indices`."""
 
     stream: int
@@ -98,32 +97,34 @@ class _Filler:
     def __call__(self, task: _Task) -> _Done:
         done = _Done()
         self._reader.times = done.times
+        worker = get_worker_info()
+        progress = self._slots.progress[worker.id if worker else 0]
+        images = self._slots.images(task.slot, task.image_size)
+        targets = self._slots.targets[task.slot].numpy()  # writing a number into a tensor takes ten times as long
         try:
             for row, index in enumerate(task.indices, task.first_row):
                 if self._slots.stream[0] != task.stream:  # the iteration was abandoned
                     break
-                if not self._fill(task, row, index, done):
+                label = self._read(images[row], index, task.epoch, progress, done)
+                if label is None:
                     done.empty_rows.append(row)
+                else:
+                    targets[row] = label
         except Exception as error:  # a bug, or lack of memory: raised again in the parent
             done.error = f"{type(error).__name__}: {error}"
         return done
 
-    def _fill(self, task: _Task, row: int, index: int, done: _Done) -> bool:
-        worker = get_worker_info()
-        progress = self._slots.progress[worker.id if worker else 0]
+    def _read(self, row: Tensor, index: int, epoch: int, progress: Indices, done: _Done) -> int | None:
+        """Write sample `index`, or the first of the following ones that can be read, into `row`; return its label."""
         for used in range(index, index + self._attempts):
             used %= len(self._reader)
             progress[1] = used
             progress[0] += 1
             try:
-                image = self._slots.images(task.slot, task.image_size)[row]
-                label = self._reader.read(image, used, task.epoch, random_index=index)
+                return self._reader.read(row, used, epoch, random_index=index)
             except BadImage as bad:
                 done.bad.append((self._reader.name(used), str(bad)))
-            else:
-                self._slots.targets[task.slot][row] = label
-                return True
-        return False
+        return None
 
 
 @dataclass(frozen=True)
@@ -229,10 +230,11 @@ class HostLoader:
             self._slots = Slots(self._slot_count, s.sizes, self.reader.dtype, s.workers)
             self._free = deque(range(self._slot_count))
         if self._workers is None:
+            tasks = self._slot_count * -(-s.sizes.batch_size // self._rows_per_task(s.sizes.batch_size))
             self._workers = Workers(
                 _Filler(self.reader, self._slots, _SUBSTITUTES if self._order else 1),
                 count=s.workers,
-                queued=max(2, s.prefetch),
+                queued=max(2, -(-tasks // max(1, s.workers))),  # all: a long task of one worker stops no other one
                 progress=self._slots.progress,
                 timeout_s=s.worker_timeout_s,
                 name_of=self.reader.name,
@@ -250,9 +252,12 @@ class HostLoader:
         self._free += [batch.slot for batch in self._submitted]
         self._submitted.clear()
 
+    def _rows_per_task(self, batch_size: int) -> int:
+        return max(_LEAST_ROWS, -(-batch_size // max(1, self._settings.workers)))
+
     def _submit(self, workers: Workers[_Task, _Done], stream: int, epoch: int, number: int, indices: Indices) -> None:
         slot, size, image_size = self._free.popleft(), len(indices), self._settings.sizes.image_size_at(epoch)
-        rows = max(_LEAST_ROWS, -(-size // max(1, self._settings.workers)))
+        rows = self._rows_per_task(size)
         firsts = range(0, size, rows)
         for first in firsts:
             part = tuple(indices[first : first + rows].tolist())

@@ -7,6 +7,7 @@ no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,23 @@ def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: 
 def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     """The random numbers of image `index` in `epoch`."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, index, 0, _SAMPLE]))
+
+
+class SampleGenerator:
+    """`sample_generator` for many images: to change the key and the counter takes a fifth of the time of creating a
+    generator. The result is valid until the next call."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(0)
+        self._state: Any = self._philox.state  # of a generator that has no numbers in its buffers
+        self._generator = np.random.Generator(self._philox)
+
+    def of_sample(self, seed: int, epoch: int, index: int) -> np.random.Generator:
+        numbers = self._state["state"]
+        numbers["key"][:] = seed, epoch
+        numbers["counter"][:] = 0, index, 0, _SAMPLE
+        self._philox.state = self._state
+        return self._generator
 
 
 def batch_generator(seed: int, epoch: int, batch: int) -> np.random.Generator:

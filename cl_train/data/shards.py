@@ -16,9 +16,7 @@ import hashlib
 import json
 import os
 import re
-import zipfile
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from cl_train.config.schema import ConfigError
+from cl_train.data import index_cache
 from cl_train.data.decode import BadImage
 from cl_train.data.source import ImageSource, Indices, listed
 from cl_train.data.tar import open_tar, read_member, regular_files
-from cl_train.system.files import cache_folder
 from cl_train.system.process_pool import map_in_processes
 
 MANIFEST = "shards.json"
@@ -108,7 +106,7 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     status = [f"{path}\0{os.stat(path).st_size}\0{os.stat(path).st_mtime_ns}" for path in paths]
     status.append(manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else "")
     digest = hashlib.sha256("\0".join(status).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    cache = cache_folder() / f"shards-{hashlib.sha256(os.fsencode(paths[0])).hexdigest()[:16]}.npz"
+    cache = index_cache.cache_path("shards", os.fsencode(paths[0]))
     stored = _load(cache, digest, shards)
     if stored is None:
         stored = _index(shards, manifest if manifest.is_file() else None, workers)
@@ -125,30 +123,21 @@ def _save(cache: Path, digest: str, classes: tuple[str, ...], train: ShardSplit,
     for name, split in (("train", train), ("val", val)):
         arrays |= {f"{name}_{field}": getattr(split, field) for field in _ARRAYS}
         arrays[f"{name}_names"] = np.frombuffer(split.names, np.uint8)
-    with suppress(OSError):  # without a cache the shards are indexed at every start
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache.with_suffix(f".{os.getpid()}.npz")
-        np.savez(temporary, allow_pickle=False, **arrays)
-        temporary.replace(cache)
+    index_cache.save(cache, arrays)
 
 
 def _load(cache: Path, digest: str, shards: dict[str, list[str]]) -> _Index | None:
     """The stored index; None if there is none, or if it belongs to other shards."""
-    try:
-        with open(cache, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            if str(stored["digest"]) != digest:
-                return None
-            train, val = (
-                ShardSplit(
-                    tuple(shards[name]),
-                    stored[f"{name}_names"].tobytes(),
-                    *(stored[f"{name}_{key}"] for key in _ARRAYS),
-                )
-                for name in ("train", "val")
-            )
-            return tuple(stored["classes"].tolist()), train, val
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+    stored = index_cache.load(cache)
+    if stored is None or str(stored["digest"]) != digest:
         return None
+    train, val = (
+        ShardSplit(
+            tuple(shards[name]), stored[f"{name}_names"].tobytes(), *(stored[f"{name}_{key}"] for key in _ARRAYS)
+        )
+        for name in ("train", "val")
+    )
+    return tuple(stored["classes"].tolist()), train, val
 
 
 # --- which files ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import simplejpeg
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS
-from cl_train.data.images import resized
+from cl_train.data.image_reader import resized
 from cl_train.imagenet.output_folder import output_folder
 from cl_train.system.process_pool import map_in_processes
 

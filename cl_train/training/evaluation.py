@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cl_train.data.batch import Batch, DeviceFormat
-from cl_train.data.image_data import Data
+from cl_train.data.splits import Data
 from cl_train.step.precision import Precision
 from cl_train.step.train_step import sum_over_images
 from cl_train.system.distributed import Dist, broadcast_buffers, max_over_ranks, sum_over_ranks

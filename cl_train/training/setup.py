@@ -25,7 +25,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import to_mapping, to_yaml
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data, size_schedule
-from cl_train.data.image_data import Data
+from cl_train.data.splits import Data
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
 from cl_train.step.train_step import StepResult

@@ -13,7 +13,7 @@ from PIL import Image
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.image_data import ImageData
+from cl_train.data.splits import ImageData
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 
 from cl_train.data.bottleneck import bottleneck_advice
-from cl_train.data.images import WorkerTimes
+from cl_train.data.image_reader import WorkerTimes
 
 
 @pytest.mark.parametrize(

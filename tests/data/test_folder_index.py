@@ -7,6 +7,7 @@ import pytest
 
 from cl_train.data import folder, folder_index
 from cl_train.data.folder import FolderLayout, read_folder
+from cl_train.system.files import cache_folder
 from tests.data.image_folders import write_folder
 
 
@@ -17,7 +18,7 @@ def age(*roots):
 
 
 def stored():
-    return list(folder_index.cache_folder().glob("*.npz"))
+    return list(cache_folder().glob("*.npz"))
 
 
 @pytest.fixture

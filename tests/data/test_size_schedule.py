@@ -12,8 +12,8 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import load
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.image_data import Data
 from cl_train.data.size_schedule import SizeSchedule, image_size_at
+from cl_train.data.splits import Data
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from cl_train.data.images import ImageReader
+from cl_train.data.image_reader import ImageReader
 from cl_train.data.workers import WorkerError
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
 

@@ -9,7 +9,7 @@ from torchvision import transforms
 from cl_train.config.schema import AugmentConfig
 from cl_train.data import crops
 from cl_train.data.folder import read_folder
-from cl_train.data.images import ImageReader, ImageSettings
+from cl_train.data.image_reader import ImageReader, ImageSettings
 from cl_train.data.order import sample_generator
 from tests.data.image_folders import encoded, folder_data, noise, train_batches, write_folder
 

@@ -24,7 +24,7 @@ from cl_train.data.bad_images import BadImages
 from cl_train.data.collate import channels_last_collate
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
-from cl_train.data.images import ImageSettings, ImageTransform, WorkerTimes
+from cl_train.data.image_reader import ImageSettings, ImageTransform, WorkerTimes
 from cl_train.data.loader import HostLoader, Loader, LoaderSettings
 from cl_train.data.order import permutation, sample_generator
 from cl_train.data.source import Indices

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cl_train.data import crops
 from cl_train.data.decode import Encoded, Pixels
-from cl_train.data.order import sample_generator
+from cl_train.data.order import SampleGenerator
 from cl_train.data.source import Split
 
 _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer that is kept
@@ -58,11 +58,12 @@ class ImageTransform:
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
         self._unflipped = torch.empty(0)
+        self._generator = SampleGenerator()
 
     def train(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """Random resized crop, flip and augmentation, with the random numbers of sample `random_index` in `epoch`."""
         s = self._settings
-        generator = sample_generator(s.seed, epoch, random_index)
+        generator = self._generator.of_sample(s.seed, epoch, random_index)
         uniform = generator.random(crops.RANDOM_NUMBERS).tolist()
         box = crops.random_resized_crop(pixels.shape[0], pixels.shape[1], s.crop, uniform[1:])
         flip = uniform[0] < s.flip
@@ -123,10 +124,9 @@ def resized(
     pixels: Pixels, box: crops.Box | None, size: Sequence[int], out: Tensor | None = None, *, bicubic: bool = False
 ) -> Tensor:
     """`box` of `pixels` (uint8 [H, W, 3]; None: all) at `size`, with antialiasing: uint8 [1, 3, h, w]."""
-    crop = torch.from_numpy(pixels)
-    if box is not None:
-        crop = crop[box.top : box.top + box.height, box.left : box.left + box.width]
-    image = crop.permute(2, 0, 1).unsqueeze(0)
+    if box is not None:  # sliced in NumPy, which takes a tenth of the time of slicing a tensor
+        pixels = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+    image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
     resize = torch.ops.aten._upsample_bicubic2d_aa if bicubic else torch.ops.aten._upsample_bilinear2d_aa
     if out is None:
         return resize(image, size, False, None, None)

@@ -13,7 +13,7 @@ from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.decode import Pixels
 from cl_train.data.device import MixBatch, MixLabels, Normalise, to_device
-from cl_train.data.images import WorkerTimes
+from cl_train.data.image_reader import WorkerTimes
 from cl_train.data.loader import HostLoader, Loader, LoaderSettings
 from cl_train.data.size_schedule import SizeSchedule
 
