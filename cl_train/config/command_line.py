@@ -69,7 +69,7 @@ class Words:
 
     overrides: list[str] = field(default_factory=list)
     multirun: bool = False
-    for_hydra: bool = False  # --cfg and -sc, which print and do not run
+    for_hydra: bool = False  # --cfg, which prints and does not run
 
     @classmethod
     def read(cls, words: Iterable[str]) -> Words:
@@ -81,18 +81,18 @@ class Words:
                 found.overrides.append(word)
             elif word in ("-m", "--multirun"):
                 found.multirun = True
-            elif option in ("-c", "--cfg", "-sc", "--shell-completion"):
+            elif option in ("-c", "--cfg"):
                 found.for_hydra = True
                 value = value if equals else next(rest, "")
-                if not value or (option in ("-c", "--cfg") and value not in ("job", "hydra", "all")):
-                    raise ConfigError(f"{option} {value}: the options are --cfg job and -sc install=bash")
+                if value not in ("job", "hydra", "all"):
+                    raise ConfigError(f"{option} {value}: write --cfg job")
             else:
                 key = option.lstrip("-").replace("-", "_")
                 known = typed_keys()
                 hint = f"; settings have no dashes: {key}=..." if key in known else suggest_key(key, known)
-                raise ConfigError(f"no option {option}{hint} (there are -m, --help, --cfg job and -sc install=bash)")
+                raise ConfigError(f"no option {option}{hint} (there are -m, --help and --cfg job)")
         if found.multirun and found.for_hydra:
-            raise ConfigError("-m cannot be combined with --cfg or -sc")
+            raise ConfigError("-m cannot be combined with --cfg")
         return found
 
 
@@ -101,7 +101,7 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
 
     Returns:
         The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the
-        arguments ask for something else than a run (--cfg, -sc).
+        arguments ask for something else than a run (--cfg).
 
     Raises:
         ConfigError: every problem found.

@@ -181,11 +181,6 @@ def test_cfg_job_prints_the_settings() -> None:
     assert done.returncode == 0 and "epochs: 7" in done.stdout
 
 
-def test_tab_completion_answers() -> None:
-    done = run_program("-sc", "query=bash", COMP_LINE="python train.py optim=", COMP_POINT="21")
-    assert done.returncode == 0 and "optim=adamw" in done.stdout
-
-
 @pytest.mark.slow
 def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "images" / "train").mkdir(parents=True)
