@@ -337,6 +337,8 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
         name = key.lstrip("-").replace("-", "_")
         if not equals or name != key:
             problems.append(f"{word}: write {f'{name}=' if name in known else f'key=value{suggest_key(name, known)}'}")
+        elif word == "channels_last=auto" and key in known:
+            problems.append(f"{word}: only train measures which layout is faster; write true or false")
         elif key in known and known[key].is_list and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
