@@ -1,13 +1,8 @@
-"""The measurements of a GPU report, their order, and which ones fit into the time limit. No device is needed.
-
-The runner and `simulate` use the same two functions, `group_limit_s` and `has_time_for`.
-"""
+"""The measurements of a GPU report, their order, and which ones fit into the time limit. No device is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 MARGIN_S = 5.0  # between the end of a group and the end of the report
 START_S = 15.0  # imports, CUDA context, first kernels
@@ -121,47 +116,3 @@ def group_limit_s(group: Group, left_s: float) -> float | None:
 def has_time_for(variant: Variant, left_s: float, ready: int) -> bool:
     """Whether to prepare one more variant, with `ready` of them prepared that still need their alternating blocks."""
     return left_s - MARGIN_S >= cost_s(variant, compiled_before=ready > 0) + BLOCKS_S * (ready + 1)
-
-
-class PlannedGroup(NamedTuple):
-    """The simulated duration and variants of a group: no seconds and no variants if it is left out."""
-
-    group: Group
-    seconds: float = 0.0
-    variants: tuple[str, ...] = ()
-
-
-def simulate(groups: Sequence[Group], time_limit_s: float) -> list[PlannedGroup]:
-    """The groups and variants that run within the limit, with the durations expected above."""
-    planned: list[PlannedGroup] = []
-    compiled: set[tuple[object, ...]] = set()
-    for group in groups:
-        limit_s = group_limit_s(group, time_limit_s - sum(row.seconds for row in planned))
-        if limit_s is None:
-            planned.append(PlannedGroup(group))
-            continue
-        seconds, names = group.fixed_s or START_S, list[str]()
-        for variant in group.variants:
-            graph = (group.model, group.precision, group.batch_size, variant.channels_last, variant.timm)
-            if group.fixed_s or has_time_for(variant, limit_s - seconds, len(names)):
-                names.append(variant.name)
-                if not group.fixed_s:
-                    seconds += cost_s(variant, compiled_before=graph in compiled) + BLOCKS_S
-                    compiled.update([graph] if variant.compile else [])
-        planned.append(PlannedGroup(group, min(seconds, limit_s), tuple(names)))
-    return planned
-
-
-def plan_table(groups: Sequence[Group], limits_s: Sequence[float]) -> str:
-    """Markdown: a row per group, a column per time limit; a cell has the expected seconds and number of variants."""
-
-    def cell(row: PlannedGroup) -> str:
-        return (
-            f"{row.seconds:.0f} s" + (f", {len(row.variants)}" if row.variants else "") if row.seconds else "left out"
-        )
-
-    plans = [simulate(groups, limit_s) for limit_s in limits_s]
-    rows = [["group", *(f"{limit_s:.0f} s" for limit_s in limits_s)], ["---"] * (len(plans) + 1)]
-    rows += [[row[0].group.name, *map(cell, row)] for row in zip(*plans, strict=True)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)

@@ -2,7 +2,6 @@
 
     bash benchmarks/gpu_report.sh out=DIR time_limit_s=520
     bash benchmarks/gpu_report.sh out=DIR groups=environment,resnet50-fp16-256      adds to the results in DIR
-    python -m benchmarks.gpu_report plan=true                                       the plan for 300, 520 and 1800 s
 
 Every group of measurements runs in its own process. A group that fails, hangs, is killed or runs out of memory keeps
 the rows that it has measured. `report.json` and `report.md` are rewritten after each group.
@@ -11,7 +10,6 @@ the rows that it has measured. `report.json` and `report.md` are rewritten after
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import shutil
@@ -28,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_groups import ROOT, Rows, read_rows
-from benchmarks.gpu_plan import Group, all_groups, group_limit_s, plan_table, tiny_groups
+from benchmarks.gpu_plan import Group, all_groups, group_limit_s, tiny_groups
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, stop_with
 from cl_train.system.files import write_json, write_text
@@ -36,7 +34,6 @@ from cl_train.system.files import write_json, write_text
 NCU = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
 NCU += ["--metrics", "dram__bytes_read.sum,dram__bytes_write.sum"]
 PYTEST = ["-m", "pytest", "-v", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cacheprovider"]
-PLAN_LIMITS_S = (300.0, 520.0, 1800.0)
 
 
 @dataclass
@@ -46,7 +43,6 @@ class ReportSettings:
     out: str = setting("outputs/gpu_report", "folder for rows.jsonl, report.json, report.md and logs")
     time_limit_s: float = setting(520.0, "the whole report ends within this time", above=0)
     groups: list[str] = setting([], "run only these groups and add them to the results in `out`")
-    plan: bool = setting(False, "print which groups are expected to run within 300, 520 and 1800 s, and exit")
     dry_run: bool = setting(False, "run every kind of group on the CPU with tiny settings; the figures are meaningless")
 
 
@@ -125,18 +121,16 @@ _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 def dram_bytes(log: str, images: int) -> str:
     """Megabytes of device memory per image in ncu's CSV, over all kernels; values that cannot be read are counted."""
-    total, unreadable, found = 0.0, 0, False
+    values: list[float] = []
+    unreadable = 0
     for row in csv.DictReader(line for line in log.splitlines() if line.startswith('"')):
-        if not (row.get("Metric Name") or "").startswith("dram__bytes"):
-            continue
-        try:
-            total += float((row["Metric Value"] or "").replace(",", "")) * _UNITS[row["Metric Unit"]]
-            found = True
-        except (ValueError, KeyError, TypeError):  # "n/a", or a unit that is not in the table
-            unreadable += 1
-    if not found:
-        return f"ncu counted no bytes ({unreadable} values unreadable)"
-    return f"{total / images / 1e6:.1f} MB per image" + (f" and {unreadable} unreadable values" if unreadable else "")
+        if (row.get("Metric Name") or "").startswith("dram__bytes"):
+            try:
+                values.append(float((row["Metric Value"] or "").replace(",", "")) * _UNITS[row["Metric Unit"]])
+            except (ValueError, KeyError, TypeError):  # "n/a", or a unit that is not in the table
+                unreadable += 1
+    read = f"{sum(values) / images / 1e6:.1f} MB per image" if values else "ncu counted no bytes"
+    return read + (f" and {unreadable} unreadable values" if unreadable else "")
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -152,10 +146,8 @@ def as_markdown(report: dict[str, Any]) -> str:
             f"in 16 bit, {tf32:.1f} in TF32; shares of the roofline refer to these.",
             "",
         ]
-    lines.append(
-        "| model | precision | batch | variant | images/s | ms/step | ratio [95 %] | to | % of roofline | GiB |"
-    )
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines += ["| model | precision | batch | variant | images/s | ms/step | ratio [95 %] | to | % of roofline | GiB |"]
+    lines += ["|---" * 10 + "|"]
     lines += [_speed_line(row) for row in report["rows"] if "images_per_s" in row]
     lines += ["", "| group | outcome |", "|---|---|"]
     lines += [f"| {name} | {outcome} |" for name, outcome in report["groups"].items()]
@@ -165,19 +157,13 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def _speed_line(row: dict[str, Any]) -> str:
-    low, high = row.get("ci95") or (None, None)
-    interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
-    formats = {
-        "images_per_s": ".1f",
-        "step_ms": ".2f",
-        "ratio": ".3f",
-        "pct_of_roofline": ".1f",
-        "peak_memory_gib": ".2f",
-    }
-    texts = ["" if row.get(name) is None else format(row[name], form) for name, form in formats.items()]
-    speed, step, ratio, share, memory = texts
-    labels = (row["model"], row["precision"], row["batch_size"], row["variant"])
-    return f"| {' | '.join(map(str, (*labels, speed, step, ratio + interval, row.get('versus', ''), share, memory)))} |"
+    def text(name: str, digits: int) -> str:
+        return "" if row.get(name) is None else f"{row[name]:.{digits}f}"
+
+    interval = " [{:.3f}, {:.3f}]".format(*row["ci95"]) if row.get("ci95") else ""
+    cells = [str(row[name]) for name in ("model", "precision", "batch_size", "variant")]
+    cells += [text("images_per_s", 1), text("step_ms", 2), text("ratio", 3) + interval, row.get("versus", "")]
+    return f"| {' | '.join([*cells, text('pct_of_roofline', 1), text('peak_memory_gib', 2)])} |"
 
 
 def main(words: Sequence[str]) -> int:
@@ -188,15 +174,11 @@ def main(words: Sequence[str]) -> int:
         unknown = [name for name in settings.groups if name not in known]
         if unknown:
             raise ConfigError([f"groups={name}: there are {', '.join(known)}" for name in unknown])
-        if not (settings.dry_run or settings.plan or torch.cuda.is_available()):
+        if not (settings.dry_run or torch.cuda.is_available()):
             raise ConfigError("this machine has no usable CUDA device; dry_run=true tests the report on the CPU")
     except ConfigError as error:
         stop_with(error)
     chosen = [group for group in groups if not settings.groups or group.name in settings.groups]
-    if settings.plan:
-        print(plan_table(chosen, PLAN_LIMITS_S))
-        return 0
-    print(json.dumps(asdict(settings)))
     return run_report(settings, chosen)
 
 

@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from cl_train.step.precision import autocast, build_scaler, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import write_json
-from cl_train.system.timing import wait_for
+from cl_train.system.timing import timed_s
 from cl_train.training.loop import train
 
 
@@ -41,19 +40,16 @@ class OverheadSettings:
     """Settings of the overhead measurement."""
 
     model: str = setting("resnet18", "name of a model")
-    precision: str = setting("auto", "precision of both sides", choices=("auto", "fp32", "tf32", "bf16"))
     batch_size: int = setting(32, "images per step", minimum=1)
     steps: int = setting(10, "measured steps per round and side, after as many for warm-up", minimum=2)
     rounds: int = setting(7, "pairs of blocks", minimum=1)
-    device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda"))
     out: str | None = setting(None, "JSON file to write")
     data: ImageSettings = field(default_factory=ImageSettings)
 
 
-def bare_step_ms(settings: OverheadSettings) -> float:
+def bare_step_ms(settings: OverheadSettings, device: torch.device) -> float:
     """The shortest correct training loop: forward, backward, step, zero_grad; channels_last and fused SGD."""
-    device, size = choose_device(settings.device), settings.data.image_size
-    precision = resolve_precision(settings.precision, device)
+    precision, size = resolve_precision("auto", device), settings.data.image_size
     torch.manual_seed(0)
     model = build_model(settings.model, num_classes=1000, image_size=size)
     model = model.to(device).to(memory_format=torch.channels_last)
@@ -62,30 +58,29 @@ def bare_step_ms(settings: OverheadSettings) -> float:
     images = images.to(precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.randint(1000, (settings.batch_size,), device=device)
     scaler = build_scaler(precision, device)
-    started_at = 0.0
-    for step in range(2 * settings.steps):
-        if step == settings.steps:
-            wait_for(device)
-            started_at = time.perf_counter()
-        with autocast(precision, device):
-            loss = torch.nn.functional.cross_entropy(model(images).float(), targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-    wait_for(device)
-    return 1000 * (time.perf_counter() - started_at) / settings.steps
+
+    def steps() -> None:
+        for _ in range(settings.steps):
+            with autocast(precision, device):
+                loss = torch.nn.functional.cross_entropy(model(images).float(), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+
+    steps()
+    return 1000 * timed_s(steps, device) / settings.steps
 
 
-def cl_train_step_ms(settings: OverheadSettings) -> float:
+def cl_train_step_ms(settings: OverheadSettings, device: torch.device) -> float:
     """The same with `train`: the step time of one window of `steps` steps, from metrics.jsonl."""
     steps = settings.steps
-    shared = {name: getattr(settings, name) for name in ("model", "precision", "batch_size", "device")}
     data = {"name": "synthetic", "synthetic_images": settings.batch_size * 2 * steps} | asdict(settings.data)
-    window = {"epochs": 1, "max_steps": 2 * steps, "log_every": steps, "warmup_steps": 1, "evaluate_every": -1}
+    words = {"model": settings.model, "batch_size": settings.batch_size, "device": device.type, "data": data}
+    words |= {"channels_last": "true", "epochs": 1, "log_every": steps, "warmup_steps": 1, "evaluate_every": -1}
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
-            assert train(load({**shared, **window, "data": data, "channels_last": "true"}), Path(folder)) == 0
+            assert train(load(words), Path(folder)) == 0
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return statistics.fmean(
         record["step_ms"] for record in records if record["kind"] == "train" and not record["warmup"]
@@ -93,15 +88,15 @@ def cl_train_step_ms(settings: OverheadSettings) -> float:
 
 
 def measure(settings: OverheadSettings) -> dict[str, object]:
+    device = choose_device("auto")
     bare: list[float] = []
     ours: list[float] = []
     for number in range(settings.rounds):
         sides = [(bare, bare_step_ms), (ours, cl_train_step_ms)]
         for values, side in sides if number % 2 == 0 else reversed(sides):
-            values.append(side(settings))
+            values.append(side(settings, device))
         print(f"round {number + 1}: bare {bare[-1]:.1f} ms, cl_train {ours[-1]:.1f} ms", flush=True)
     ratios = [bare_ms / our_ms for bare_ms, our_ms in zip(bare, ours, strict=True)]
-    device = choose_device(settings.device)
     return {
         "schema_version": 1,
         "command": " ".join(sys.argv),

@@ -142,11 +142,6 @@ def test_the_whole_report_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "report.md").read_text().startswith("# GPU report")
 
 
-def test_the_plan_is_printed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan=true"]) == 0
-    assert "| resnet50-fp16-256 |" in capsys.readouterr().out
-
-
 def test_wrong_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, named in ((["time_limit_s=0"], "time_limit_s"), (["groups=zo", "dry_run=true"], "zo")):
         with pytest.raises(SystemExit) as caught:
