@@ -131,7 +131,7 @@ def ours(load: Load, decoder: str = "simplejpeg") -> Pipeline:
         name="folder", root=str(load.root), image_size=load.image_size, workers=load.workers, decoder=decoder
     )
     dist = Dist(0, 0, 1, torch.device("cpu"))
-    data = build_data(cfg, AugmentConfig(), batch_size=load.batch_size, seed=0, dist=dist)
+    data = build_data(cfg, AugmentConfig(crop_scale_min=0.08, flip=0.5), batch_size=load.batch_size, seed=0, dist=dist)
     assert isinstance(data, ImageData)
     epochs = iter(range(10**9))
 

@@ -121,13 +121,13 @@ class DataConfig:
 
 @dataclass
 class AugmentConfig:
-    """Augmentation of the training images. Defaults: torchvision's RandomResizedCrop and horizontal flip."""
+    """Augmentation of the training images. Defaults: large random crops, no flips (augment=imagenet has ImageNet's)."""
 
-    crop_scale_min: float = setting(0.08, "smallest area of the crop / area of the image", above=0, maximum=1)
+    crop_scale_min: float = setting(0.35, "smallest area of the crop / area of the image", above=0, maximum=1)
     crop_scale_max: float = setting(1.0, "largest area of the crop / area of the image", above=0, maximum=1)
     crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", above=0)
     crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", above=0)
-    flip: float = setting(0.5, "probability of a horizontal flip", minimum=0, maximum=1)
+    flip: float = setting(0.0, "probability of a horizontal flip", minimum=0, maximum=1)
     policy: str = setting("none", "torchvision's automatic policy", choices=("none", "randaugment", "trivialaugment"))
     randaugment_ops: int = setting(2, "RandAugment: operations per image", minimum=1, maximum=14)
     randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", minimum=0, maximum=30)
@@ -141,7 +141,7 @@ class OptimConfig:
     """The optimizer."""
 
     name: str = setting("sgd", "the optimizer", choices=OPTIMIZERS)
-    lr: float = loss_setting(0.1, "learning rate for a global batch of `reference_batch_size`", above=0)
+    lr: float = loss_setting(0.05, "learning rate for a global batch of `reference_batch_size`", above=0)
     reference_batch_size: int = loss_setting(256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0)
     momentum: float = loss_setting(0.9, "SGD and RMSprop: momentum", minimum=0, maximum=1)
     nesterov: bool = setting(False, "SGD: use Nesterov momentum")
@@ -161,7 +161,7 @@ class ScheduleConfig:
     name: str = loss_setting(
         "cosine", "the learning rate after the warm-up", choices=("cosine", "step", "linear", "constant")
     )
-    warmup_epochs: float = loss_setting(0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
+    warmup_epochs: float = loss_setting(0.5, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
     warmup_start: float = loss_setting(0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1)
     step_epochs: int = loss_setting(30, "schedule=step: multiply by gamma every this many epochs", minimum=1)
     gamma: float = loss_setting(0.1, "schedule=step: the factor", above=0, maximum=1)
