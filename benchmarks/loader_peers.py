@@ -1,8 +1,8 @@
-"""cl_train's loader against others on the same files: torchvision's reference, timm, DALI on the CPU.
+"""cl_train's loader against others on the same files: torchvision's reference, timm, decoding alone.
 
     python -m benchmarks.loader_peers data.root=/datasets/imagenet data.workers=8 out=results/loader-peers.json
 
-Runs the installed ones, set up as in each project's documentation.
+timm is left out if it is not installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,11 @@ def main(words: list[str]) -> int:
     load = loads_of(settings)[-1]
     pipelines = [torchvision_reference(load), ours(load), ours(load, decoder="pillow"), decoding_only(load)]
     missing: dict[str, str] = {}
-    for name, (module, build) in PEERS.items():
-        try:
-            importlib.import_module(module)
-            pipelines.append(build(load))
-        except Exception as error:  # a broken installation of one project must not prevent measuring the others
-            missing[name] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
-    result = measure(pipelines, settings)
-    result["missing"] = missing
+    try:
+        pipelines.append(timm(load))
+    except Exception as error:  # also a broken installation
+        missing["timm"] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
+    result = measure(pipelines, settings) | {"missing": missing}
     print(table(result))
     if settings.out:
         write_json(Path(settings.out), result)
@@ -91,38 +87,6 @@ def timm(load: Load) -> Pipeline:
 def _as_uint8(image: Any) -> np.ndarray[Any, Any]:
     """uint8 [3, H, W], as in timm's transform for its prefetcher."""
     return np.rollaxis(np.array(image, dtype=np.uint8), 2)
-
-
-def dali(load: Load) -> Pipeline:
-    """NVIDIA DALI on the CPU: fused decode of the random crop, antialiased resize, flip."""
-    library, fn = importlib.import_module("nvidia.dali"), importlib.import_module("nvidia.dali.fn")
-
-    def define() -> Any:
-        data, labels = fn.readers.file(file_root=str(load.root / "train"), random_shuffle=True, name="files")
-        images = fn.decoders.image_random_crop(
-            data, device="cpu", random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
-        )
-        images = fn.resize(images, size=[load.image_size] * 2, antialias=True)
-        return fn.flip(images, horizontal=fn.random.coin_flip()), labels
-
-    make = library.pipeline_def(define, batch_size=load.batch_size, num_threads=load.workers, device_id=None, seed=0)
-    pipeline = make()
-    pipeline.build()
-
-    def run() -> int:
-        seen = 0
-        while seen < load.images:
-            pipeline.run()
-            seen += load.batch_size
-        return seen
-
-    return Pipeline("DALI on the CPU", load.workers, run)
-
-
-PEERS: dict[str, tuple[str, Callable[[Load], Pipeline]]] = {
-    "timm": ("timm", timm),
-    "DALI on the CPU": ("nvidia.dali", dali),
-}
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@
     python -m benchmarks.time_to_accuracy timm_train=timm/train.py \
         torchvision_references=vision/references/classification out=FILE.json chart=FILE.png
 
-ResNet-18 on the sample data and on scikit-learn's digits, with the same files, batch size, workers and epochs, and
-each script's options for the rest; docs/benchmarks.md explains them. The programs take turns for each seed. The clock
-starts with the process, and an accuracy counts when its line is printed. The same command continues an interrupted
-measurement: finished runs are kept in `work`.
+docs/benchmarks.md explains the choices. The clock starts with the process, and an accuracy counts when its line is
+printed. The same command continues an interrupted measurement: finished runs are kept in `work`.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +64,7 @@ class Settings:
     """Settings of the comparison."""
 
     timm_train: str | None = setting(None, "train.py in a clone of timm's repository; null = without timm")
-    torchvision_references: str | None = setting(
-        None, "references/classification in a clone of torchvision's repository; null = without torchvision"
-    )
+    torchvision_references: str | None = setting(None, "torchvision's references/classification; null = without it")
     data: list[str] = setting(["digits", "sample"], "data sets: digits, sample")
     seeds: int = setting(5, "runs of each program on each data set", minimum=1)
     work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
@@ -104,42 +100,26 @@ def run_program(program: str, command: list[str], log: Path) -> dict[str, Any]:
     start_line, accuracy_line = LINES[program]
     start_s: float | None = None
     points: list[list[float]] = []
-    load, started_at = MachineLoad(), time.monotonic()
+    load, started_at, cpu_before = MachineLoad(), time.monotonic(), os.times()
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command,
-        cwd=log.parent,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a group of its own, so that its workers can be killed with it
+        command, cwd=log.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
     )
-    assert process.stdout is not None
-    timer = threading.Timer(RUN_LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+    timer = threading.Timer(RUN_LIMIT_S, process.kill)
     timer.start()
-    try:
-        with log.open("w", encoding="utf-8") as file:
-            for line in process.stdout:
-                seconds = round(time.monotonic() - started_at, 3)
-                file.write(f"{seconds:.3f} {line}")
-                if not points and re.search(start_line, line):
-                    start_s = seconds
-                if found := re.search(accuracy_line, line):
-                    points.append([seconds, float(found["top1"])])
-        code = process.wait()
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    total_s = round(time.monotonic() - started_at, 3)
-    return {
-        "exit_code": code,
-        "start_s": start_s,
-        "points": points,
-        "total_s": total_s,
-        "others_pct": load.others_pct(),
-    }
+    with process, log.open("w", encoding="utf-8") as file:
+        for line in process.stdout or ():
+            seconds = round(time.monotonic() - started_at, 3)
+            file.write(f"{seconds:.3f} {line}")
+            if not points and re.search(start_line, line):
+                start_s = seconds
+            if found := re.search(accuracy_line, line):
+                points.append([seconds, float(found["top1"])])
+    timer.cancel()
+    total_s, cpu = round(time.monotonic() - started_at, 3), os.times()
+    cpu_s = round(sum(cpu[2:4]) - sum(cpu_before[2:4]), 2)  # of the program and its workers
+    run = {"exit_code": process.returncode, "start_s": start_s, "points": points, "total_s": total_s}
+    return run | {"cpu_s": cpu_s, "others_pct": load.others_pct()}
 
 
 def finished_run(name: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
@@ -160,21 +140,19 @@ def finished_run(name: str, program: str, script: Path, seed: int, work: Path) -
     return run
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """All runs, interleaved: for each seed and data set the programs take turns, in alternating order."""
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """The results after each seed; for each seed and data set the programs take turns, in alternating order."""
     work = Path(settings.work).absolute()
     folder = settings.torchvision_references
-    given = {"timm": settings.timm_train, "torchvision": folder and f"{folder}/train.py"}
-    scripts = {"cl_train": ROOT / "train.py"} | {name: Path(path).absolute() for name, path in given.items() if path}
+    given = {"cl_train": ROOT / "train.py", "timm": settings.timm_train, "torchvision": folder and f"{folder}/train.py"}
+    scripts = {name: Path(path).absolute() for name, path in given.items() if path}
     problems = [f"data={name}: choose from {', '.join(IMAGE_SIZE)}" for name in settings.data if name not in IMAGE_SIZE]
     problems += [f"{path} does not exist; clone the repository first" for path in scripts.values() if not path.exists()]
     if problems:
         raise ConfigError(problems)
-    work.mkdir(parents=True, exist_ok=True)
-    if "digits" in settings.data and not (work / "digits").exists():
+    if not (work / "digits").exists():
         write_digits(work / "digits")
-    if "sample" in settings.data:
-        ensure_sample(work / "sample")
+    ensure_sample(work / "sample")
     runs = []
     for seed in range(settings.seeds):
         for name in settings.data:
@@ -182,23 +160,20 @@ def measure(settings: Settings) -> dict[str, Any]:
                 run = finished_run(name, program, scripts[program], seed, work)
                 runs.append(run)
                 top1 = " ".join(f"{value:.1f}" for _, value in run["points"])
-                print(f"{name} seed {seed} {program}: {seconds_to(run):.1f} s; {top1}", flush=True)
-                print(run.get("why", ""), end="\n" * ("why" in run), flush=True)
-    return {
-        "schema_version": 1,
-        "command": f"python -m benchmarks.time_to_accuracy data={','.join(settings.data)} seeds={settings.seeds}",
-        "device_name": device_name(torch.device("cpu")),
-        "environment": describe_environment(torch.device("cpu")),
-        "commits": {name: commit_of(path.parent) for name, path in scripts.items()},
-        "options": {"cl_train": OURS.split(), "timm": TIMM.split(), "torchvision": TORCHVISION.split()},
-        "summary": {name: summarize([run for run in runs if run["data"] == name]) for name in settings.data},
-        "runs": runs,
-    }
+                print(f"{name} seed {seed} {program}: {seconds_to(run):.1f} s; {top1} {run.get('why', '')}", flush=True)
+        yield {
+            "schema_version": 1,
+            "device_name": device_name(torch.device("cpu")),
+            "environment": describe_environment(torch.device("cpu")),
+            "commits": {name: commit_of(path.parent) for name, path in scripts.items()},
+            "options": {"cl_train": OURS.split(), "timm": TIMM.split(), "torchvision": TORCHVISION.split()},
+            "summary": {name: summarize([run for run in runs if run["data"] == name]) for name in settings.data},
+            "runs": runs,
+        }
 
 
-def commit_of(folder: Path) -> str | None:
-    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+def commit_of(folder: Path) -> str:
+    return subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 def seconds_to(run: dict[str, Any]) -> float:
@@ -207,10 +182,7 @@ def seconds_to(run: dict[str, Any]) -> float:
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per program the seconds to the target, with and without start-up, and our ratio to the better of the others.
-
-    A median is null if most runs of a program did not reach the target.
-    """
+    """Per program the seconds to the target, null if most runs missed it, and our ratio to the better of the others."""
     summary: dict[str, Any] = {}
     for program in dict.fromkeys(run["program"] for run in runs):
         own = [run for run in runs if run["program"] == program]
@@ -238,13 +210,11 @@ def median(values: list[float]) -> float | None:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Accuracy over seconds, a line per run; a dot is a program's median time to the target."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     colours = {"cl_train": "#1a7f37", "timm": "#b35900", "torchvision": "#0969da"}
-    figure, axes = plt.subplots(1, len(result["summary"]), figsize=(9, 3.4), squeeze=False)
+    figure = Figure(figsize=(9, 3.4))
+    axes = figure.subplots(1, len(result["summary"]), squeeze=False)
     for axis, (name, summary) in zip(axes[0], result["summary"].items(), strict=True):
         for run in (run for run in result["runs"] if run["data"] == name and run["points"]):
             axis.plot(*zip(*run["points"], strict=True), color=colours[run["program"]], linewidth=0.9, alpha=0.5)
@@ -257,9 +227,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.legend(title=f"median to {TARGET:g} %", loc="lower right", fontsize=8, title_fontsize=8)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("top-1, %")
-    figure.suptitle(
-        f"ResNet-18 on {result['device_name']}, {max(run['seed'] for run in result['runs']) + 1} seeds", fontsize=10
-    )
+    figure.suptitle(f"ResNet-18 on {result['device_name']}, one line per run", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -268,13 +236,13 @@ def main(words: list[str]) -> int:
     """Returns 0 if all runs were completed, else 1."""
     try:
         settings = settings_from_arguments(Settings, words)
-        result = measure(settings)
+        for result in measure(settings):
+            if settings.out:
+                write_json(Path(settings.out), result)
+            if settings.chart:
+                draw(result, Path(settings.chart))
     except ConfigError as error:
         stop_with(error)
-    if settings.out:
-        write_json(Path(settings.out), result)
-    if settings.chart:
-        draw(result, Path(settings.chart))
     print(json.dumps(result["summary"], indent=1))
     return int(any("why" in run for run in result["runs"]))
 

@@ -41,7 +41,7 @@ def test_the_programs_end_with_json(tmp_path, program):
     result = json.loads(done.stdout.splitlines()[-1])
     names = {row["pipeline"] for row in result["rows"]}
     assert {"torchvision reference", "cl_train"} <= names
-    assert "missing" not in result or {"timm", "DALI on the CPU"} <= names | set(result["missing"])
+    assert "missing" not in result or {"timm"} <= names | set(result["missing"])
 
 
 def test_wrong_settings_are_refused(tmp_path):
