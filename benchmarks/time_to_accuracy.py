@@ -40,10 +40,11 @@ IMAGE_SIZE, EPOCHS = {"digits": 32, "sample": 64}, {"digits": 8, "sample": 5}
 # Augmentation, rate and decay are our defaults, as far as the other scripts have options for them.
 OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18 channels_last=true batch_size=32
     data.workers=2 epochs={epochs} seed={seed} hydra.run.dir={out} overwrite=true"""
-TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18 --input-size 3 {size} {size}
-    --crop-pct 0.875 -b 32 -j 2 --epochs {epochs} --seed {seed} --output {out} --device cpu --amp --amp-dtype bfloat16
-    --channels-last --lr-base 0.05 --weight-decay 5e-4 --sched-on-updates --warmup-epochs 1 --smoothing 0.1
-    --scale 0.35 1 --hflip 0 --color-jitter 0 --train-interpolation bilinear"""
+TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18
+    --model-kwargs zero_init_last=False --input-size 3 {size} {size} --crop-pct 0.875 -b 32 -j 2 --epochs {epochs}
+    --seed {seed} --output {out} --device cpu --amp --amp-dtype bfloat16 --channels-last --lr-base 0.05
+    --weight-decay 1e-4 --sched-on-updates --warmup-epochs 0 --smoothing 0 --scale 0.35 1 --hflip 0 --color-jitter 0
+    --train-interpolation bilinear"""
 # Crops and flips have no options, and AMP needs CUDA there. A warm-up has whole epochs; the first one would be lost.
 TORCHVISION = """{script} --data-path {data} --model resnet18 --train-crop-size {size} --val-crop-size {size}
     --val-resize-size {resize} -b 32 -j 2 --epochs {epochs} --output-dir {out} --device cpu --opt sgd_nesterov
