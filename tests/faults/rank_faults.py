@@ -232,7 +232,7 @@ def kill_torchrun_agent(bench: Bench, kills: int) -> Outcome:
 def one_rank_down(bench: Bench, reference: Path, what: str, signum: int, victim: int, outcome: Outcome) -> list[str]:
     run = bench.folder / f"torchrun-{what}-{victim}"
     job = torchrun(bench, run, slow_ms=100)
-    wait_for(run / "checkpoints", content=".pt", seconds=60)
+    wait_for(run / "checkpoints", content=".pt", seconds=180)
     ranks = job.ranks()
     os.kill(ranks[victim], signum)
     hit = time.monotonic()
@@ -266,7 +266,7 @@ def agent_killed(
     while len(ranks := job.ranks()) < 2:
         time.sleep(0.01)
     if not starting:
-        wait_for(run / "checkpoints", content=".pt", seconds=60)
+        wait_for(run / "checkpoints", content=".pt", seconds=180)
     time.sleep(wait_s)
     job.process.send_signal(signum)
     job.process.wait()
@@ -320,7 +320,7 @@ def restarted_by_torchrun(bench: Bench, reference: Path) -> list[str]:
     """--max-restarts=2 with resume=auto: a killed rank costs a restart and nothing else."""
     run = bench.folder / "torchrun-restarts"
     job = torchrun(bench, run, "--max-restarts=2", slow_ms=60)
-    wait_for(run / "checkpoints", content=".pt", seconds=60)
+    wait_for(run / "checkpoints", content=".pt", seconds=180)
     os.kill(job.ranks()[1], signal.SIGKILL)
     if job.process.wait(120) != 0:
         return [f"{run.name}: {job.log.read_text(errors='replace')[-1500:]}"]

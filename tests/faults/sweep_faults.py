@@ -59,7 +59,7 @@ def run_program(words: list[str], broken: Path) -> tuple[int, str]:
         "PLANT_BROKEN": str(broken),
     }
     command = [sys.executable, str(tiny.REPOSITORY / "train.py"), *words]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tiny.REPOSITORY)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=tiny.REPOSITORY)
     return result.returncode, result.stdout + result.stderr
 
 
