@@ -23,8 +23,8 @@ from cl_train.memory_format.audit import audit
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.memory_format.convert import convert
 from cl_train.models import registry as models
+from cl_train.step.loss import loss_of
 from cl_train.step.precision import cast_model, resolve_precision
-from cl_train.step.train_step import loss_of
 from cl_train.system.files import write_json, write_text
 
 SCHEMA_VERSION = 2

@@ -120,7 +120,11 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
     configs = []
     for combination in itertools.product(*map(_alternatives, valid)):  # the last key varies fastest, as in Hydra
         try:
-            configs.append(load(_compose(combination)))
+            cfg = load(_compose(combination))
+            configs.append(cfg)
+            problems += [
+                _write_group(word) for word in combination if cfg.optim.library == "torch" and "optim.name=" in word
+            ]
         except ConfigError as error:
             problems += error.problems
     problems += [problem for cfg in configs if not asked.multirun for problem in _multirun_problems(cfg)]
@@ -152,7 +156,7 @@ def _override_problems(override: Override, multirun: bool) -> list[str]:
     if key in GROUPS:
         return _choice_problems(key, override)
     if key in CHOSEN_BY_GROUP:
-        return [f"{word}: write {word.replace('.name', '', 1)}, which also loads the defaults of that choice"]
+        return [_write_group(word)]
     if key not in setting_fields(Config):
         return [f"unknown setting '{key}'{suggest_key(key, typed_keys())}"]
     if override.is_add() and not override.is_force_add():
@@ -160,6 +164,11 @@ def _override_problems(override: Override, multirun: bool) -> list[str]:
     if key == "resume" and override.value() in ("", None) and word.endswith("="):
         return ["resume= is empty: give a checkpoint file, a run folder or auto, or leave it out"]
     return []
+
+
+def _write_group(word: str) -> str:
+    group, _, value = word.partition("=")
+    return f"{word}: write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
 
 
 def typed_keys() -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm")
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 OPTIMIZERS = ("sgd", "adamw", "rmsprop")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -18,7 +19,8 @@ CONVERSIONS = ("full", "conv", "select")
 DEVICES = ("auto", "cpu", "cuda")
 MODEL_HELP = "a torchvision model, timm/<name>, or your own package.module:function"
 PRECISION_HELP = "precision of the step; auto = fp16 on CUDA from capability 7.0, bf16 on a CPU that has it, else fp32"
-CHOSEN_BY_GROUP = ("data.name", "optim.name", "schedule.name")  # users write optim=adamw, which loads its defaults too
+# Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if optim=timm.
+CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name")
 AUTO_BATCH_SIZE = 0  # batch_size=auto, until `batch_size.settle_batch_size` has found the number
 
 
@@ -128,29 +130,40 @@ class AugmentConfig:
     crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", above=0)
     crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", above=0)
     flip: float = setting(0.0, "probability of a horizontal flip", minimum=0, maximum=1)
-    policy: str = setting("none", "torchvision's automatic policy", choices=("none", "randaugment", "trivialaugment"))
+    policy: str = setting("none", "operations on each image", choices=POLICIES)
+    timm_policy: str = setting("rand-m7-mstd0.5-inc1", "policy=timm: timm's name of an automatic policy (--aa)")
     randaugment_ops: int = setting(2, "RandAugment: operations per image", minimum=1, maximum=14)
     randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", minimum=0, maximum=30)
     erase: float = setting(0.0, "probability of random erasing", minimum=0, maximum=1)
     mixup: float = setting(0.0, "alpha of MixUp; 0 = off", minimum=0)
     cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", minimum=0)
+    repeats: int = setting(
+        1, "repeated augmentation: copies of an image in a global batch; epochs keep their length", minimum=1
+    )
 
 
 @dataclass
 class OptimConfig:
-    """The optimizer."""
+    """The optimizer: torch's, or one of timm's with optim=timm optim.name=lamb."""
 
-    name: str = setting("sgd", "the optimizer", choices=OPTIMIZERS)
+    library: str = setting("torch", "whose optimizer", choices=("torch", "timm"))
+    name: str = setting("sgd", "optim=timm: the name of the optimizer, such as lamb, lion, muon, nadamw, rmsproptf")
     lr: float = loss_setting(0.05, "learning rate for a global batch of `reference_batch_size`", above=0)
     reference_batch_size: int = loss_setting(256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0)
-    momentum: float = loss_setting(0.9, "SGD and RMSprop: momentum", minimum=0, maximum=1)
+    momentum: float = loss_setting(0.9, "SGD, RMSprop and timm's optimizers with momentum", minimum=0, maximum=1)
     nesterov: bool = setting(False, "SGD: use Nesterov momentum")
     weight_decay: float = loss_setting(1e-4, "weight decay", minimum=0)
-    decay_norm_and_bias: bool = setting(True, "false: no weight decay on normalisation layers and biases")
-    beta1: float = loss_setting(0.9, "AdamW: decay rate of the first-moment estimate", minimum=0, maximum=0.999999)
-    beta2: float = loss_setting(0.999, "AdamW: decay rate of the second-moment estimate", minimum=0, maximum=0.999999)
+    decay_norm_and_bias: bool = setting(True, "false: no weight decay on normalisation layers, biases and layer scales")
+    beta1: float | None = loss_setting(
+        None, "decay rate of the first-moment estimate; null = the optimizer's default", minimum=0, maximum=0.999999
+    )
+    beta2: float | None = loss_setting(
+        None, "decay rate of the second-moment estimate; null = the optimizer's default", minimum=0, maximum=0.999999
+    )
     alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1)
-    eps: float = loss_setting(1e-8, "AdamW and RMSprop: added to the denominator for stability", above=0)
+    eps: float | None = loss_setting(
+        None, "added to the denominator for stability; null = the optimizer's default", above=0
+    )
     clip_norm: float | None = setting(None, "clip gradients to this norm, after unscaling; null = off", above=0)
 
 
@@ -163,7 +176,11 @@ class ScheduleConfig:
     )
     warmup_epochs: float = loss_setting(0.5, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
     warmup_start: float = loss_setting(0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1)
-    step_epochs: int = loss_setting(30, "schedule=step: multiply by gamma every this many epochs", minimum=1)
+    warmup_prefix: bool = loss_setting(
+        True, "cosine and linear: begin after the warm-up; false = the warm-up replaces their beginning, as in timm"
+    )
+    per_epoch: bool = loss_setting(False, "change the learning rate between epochs only, as torchvision and timm do")
+    step_epochs: float = loss_setting(30.0, "schedule=step: multiply by gamma every this many epochs", above=0)
     gamma: float = loss_setting(0.1, "schedule=step: the factor", above=0, maximum=1)
     final_lr_ratio: float = loss_setting(0.0, "cosine and linear: final learning rate / lr", minimum=0, maximum=1)
 
@@ -230,7 +247,16 @@ class Config:
         "a run can continue with another number of processes",
         minimum=1,
     )
-    label_smoothing: float = setting(0.0, "label smoothing of the cross-entropy", minimum=0, maximum=0.999)
+    loss: str = loss_setting(
+        "cross_entropy", "bce = binary cross-entropy of each class", choices=("cross_entropy", "bce")
+    )
+    bce_threshold: float | None = loss_setting(
+        None, "loss=bce: targets above it become 1, others 0; null = mixed and smoothed targets", minimum=0, maximum=1
+    )
+    label_smoothing: float = setting(0.0, "label smoothing of the loss", minimum=0, maximum=0.999)
+    drop_path: float | None = setting(
+        None, "drop path rate (stochastic depth); null = the model's default", minimum=0, maximum=0.999
+    )
     ema_decay: float = setting(
         0.0,
         "decay of an exponential moving average (EMA) of the weights, evaluated beside the model; 0 = off",
@@ -242,6 +268,7 @@ class Config:
     ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
+    evaluate_flip: bool = setting(False, "evaluation averages the logits of each image and of its mirror image")
     evaluate_only: bool = setting(
         False,
         "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing",

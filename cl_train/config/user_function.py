@@ -1,4 +1,4 @@
-"""Functions of the user's own code, named `package.module:function` in a setting."""
+"""Code outside the package: functions of the user, `package.module:function`, and modules of optional packages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cl_train.config.schema import ConfigError
@@ -29,3 +30,12 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
         near = suggest(function_name, [known for known in vars(module) if not known.startswith("_")])
         raise ConfigError(f"{setting}={name}: module '{module_name}' has no function '{function_name}'{near}")
     return function
+
+
+def optional_module(module: str, setting: str) -> ModuleType:
+    """Import a module of an optional package, which `setting` needs. Raises ConfigError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ConfigError(f"{setting}: {package} is not installed; pip install {package}") from None

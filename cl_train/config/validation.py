@@ -21,7 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
+from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, Config, ConfigError
 
 T = TypeVar("T")
 MAX_LENGTH = 4096  # of a value; the longest path of Linux
@@ -241,6 +241,10 @@ def check_together(cfg: Config) -> list[str]:
             any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)),
             "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01",
         ),
+        (
+            cfg.optim.library == "torch" and cfg.optim.name not in OPTIMIZERS,
+            f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}",
+        ),
         (cfg.optim.nesterov and cfg.optim.momentum == 0, "optim.nesterov=true needs optim.momentum above 0"),
         (
             cfg.schedule.warmup_epochs > cfg.epochs,
@@ -298,8 +302,8 @@ def _size_schedule_problems(schedule: list[list[int]], epochs: int) -> list[str]
 
 def graph_conflict(cfg: Config) -> str | None:
     """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
-    if cfg.optim.name == "rmsprop":
-        return "RMSprop has no fused kernel, so the host decides whether to skip a step; use optim=sgd or adamw"
+    if cfg.optim.library != "torch" or cfg.optim.name == "rmsprop":
+        return f"{cfg.optim.name} has no fused kernel, so the host decides whether to skip a step; use sgd or adamw"
     if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
         return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use default or max-autotune-no-cudagraphs"
     return None

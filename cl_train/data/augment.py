@@ -1,17 +1,23 @@
-"""torchvision's automatic policies, random erasing, MixUp and CutMix, each seeded by (seed, epoch, index or batch)."""
+"""Automatic policies of torchvision and timm, three-way augmentation, random erasing, MixUp and CutMix, each seeded by
+(seed, epoch, index or batch)."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
-from cl_train.config.schema import AugmentConfig
+from cl_train.config.schema import AugmentConfig, ConfigError
+from cl_train.config.user_function import optional_module
 from cl_train.data.device import MixLabels
-from cl_train.data.order import batch_generator
+from cl_train.data.order import batch_generator, sample_generator
 
 
 @contextmanager
@@ -28,26 +34,86 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
+@contextmanager
+def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Seed the global generators of torch, numpy and Python by the arguments; restore their states afterwards."""
+    word = int(sample_generator(seed, epoch, index).integers(2**32))
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    np.random.seed(word)
+    random.seed(word)
+    try:
+        with seeded(word):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
 def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
     """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off.
 
     Erased pixels take the data's mean colour, which normalises to zero, as in torchvision's reference.
+
+    Raises:
+        ConfigError: timm is missing, or cannot read `timm_policy`.
     """
-    steps: list[Callable[[Tensor], Tensor]] = []
-    if cfg.policy == "randaugment":
-        steps.append(v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude))
-    elif cfg.policy == "trivialaugment":
-        steps.append(v2.TrivialAugmentWide())
+    fill = [round(255 * m) for m in mean]
+    steps = [] if cfg.policy == "none" else [_policy(cfg, fill)]
     if cfg.erase > 0:
-        steps.append(v2.RandomErasing(cfg.erase, value=[float(round(255 * m)) for m in mean]))
+        steps.append(v2.RandomErasing(cfg.erase, value=list(map(float, fill))))
     if not steps:
         return None
 
     def augment(image: Tensor, seed: int) -> Tensor:
-        with seeded(seed):
+        # timm draws from the generators of Python and numpy.
+        with seeded_everywhere(seed, 0, 0) if cfg.policy == "timm" else seeded(seed):
             for step in steps:
                 image = step(image)
         return image
+
+    return augment
+
+
+def _policy(cfg: AugmentConfig, fill: list[int]) -> Callable[[Tensor], Tensor]:
+    if cfg.policy == "timm":
+        return _timm_policy(cfg.timm_policy, fill)
+    policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+        "randaugment": lambda: v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude),
+        "trivialaugment": v2.TrivialAugmentWide,
+        "autoaugment": v2.AutoAugment,
+        "augmix": v2.AugMix,
+        "three_augment": _three_augment,
+    }
+    return policies[cfg.policy]()
+
+
+def _three_augment() -> Callable[[Tensor], Tensor]:
+    """Grayscale, solarization or blur, then colour jitter (Touvron et al., "DeiT III: revenge of the ViT", 2022)."""
+    one_of_three = [v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(13, sigma=(0.1, 2.0))]
+    jitter = v2.ColorJitter(brightness=0.3, contrast=0.3, saturation=0.3)
+    composed: Callable[[Tensor], Tensor] = v2.Compose([v2.RandomChoice(one_of_three), jitter])
+    return composed
+
+
+def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
+    """timm's policy by its name there; fill and translation as in `timm.data.create_transform`."""
+    timm = optional_module("timm.data.auto_augment", "augment.policy=timm")
+
+    def build(image_size: int) -> Callable[[Any], Any]:
+        hparams = {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)}
+        transform: Callable[[Any], Any] = timm.auto_augment_transform(name, hparams)
+        return transform
+
+    try:
+        transforms = {0: build(0)}
+    except Exception as error:
+        raise ConfigError(f"augment.timm_policy={name}: timm cannot read it ({error})") from error
+
+    def augment(image: Tensor) -> Tensor:
+        size = image.shape[-1]
+        if size not in transforms:
+            transforms[size] = build(size)
+        return F.pil_to_tensor(transforms[size](F.to_pil_image(image)))
 
     return augment
 

@@ -50,6 +50,7 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
         pin_memory=dist.device.type == "cuda",
         rank=dist.rank,
         world_size=dist.world_size,
+        repeats=augment.repeats,
     )
     images = ImageSettings(
         seed=seed,

@@ -17,7 +17,7 @@ from cl_train.data.bad_images import BadImageError, BadImages
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
 from cl_train.data.image_reader import WorkerTimes
-from cl_train.data.order import rank_share
+from cl_train.data.order import rank_share, repeated
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.slots import Slots, slot_bytes
 from cl_train.data.source import Indices
@@ -67,6 +67,7 @@ class LoaderSettings:
     pin_memory: bool = False
     rank: int = 0
     world_size: int = 1
+    repeats: int = 1  # repeated augmentation: copies of a training image in a global batch
 
 
 class _Task(NamedTuple):
@@ -217,7 +218,10 @@ class HostLoader:
         """The samples of each of this rank's batches."""
         s = self._settings
         batch_size = s.sizes.batch_size_at(epoch)
-        mine = np.arange(s.rank, self.samples, s.world_size) if self._order is None else self._order(epoch)
+        if self._order is None:
+            mine = np.arange(s.rank, self.samples, s.world_size)
+        else:
+            mine = repeated(self._order(epoch), s.repeats, batch_size * s.world_size)
         for number in range(first_batch, self.batch_count(epoch)):
             if self._order is None:
                 yield mine[number * batch_size : (number + 1) * batch_size]

@@ -37,6 +37,19 @@ def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: 
     return order[np.argsort(np.arange(count) + shift * (window / 2**53), kind="stable")]
 
 
+def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
+    """Repeated augmentation (Hoffer et al., "Augment your batch", 2020): each global batch holds its images `repeats`
+    times, and the epoch keeps its length, so that it shows the first 1 / `repeats` of the images in `order`.
+
+    Copy c of image i is index i + c * images, so that it has random numbers of its own. Copies are a batch's share
+    apart: ranks, if there are `repeats` of them, hold different copies, as with timm's RepeatAugSampler.
+    """
+    batches, distinct = len(order) // global_batch_size, -(-global_batch_size // repeats)
+    images = order[: batches * distinct].reshape(batches, 1, distinct)
+    copies = images + len(order) * np.arange(repeats).reshape(repeats, 1)
+    return copies.reshape(batches, -1)[:, :global_batch_size].reshape(-1)
+
+
 def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     """The random numbers of image `index` in `epoch`."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, index, 0, _SAMPLE]))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.user_function import user_function
-from cl_train.data.augment import seeded
+from cl_train.data.augment import seeded_everywhere
 from cl_train.data.bad_images import BadImages
 from cl_train.data.collate import channels_last_collate
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
 from cl_train.data.image_reader import ImageSettings, ImageTransform, WorkerTimes
 from cl_train.data.loader import HostLoader, Loader, LoaderSettings
-from cl_train.data.order import permutation, sample_generator
+from cl_train.data.order import permutation
 from cl_train.data.source import Indices
 
 log = logging.getLogger(__name__)
@@ -78,6 +76,8 @@ def dataset_loader(
 ) -> Loader:
     dataset = next(iter(datasets.values()))
     if isinstance(dataset, IterableDataset):
+        if settings.repeats > 1:
+            raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
         log.warning(STREAM_NOTE)
         return StreamLoader(datasets, settings, images.seed, training=split == "train")
     order = partial(_order, images.seed, len(dataset)) if split == "train" else None
@@ -150,21 +150,6 @@ def _raw_pixels(image: Any, size: int) -> np.ndarray[Any, Any] | None:
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise TypeError("the image must be a PIL image, a uint8 array [H, W, 3] or a tensor [3, H, W]")
     return image
-
-
-@contextmanager
-def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed the global generators of torch, numpy and Python by the arguments; restore their states afterwards."""
-    word = int(sample_generator(seed, epoch, index).integers(2**32))
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    np.random.seed(word)
-    random.seed(word)
-    try:
-        with seeded(word):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
 
 
 class StreamLoader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torchvision
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.config.user_function import user_function
+from cl_train.config.user_function import optional_module, user_function
 from cl_train.config.validation import suggest
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models.copies import copy_model
@@ -66,6 +65,7 @@ def build_model(
     num_classes: int,
     weights: str | None = None,
     image_size: int | None = None,
+    drop_path: float | None = None,
     keep_classifier: bool = False,
 ) -> nn.Module:
     """Build a model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
@@ -75,6 +75,8 @@ def build_model(
         weights: the name of weights in the zoo (downloaded), or a file of weights; the classifier is replaced if its
             number of classes differs.
         image_size: height and width of the input in pixels; vision transformers are built for it.
+        drop_path: largest probability that a residual block is skipped (Huang et al., "Deep networks with stochastic
+            depth", 2016); None = the model's default. A function of yours gets the keyword `drop_path` if it is set.
         keep_classifier: refuse weights with another number of classes, because a new classifier cannot be evaluated.
 
     Raises:
@@ -85,12 +87,12 @@ def build_model(
     zoo_weights = weights if file is None else None
     try:
         if ":" in name:
-            model = user_function("model", name)(num_classes=num_classes)
+            options = {} if drop_path is None else {"drop_path": drop_path}
+            model = user_function("model", name)(num_classes=num_classes, **options)
         elif name.startswith("timm/"):
-            pretrained = zoo_weights is not None
-            model = import_timm(name).create_model(name[5:], pretrained=pretrained, num_classes=num_classes)
+            model = _build_timm_model(name, num_classes, zoo_weights is not None, image_size, drop_path)
         else:
-            model = _build_torchvision_model(name, num_classes, zoo_weights, image_size)
+            model = _build_torchvision_model(name, num_classes, zoo_weights, image_size, drop_path)
     except ConfigError:
         raise
     except Exception as error:  # the user's own code; an image size that a transformer cannot divide; no network
@@ -128,16 +130,31 @@ def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *
         ) from error
 
 
-def _build_torchvision_model(name: str, num_classes: int, weights: str | None, image_size: int | None) -> nn.Module:
+def _build_timm_model(
+    name: str, num_classes: int, pretrained: bool, image_size: int | None, drop_path: float | None
+) -> nn.Module:
+    timm = import_timm(name)
+    options: dict[str, Any] = {} if drop_path is None else {"drop_path_rate": drop_path}
+    pretrained_cfg = timm.get_pretrained_cfg(name[5:], allow_unregistered=True)
+    if image_size is not None and pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
+        options["img_size"] = image_size
+    model = timm.create_model(name[5:], pretrained=pretrained, num_classes=num_classes, **options)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _build_torchvision_model(
+    name: str, num_classes: int, weights: str | None, image_size: int | None, drop_path: float | None
+) -> nn.Module:
+    options: dict[str, Any] = {} if drop_path is None else {"stochastic_depth_prob": drop_path}
     if weights is not None:
-        model = torchvision.models.get_model(name, weights=torchvision_weights(name, weights))
+        model = torchvision.models.get_model(name, weights=torchvision_weights(name, weights), **options)
         replace_classifier(model, num_classes)
         return model
-    options: dict[str, Any] = {}
     if name in ("inception_v3", "googlenet"):
-        options = {"init_weights": True, "aux_logits": True}  # torchvision warns if init_weights is not given
+        options |= {"init_weights": True, "aux_logits": True}  # torchvision warns if init_weights is not given
     elif name.startswith("vit_") and image_size is not None:
-        options = {"image_size": image_size}
+        options["image_size"] = image_size
     return torchvision.models.get_model(name, num_classes=num_classes, **options)
 
 
@@ -244,7 +261,4 @@ def _classifier_parameters(model: nn.Module) -> set[str]:
 
 
 def import_timm(name: str) -> Any:
-    try:
-        return importlib.import_module("timm")
-    except ImportError:
-        raise ConfigError(f"model={name}: timm is not installed; pip install timm") from None
+    return optional_module("timm", f"model={name}")

@@ -2,52 +2,91 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from cl_train.config.schema import OptimConfig
+from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.config.user_function import optional_module
+from cl_train.config.validation import suggest
+
+# A checkpoint lacks part of kron's state, and adahessian needs gradients of gradients.
+NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
+
+
+def check_optimizer(cfg: OptimConfig) -> None:
+    """
+    Raises:
+        ConfigError: timm is missing, has no such optimizer, or cannot build it here (some need CUDA or other packages).
+    """
+    if cfg.library == "torch":
+        return
+    names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - NOT_SUPPORTED
+    if cfg.name not in names:
+        raise ConfigError(f"optim.name={cfg.name}: not a supported optimizer of timm{suggest(cfg.name, names)}")
+    try:
+        _timm_optimizer(cfg, [{"params": [nn.Parameter(torch.zeros(2, 2))]}], cfg.lr)
+    except Exception as error:
+        raise ConfigError(f"optim=timm optim.name={cfg.name}: {error}") from error
 
 
 def build_optimizer(
     cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: float | torch.Tensor
 ) -> torch.optim.Optimizer:
-    """SGD, AdamW or RMSprop over `parameters` (see `precision.trainable_parameters`).
+    """The optimizer of `cfg` over `parameters` (see `precision.trainable_parameters`).
 
     A fused kernel reads the loss scale and the overflow flag on the device. With any other optimizer GradScaler makes
     the host wait for the device in each step (pytorch/pytorch#80167). RMSprop has no fused kernel and uses foreach.
     """
     groups = parameter_groups(cfg, model, parameters)
+    if cfg.library == "timm":
+        return _timm_optimizer(cfg, groups, lr)
     if cfg.name == "sgd":
         sgd = torch.optim.SGD(groups, lr=lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=True)
         return _start_momentum_at_zero(sgd) if cfg.momentum > 0 else sgd
+    options = _betas(cfg) | _eps(cfg)
     if cfg.name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+        return torch.optim.AdamW(groups, lr=lr, fused=True, **options)
     assert cfg.name == "rmsprop", cfg.name
-    return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, eps=cfg.eps, momentum=cfg.momentum, foreach=True)
+    return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, momentum=cfg.momentum, foreach=True, **_eps(cfg))
 
 
-def parameter_groups(
-    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter]
-) -> list[dict[str, object]]:
+def _timm_optimizer(cfg: OptimConfig, groups: list[dict[str, Any]], lr: float | torch.Tensor) -> torch.optim.Optimizer:
+    create = optional_module("timm.optim", "optim=timm").create_optimizer_v2
+    options = _betas(cfg) | _eps(cfg)
+    optimizer = create(groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **options)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _betas(cfg: OptimConfig) -> dict[str, Any]:
+    """`betas`, unless both have the optimizer's own default."""
+    if cfg.beta1 is None and cfg.beta2 is None:
+        return {}
+    return {"betas": (0.9 if cfg.beta1 is None else cfg.beta1, 0.999 if cfg.beta2 is None else cfg.beta2)}
+
+
+def _eps(cfg: OptimConfig) -> dict[str, Any]:
+    return {} if cfg.eps is None else {"eps": cfg.eps}
+
+
+def parameter_groups(cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     """One group with weight decay, and a second one without it if `decay_norm_and_bias` is false."""
-    exempt = set() if cfg.decay_norm_and_bias else norm_and_bias_names(model)
+    exempt = set() if cfg.decay_norm_and_bias else not_decayed_names(model, parameters)
     decayed = [parameter for name, parameter in parameters.items() if name not in exempt]
     not_decayed = [parameter for name, parameter in parameters.items() if name in exempt]
-    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": cfg.weight_decay}]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": cfg.weight_decay}]
     if not_decayed:
         groups.append({"params": not_decayed, "weight_decay": 0.0})
     return groups
 
 
-def norm_and_bias_names(model: nn.Module) -> set[str]:
-    """Names of the parameters of normalisation layers, and of all biases."""
-    names = set()
-    for module_name, module in model.named_modules():
-        is_norm = "Norm" in type(module).__name__
-        for name, _ in module.named_parameters(recurse=False):
-            if is_norm or name == "bias" or name.endswith("_bias"):
-                names.add(f"{module_name}.{name}" if module_name else name)
-    return names
+def not_decayed_names(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
+    """timm's rule: one-dimensional parameters (normalisation, biases, layer scales) and the model's own list, which
+    names a vision transformer's tokens and position embedding."""
+    own_list: set[str] = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
+    return {name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in own_list}
 
 
 def _start_momentum_at_zero(sgd: torch.optim.SGD) -> torch.optim.SGD:

@@ -17,12 +17,16 @@ def scaled_lr(cfg: OptimConfig, global_batch_size: int) -> float:
 def lr_at(step: float, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
     """The learning rate of optimizer step `step` (0-based; a fraction if epochs differ in length), with peak `lr`.
 
-    A linear warm-up from `warmup_start * lr`, then the curve over the rest of `total_steps`.
+    A linear warm-up from `warmup_start * lr`, then the curve over the rest of `total_steps`; without `warmup_prefix`,
+    the curve is that of a run without warm-up, whose beginning the warm-up replaces.
     """
+    if cfg.per_epoch:
+        step -= step % steps_per_epoch
     warmup_steps = min(round(cfg.warmup_epochs * steps_per_epoch), total_steps)
     if step < warmup_steps:
         return lr * (cfg.warmup_start + (1 - cfg.warmup_start) * step / warmup_steps)
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    first = warmup_steps if cfg.warmup_prefix else 0
+    progress = (step - first) / max(1, total_steps - first)
     if cfg.name == "constant":
         return lr
     if cfg.name == "step":

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from cl_train.data.batch import Batch
+from cl_train.step.loss import CROSS_ENTROPY, Loss, logits_of, loss_of
 from cl_train.step.precision import MasterWeights, Precision, autocast
-
-INCEPTION_AUX_WEIGHT = 0.4  # Szegedy et al. 2015 (v3), as in torchvision's references
-GOOGLENET_AUX_WEIGHT = 0.3  # Szegedy et al. 2014, section 5
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class StepParts:
     scaler: torch.amp.GradScaler
     precision: Precision
     device: torch.device
-    label_smoothing: float = 0.0
+    loss: Loss = CROSS_ENTROPY
     clip_norm: float | None = None
     masters: MasterWeights | None = None  # fp16_o2 only
 
@@ -42,41 +40,6 @@ class StepResult:
     correct1: torch.Tensor  # int64, images whose top-1 prediction is correct
     correct5: torch.Tensor  # int64
     skipped: torch.Tensor  # float32, 1 if the update was skipped because a gradient was not finite
-
-
-def loss_of(output: object, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Cross-entropy in float32 of a model's output, with the auxiliary heads of Inception v3 and GoogLeNet.
-
-    Args:
-        output: logits [N, classes], or torchvision's InceptionOutputs or GoogLeNetOutputs.
-        targets: int64 [N], or float [N, classes] (MixUp, CutMix).
-    """
-
-    def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits.float(), targets, label_smoothing=label_smoothing)
-
-    loss = cross_entropy(logits_of(output))
-    if hasattr(output, "aux_logits") and output.aux_logits is not None:
-        loss = loss + INCEPTION_AUX_WEIGHT * cross_entropy(output.aux_logits)
-    for name in ("aux_logits1", "aux_logits2"):
-        if getattr(output, name, None) is not None:
-            loss = loss + GOOGLENET_AUX_WEIGHT * cross_entropy(getattr(output, name))
-    return loss
-
-
-def logits_of(output: object) -> torch.Tensor:
-    """The main head's logits [N, classes].
-
-    Raises:
-        ValueError: the output is neither a tensor nor an object with a tensor `.logits`.
-    """
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor):
-        raise ValueError(
-            f"the model returned a {type(output).__name__}; training needs logits, a tensor [N, classes], or an object"
-            " with the attribute `logits`: wrap the model in a module that returns them"
-        )
-    return logits
 
 
 def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +66,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
         with _gradient_sync(parts.model, is_last):
             with autocast(parts.precision, parts.device):
                 output = parts.model(batch.images)
-                loss = loss_of(output, batch.targets, parts.label_smoothing)
+                loss = loss_of(output, batch.targets, parts.loss)
             parts.scaler.scale(loss / len(micro_batches)).backward()
         losses.append(loss.detach())
         hits1, hits5 = count_correct(logits_of(output), batch.targets)
@@ -169,12 +132,15 @@ def sum_over_images(
     precision: Precision,
     device: torch.device,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    *,
+    flip: bool = False,
 ) -> torch.Tensor:
     """Sums over this rank's validation images, in the precision of the run.
 
     Args:
         model: not wrapped in DDP, because ranks may have different numbers of batches.
         observe: called with the logits [N, classes] and the targets int64 [N] of each batch.
+        flip: average the logits of each image and of its mirror image.
 
     Returns:
         float64 [4] on the device: sum of losses, images correct at top-1, at top-5, all images. The counts are exact.
@@ -187,6 +153,8 @@ def sum_over_images(
             continue
         with autocast(precision, device):
             logits = logits_of(model(batch.images))
+            if flip:
+                logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
             loss = loss_of(logits, batch.targets)
         if observe is not None:
             observe(logits, batch.targets)

@@ -25,6 +25,7 @@ from cl_train.memory_format.layout import refuse_lazy
 from cl_train.models import registry as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, CudaRecorder, GraphedStep, HostRecorder, Recorder
 from cl_train.step.ema import EMA
+from cl_train.step.loss import Loss
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step
@@ -66,9 +67,8 @@ def build_train_state(
             )
         wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     trained = compiled(wrapped, cfg.compile_mode) if cfg.compile else wrapped
-    parts = StepParts(
-        trained, optimizer, scaler, precision, dist.device, cfg.label_smoothing, cfg.optim.clip_norm, masters
-    )
+    loss = Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
+    parts = StepParts(trained, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm, masters)
     if recorder is None:
         return TrainState(model, parts, ema, layout, partial(train_step, parts))
     warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
@@ -94,6 +94,7 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
         num_classes=num_classes,
         weights=cfg.weights,
         image_size=training_sizes(cfg)[-1],
+        drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
     )
     for size in () if cfg.evaluate_only else training_sizes(cfg):
@@ -127,7 +128,7 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
                 compile=cfg.compile,
                 compile_mode=cfg.compile_mode,
                 cuda_graph=uses_cuda_graph(cfg, dist),
-                optimizer=cfg.optim.name,
+                optimizer=cfg.optim.name if cfg.optim.library == "torch" else "sgd",
             ),
             dist,
         )

@@ -32,11 +32,13 @@ def evaluate_model(
     signals: StopRequest | None = None,
     bar: ProgressBar | None = None,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    *,
+    flip: bool = False,
 ) -> dict[str, Any]:
     """Loss and accuracy (percent) over all validation images: `loss`, `top1`, `top5`, `images`.
 
     The host waits for the device once, at the end, when it reads the sums. `observe` gets the logits and the targets of
-    each of this rank's batches.
+    each of this rank's batches. `flip`: see `sum_over_images`.
 
     Raises:
         Interrupted: a signal requests the run to stop.
@@ -47,7 +49,7 @@ def evaluate_model(
     batches: Iterable[Batch] = data.validation(batch_format)
     if signals is not None:
         batches = _until_signal(batches, signals, dist, bar)
-    sums = sum_over_images(model, batches, precision, dist.device, observe)
+    sums = sum_over_images(model, batches, precision, dist.device, observe, flip=flip)
     skipped = torch.tensor([data.bad_images.skipped - skipped_before], dtype=torch.float64, device=dist.device)
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.cat([sums, skipped]), dist).tolist()
     if images + skipped_images != data.val_images:

@@ -20,7 +20,7 @@ import torch
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.models import registry as models
-from cl_train.step.optim import set_lr
+from cl_train.step.optim import check_optimizer, set_lr
 from cl_train.step.schedule import scaled_lr
 from cl_train.system.distributed import (
     broadcast_object,
@@ -58,6 +58,7 @@ def check_runs(runs: list[Config]) -> None:
     for cfg in runs:
         try:
             models.check_model(cfg.model, cfg.weights)
+            check_optimizer(cfg.optim)
             choose_device(cfg.device)
         except ConfigError as error:
             problems += error.problems
@@ -274,7 +275,15 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
         observe = predictions.add if predictions else None
         try:
             results[kind] = evaluate_model(
-                model, run.data, run.batch_format, model_precision, run.dist, run.signals, bar, observe
+                model,
+                run.data,
+                run.batch_format,
+                model_precision,
+                run.dist,
+                run.signals,
+                bar,
+                observe,
+                flip=run.plan.evaluate_flip,
             )
             if predictions:
                 write_report(predictions, run.data, run.dist, run.folder / "report")

@@ -11,8 +11,8 @@ from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.config.schema import ConfigError
 from cl_train.data.batch import DeviceFormat
 from cl_train.models.copies import copy_model
+from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast
-from cl_train.step.train_step import logits_of, loss_of
 from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.run_state import random_state, restore_random_state
 

@@ -50,6 +50,7 @@ class Plan:
     last_step: int  # the end of this run, which `max_steps` may set earlier
     log_every: int
     evaluate_every: int  # epochs; -1: never, 0: at the end
+    evaluate_flip: bool
     checkpoint: CheckpointConfig
     optim: OptimConfig
     schedule: ScheduleConfig
@@ -128,4 +129,13 @@ def make_plan(cfg: Config, sizes: SizeSchedule, train_images: int, world_size: i
             )
     total_steps = sum(epoch.steps for epoch in epochs)
     last_step = min(cfg.max_steps or total_steps, total_steps)
-    return Plan(tuple(epochs), last_step, cfg.log_every, cfg.evaluate_every, cfg.checkpoint, cfg.optim, cfg.schedule)
+    return Plan(
+        tuple(epochs),
+        last_step,
+        cfg.log_every,
+        cfg.evaluate_every,
+        cfg.evaluate_flip,
+        cfg.checkpoint,
+        cfg.optim,
+        cfg.schedule,
+    )

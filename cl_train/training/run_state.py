@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def collect(
         "model": full_precision_state(model, masters),
         "optimizer": {
             "name": type(optimizer).__name__,
+            "step": next((group["step"] for group in optimizer.param_groups if "step" in group), None),
             "state": {
                 name: dict(optimizer.state[parameter])
                 for name, parameter in trainable_parameters(model, masters).items()
@@ -123,9 +125,13 @@ def _restore_optimizer(
         )
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index_of = {id(parameter): index for index, parameter in enumerate(ordered)}
-    # torch moves and casts the state. The groups with their hyperparameters are this run's own.
+    # torch moves and casts the state. The groups with their hyperparameters are this run's own, except the number of
+    # steps, which some of timm's optimizers (LAMB) count per group.
     packed = {index_of[id(parameters[key])]: value for key, value in saved["state"].items()}
-    optimizer.load_state_dict({"state": packed, "param_groups": optimizer.state_dict()["param_groups"]})
+    groups = optimizer.state_dict()["param_groups"]
+    if saved.get("step") is not None:
+        groups = [group | {"step": copy.deepcopy(saved["step"])} for group in groups]
+    optimizer.load_state_dict({"state": packed, "param_groups": groups})
     for parameter in ordered:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:

@@ -22,7 +22,7 @@ CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group
 def test_every_file_of_conf_composes(group: str, choice: str) -> None:
     (cfg,) = check_command_line([f"{group}={choice}", "data.root=/anywhere"])
     if group != "experiment" and group != "augment":
-        assert getattr(cfg, group).name == choice
+        assert getattr(cfg, group).name == {"timm": "lamb"}.get(choice, choice)
 
 
 def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both() -> None:
@@ -83,6 +83,8 @@ WRONG = [
     (["--modle=vgg11"], "did you mean model"),
     (["--modle"], "did you mean model"),
     (["optim.name=adamw"], "write optim=adamw"),
+    (["optim.name=lamb"], "only optim=timm"),
+    (["optim.library=timm"], "write optim=timm"),
     (["data.name=synthetic"], "write data=synthetic"),
     (["-m", "schedule.name=step,linear"], "write schedule=step,linear"),
     (["--cfg"], "--cfg job"),
@@ -189,7 +191,19 @@ def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Pa
 
 
 def test_a_glob_takes_all_choices_of_a_group() -> None:
-    assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {"sgd", "adamw", "rmsprop"}
+    assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {
+        "sgd",
+        "adamw",
+        "rmsprop",
+        "lamb",
+    }
+
+
+def test_optim_timm_takes_a_name() -> None:
+    (cfg,) = check_command_line(["optim=timm", "optim.name=lion"])
+    assert (cfg.optim.library, cfg.optim.name) == ("timm", "lion")
+    names = [cfg.optim.name for cfg in check_command_line(["-m", "optim=timm", "optim.name=lamb,muon"])]
+    assert names == ["lamb", "muon"]
 
 
 def test_an_interval_is_refused_as_nobody_picks_from_it() -> None:

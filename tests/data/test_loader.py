@@ -1,5 +1,8 @@
 """Batches depend on the seed, the epoch and the index alone: not on workers, ranks or where the epoch began."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -108,13 +111,14 @@ def test_validation_in_the_middle_of_an_epoch_disturbs_nothing(root):
     data.close()
 
 
-@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
+@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm"])
 def test_policies_are_seeded_per_image_and_leave_the_global_generator_alone(root, policy):
     augment = AugmentConfig(policy=policy, erase=0.5)
     torch.manual_seed(5)
-    before = torch.get_rng_state()
+    before, others = torch.get_rng_state(), (np.random.get_state()[2], random.getstate())
     reference = train_batches(folder_data(root, augment=augment))
     assert torch.equal(torch.get_rng_state(), before)
+    assert (np.random.get_state()[2], random.getstate()) == others
     data = folder_data(root, augment=augment, workers=3)
     same(train_batches(data), reference)
     data.close()
@@ -173,3 +177,15 @@ def test_a_second_iteration_ends_the_first_with_an_error(root):
 def test_batches_that_are_never_released_are_an_error(root):
     with pytest.raises(AssertionError, match="released"):
         list(folder_data(root).train_loader.batches(0))
+
+
+def test_repeated_images_have_their_own_random_numbers_and_a_resumed_epoch_is_the_same(root):
+    data = folder_data(root, augment=AugmentConfig(repeats=2), batch_size=8)
+    plain = folder_data(root, batch_size=8)
+    whole = train_batches(data)
+    assert len(whole) == len(train_batches(plain))
+    for images, targets in whole:
+        assert torch.equal(targets[:4], targets[4:])
+        assert all(not torch.equal(one, other) for one, other in zip(images[:4], images[4:], strict=True))
+    resumed = [host.images.clone() for host in data.train_loader.batches(0, first_batch=2)]
+    assert all(torch.equal(one, images) for one, (images, _) in zip(resumed, whole[2:], strict=True))

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from timm.data.distributed_sampler import RepeatAugSampler
 
-from cl_train.data.order import batch_generator, permutation, rank_share, sample_generator
+from cl_train.data.order import batch_generator, permutation, rank_share, repeated, sample_generator
 
 
 def test_permutation_is_a_permutation_that_depends_on_seed_and_epoch():
@@ -35,3 +36,29 @@ def test_ranks_together_hold_the_same_global_batch_for_any_world_size(world_size
     order = permutation(7, 2, 100)
     shares = [rank_share(order, 3, 12 // world_size, rank, world_size) for rank in range(world_size)]
     assert np.concatenate(shares).tolist() == order[36:48].tolist()
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 4])
+def test_repeated_augmentation_gives_each_rank_the_images_of_timms_sampler(repeats):
+    """With as many ranks as copies; each copy of an image has an index, and so random numbers, of its own."""
+    count, batch_size = 1000, 8
+    order = repeated(np.arange(count), repeats, batch_size * repeats)
+    assert len(np.unique(order)) == len(order)
+    for rank in range(repeats):
+        sampler = RepeatAugSampler(range(count), repeats, rank, shuffle=False, num_repeats=repeats, selected_round=0)
+        theirs = list(sampler)
+        for batch in range(len(order) // (batch_size * repeats)):
+            ours = rank_share(order, batch, batch_size, rank, repeats) % count
+            assert ours.tolist() == theirs[batch * batch_size : (batch + 1) * batch_size]
+
+
+@pytest.mark.parametrize(("repeats", "batch_size"), [(1, 8), (3, 8), (4, 6), (5, 3)])
+def test_repeated_batches_have_equal_sizes_for_any_number_of_repeats(repeats, batch_size):
+    permuted = permutation(0, 0, 103)
+    order = repeated(permuted, repeats, batch_size)
+    assert len(order) == 103 // batch_size * batch_size
+    for batch in (order % 103).reshape(-1, batch_size):
+        shown, copies = np.unique(batch, return_counts=True)
+        assert len(shown) == -(-batch_size // repeats) and copies.max() == min(repeats, batch_size)
+    if repeats == 1:
+        assert order.tolist() == permuted[: len(order)].tolist()

@@ -8,7 +8,7 @@ from bench import Bench
 from outcome import Outcome
 
 from cl_train.config.command_line import GROUPS, check_command_line
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
 from cl_train.config.validation import Setting, setting_fields
 
 MAX_LINES = 24  # one screen
@@ -41,7 +41,7 @@ def wrong_setting_values(bench: Bench, limit: int | None) -> Outcome:
     cases = [
         (key, value)
         for key, item in setting_fields(Config).items()
-        if key not in ("data.name", "optim.name", "schedule.name")  # chosen by their group
+        if key not in CHOSEN_BY_GROUP
         for value in wrong_values(item)
     ]
     random.Random(bench.seed).shuffle(cases)

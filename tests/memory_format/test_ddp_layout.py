@@ -10,8 +10,8 @@ import torch
 
 from cl_train.config.validation import load
 from cl_train.data.batch import Batch
+from cl_train.step.loss import loss_of
 from cl_train.step.precision import resolve_precision
-from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import Dist, processes
 from cl_train.training.build import build_train_state
 from cl_train.training.run_state import TrainState

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
+import timm
+import timm.optim
 import torch
 from torch import nn
 
-from cl_train.config.schema import OptimConfig, ScheduleConfig
-from cl_train.step.optim import build_optimizer, norm_and_bias_names, set_lr
+from cl_train.config.schema import ConfigError, OptimConfig, ScheduleConfig
+from cl_train.step.optim import build_optimizer, check_optimizer, not_decayed_names, set_lr
 from cl_train.step.schedule import lr_at, scaled_lr
+from cl_train.training.run_state import collect, restore
 from tests.networks import small
 
 
@@ -47,12 +51,18 @@ def test_lr_is_for_a_reference_batch() -> None:
     assert scaled_lr(OptimConfig(lr=0.1, reference_batch_size=0), 1024) == 0.1
 
 
-def test_norm_and_bias_are_told_by_their_module() -> None:
+def test_parameters_without_decay_are_those_of_timm() -> None:
     model = nn.Sequential(small(3), nn.LayerNorm(3), nn.MultiheadAttention(4, 2))
-    assert norm_and_bias_names(model) == {
+    assert not_decayed_names(model, dict(model.named_parameters())) == {
         *("0.1.weight", "0.1.bias", "0.3.bias", "0.4.weight", "0.4.bias", "0.8.bias"),
         *("1.weight", "1.bias", "2.in_proj_bias", "2.out_proj.bias"),
     }
+    vit = timm.create_model("deit3_small_patch16_224", depth=1, img_size=32)
+    parameters = dict(vit.named_parameters())
+    exempt, _ = timm.optim.create_optimizer_v2(vit, "sgd", lr=0.1, weight_decay=0.1).param_groups
+    found = not_decayed_names(vit, parameters)
+    assert {id(parameters[name]) for name in found} == {id(parameter) for parameter in exempt["params"]}
+    assert {"pos_embed", "cls_token", "blocks.0.ls1.gamma"} <= found
 
 
 def test_no_decay_on_norm_and_bias() -> None:
@@ -101,3 +111,52 @@ def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum() -> None
         weights.append(parameter.detach().clone())
     assert torch.equal(weights[0], weights[1])
     assert weights[0][0].item() == pytest.approx(1 - 0.5 * 0.25 * (1 + 1.9), rel=1e-6)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(step))
+        model(images).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+TIMM_NAMES = ["lamb", "lion", "muon", "adan", "rmsproptf", "nadamw"]
+
+
+@pytest.mark.parametrize("name", TIMM_NAMES)
+def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
+    """Three steps equal those of `create_optimizer_v2(model, ...)`, also if the second begins from a checkpoint."""
+    cfg = OptimConfig(library="timm", name=name, weight_decay=0.1, decay_norm_and_bias=False)
+    check_optimizer(cfg)
+    torch.manual_seed(0)
+    reference = small(3)
+    resumed, fresh = copy.deepcopy(reference), copy.deepcopy(reference)
+    theirs = timm.optim.create_optimizer_v2(reference, name, lr=0.01, weight_decay=0.1)
+    train(reference, theirs, 0, 3)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    ours = build_optimizer(cfg, resumed, dict(resumed.named_parameters()), 0.01)
+    train(resumed, ours, 0, 1)
+    saved = copy.deepcopy(collect(model=resumed, optimizer=ours, scaler=scaler, progress={}, metadata={}))
+    again = build_optimizer(cfg, fresh, dict(fresh.named_parameters()), 0.01)
+    restore(saved, model=fresh, optimizer=again, scaler=scaler)
+    train(fresh, again, 1, 2)
+    for name_, value in reference.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name_], value), name_
+
+
+def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
+    model = small(3)
+    parameters = dict(model.named_parameters())
+    lion = build_optimizer(OptimConfig(library="timm", name="lion"), model, parameters, 0.1)
+    assert lion.defaults["betas"] == (0.9, 0.99)
+    lamb = build_optimizer(OptimConfig(library="timm", name="lamb", beta2=0.95, eps=1e-5), model, parameters, 0.1)
+    assert (lamb.defaults["betas"], lamb.defaults["eps"]) == ((0.9, 0.95), 1e-5)
+    adamw = build_optimizer(OptimConfig(name="adamw"), model, parameters, 0.1)
+    assert (adamw.defaults["betas"], adamw.defaults["eps"]) == ((0.9, 0.999), 1e-8)
+
+
+@pytest.mark.parametrize(("name", "near"), [("lam", "lamb"), ("kron", "not a supported"), ("bnbadam", "bnbadam")])
+def test_unknown_and_unusable_optimizers_of_timm_are_refused(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=near):
+        check_optimizer(OptimConfig(library="timm", name=name))

@@ -9,16 +9,10 @@ from torch import nn
 from cl_train.config.schema import OptimConfig
 from cl_train.data.batch import Batch
 from cl_train.models.registry import build_model
+from cl_train.step.loss import GOOGLENET_AUX_WEIGHT, INCEPTION_AUX_WEIGHT, Loss, loss_of
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision, trainable_parameters
-from cl_train.step.train_step import (
-    GOOGLENET_AUX_WEIGHT,
-    INCEPTION_AUX_WEIGHT,
-    StepParts,
-    loss_of,
-    sum_over_images,
-    train_step,
-)
+from cl_train.step.train_step import StepParts, sum_over_images, train_step
 from tests.networks import small
 
 CPU = torch.device("cpu")
@@ -43,7 +37,14 @@ def make_parts(
         OptimConfig(name=optimizer, weight_decay=0.0), model, trainable_parameters(model, masters), lr=0.1
     )
     return StepParts(
-        model, built, build_scaler(precision, CPU, init_scale), precision, CPU, label_smoothing, clip_norm, masters
+        model,
+        built,
+        build_scaler(precision, CPU, init_scale),
+        precision,
+        CPU,
+        Loss(label_smoothing=label_smoothing),
+        clip_norm,
+        masters,
     )
 
 
