@@ -103,6 +103,9 @@ class DataConfig:
     val_resize: int | None = setting(
         None, "validation: short side before the centre crop, pixels; null = 256/224 of val_size", minimum=8
     )
+    interpolation: str = setting(
+        "bilinear", "training: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
+    )
     val_interpolation: str = loss_setting(
         "bilinear", "validation: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
     )

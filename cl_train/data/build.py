@@ -55,6 +55,7 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     images = ImageSettings(
         seed=seed,
         val_resize=cfg.val_resize,
+        interpolation=cfg.interpolation,
         val_interpolation=cfg.val_interpolation,
         crop=CropRange(augment.crop_scale_min, augment.crop_scale_max, augment.crop_ratio_min, augment.crop_ratio_max),
         flip=augment.flip,

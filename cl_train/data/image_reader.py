@@ -28,6 +28,7 @@ class ImageSettings:
 
     seed: int
     val_resize: int | None = None  # short side before the centre crop; None = 256/224 of the crop's side
+    interpolation: str = "bilinear"  # or bicubic, of the training crop
     val_interpolation: str = "bilinear"  # or bicubic
     crop: crops.CropRange = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
     flip: float = 0.5  # probability
@@ -68,12 +69,11 @@ class ImageTransform:
         box = crops.random_resized_crop(pixels.shape[0], pixels.shape[1], s.crop, uniform[1:])
         flip = uniform[0] < s.flip
         out = row.unsqueeze(0)
-        if not flip:
-            resized(pixels, box, row.shape[1:], out=out)
-        else:
-            if self._unflipped.shape != out.shape:
-                self._unflipped = torch.empty_like(out)
-            resized(pixels, box, row.shape[1:], out=self._unflipped)
+        if flip and self._unflipped.shape != out.shape:
+            self._unflipped = torch.empty_like(out)
+        bicubic = s.interpolation == "bicubic"
+        resized(pixels, box, row.shape[1:], out=self._unflipped if flip else out, bicubic=bicubic)
+        if flip:
             torch.ops.aten.flip.out(self._unflipped, (3,), out=out)
         if s.augment is not None:
             row.copy_(s.augment(row, int(generator.integers(2**63))))

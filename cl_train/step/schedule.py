@@ -30,7 +30,7 @@ def lr_at(step: float, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, 
     if cfg.name == "constant":
         return lr
     if cfg.name == "step":
-        return lr * cfg.gamma ** (step // (cfg.step_epochs * steps_per_epoch))
+        return lr * cfg.gamma ** (step / steps_per_epoch // cfg.step_epochs)
     if cfg.name == "linear":
         return lr * (1 - (1 - cfg.final_lr_ratio) * progress)
     assert cfg.name == "cosine", cfg.name

@@ -16,8 +16,8 @@ from tests.data.image_folders import encoded, folder_data, noise, train_batches,
 RANGE = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
 
 
-def reader(split, *, training=True, decoder="simplejpeg"):
-    settings = ImageSettings(seed=0, decoder=decoder)
+def reader(split, *, training=True, decoder="simplejpeg", interpolation="bilinear"):
+    settings = ImageSettings(seed=0, decoder=decoder, interpolation=interpolation)
     return ImageReader(split, settings, training=training)
 
 
@@ -41,8 +41,9 @@ def pillow_image(split, index):
     return Image.open(split.name(index)).convert("RGB")
 
 
-def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder):
-    train, ours = reader(folder.train), row()
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder, interpolation):
+    train, ours = reader(folder.train, interpolation=interpolation), row()
     flips = 0
     for index in range(len(folder.train)):
         for epoch in range(6):
@@ -51,7 +52,7 @@ def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder)
             uniform = sample_generator(0, epoch, index).random(crops.RANDOM_NUMBERS).tolist()
             box = crops.random_resized_crop(image.height, image.width, RANGE, uniform[1:])
             image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
-            image = image.resize((96, 96), Image.Resampling.BILINEAR)
+            image = image.resize((96, 96), Image.Resampling[interpolation.upper()])
             expected = np.asarray(image, dtype=float)
             if uniform[0] < 0.5:
                 flips += 1

@@ -156,3 +156,18 @@ def test_weights_of_other_classes_are_nothing_to_evaluate(tmp_path: Path) -> Non
 
 def test_a_batch_of_one_at_one_pixel_can_be_evaluated() -> None:
     check_input(build_model("resnet18", num_classes=3), "resnet18", 1, 32, training=False)
+
+
+def test_drop_path_reaches_each_source_of_models() -> None:
+    timm_model = build_model("timm/resnet18", num_classes=3, drop_path=0.25)
+    rates = [module.drop_prob for module in timm_model.modules() if type(module).__name__ == "DropPath"]
+    assert max(rates) == pytest.approx(0.25)
+    blocks = build_model("convnext_tiny", num_classes=3, drop_path=0.25).modules()
+    assert max(module.p for module in blocks if type(module).__name__ == "StochasticDepth") == pytest.approx(0.25)
+    with pytest.raises(ConfigError, match="stochastic_depth_prob"):
+        build_model("resnet18", num_classes=3, drop_path=0.25)
+
+
+def test_timms_transformers_are_built_for_the_image_size() -> None:
+    model = build_model("timm/deit_tiny_patch16_224", num_classes=3, image_size=32)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)

@@ -201,3 +201,15 @@ def test_auxiliary_heads_count(name: str, size: int, weight: float) -> None:
     expected = nn.functional.cross_entropy(output.logits, targets)
     expected = expected + sum(weight * nn.functional.cross_entropy(value, targets) for value in auxiliary)
     torch.testing.assert_close(loss_of(output, targets), expected)
+
+
+def test_a_flipped_evaluation_averages_the_logits_of_both_mirror_images() -> None:
+    parts = make_parts("fp32")
+    batch = make_batch(parts)
+    mirrored = Batch(batch.images.flip(3), batch.targets)
+    sums = [sum_over_images(parts.model, [one], parts.precision, CPU, flip=True) for one in (batch, mirrored)]
+    torch.testing.assert_close(sums[0], sums[1])
+    parts.model.eval()
+    logits = (parts.model(batch.images) + parts.model(mirrored.images)) / 2
+    expected = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+    assert sums[0][0].item() == pytest.approx(expected.item(), rel=1e-5)

@@ -91,7 +91,6 @@ def test_the_schedule_is_that_of_the_source(name: str) -> None:
     expected = list(source_lrs(name, cfg.epochs))
     found = [plan.lr_at(Progress(epoch=epoch)) for epoch in range(cfg.epochs)]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-9 * PEAKS[name][0])
-    assert max(found) == pytest.approx(PEAKS[name][0], rel=2e-3)
     within = plan.lr_at(Progress(epoch=7, step_in_epoch=plan.epochs[7].steps // 2))
     if "ffcv" in name:  # linear within an epoch
         assert within == pytest.approx((expected[7] + expected[8]) / 2, rel=1e-2)
