@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as F
 
 from cl_train.config.schema import AugmentConfig, ConfigError
 from cl_train.config.user_function import optional_module
@@ -96,12 +95,15 @@ def _three_augment() -> Callable[[Tensor], Tensor]:
 
 
 def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
-    """timm's policy by its name there; fill and translation as in `timm.data.create_transform`."""
+    """timm's policy by its name there; choice, fill and translation as in `timm.data.create_transform`."""
     timm = optional_module("timm.data.auto_augment", "augment.policy=timm")
+    makers = {"rand": timm.rand_augment_transform, "augm": timm.augment_and_mix_transform}
+    make = makers.get(name[:4], timm.auto_augment_transform)
 
     def build(image_size: int) -> Callable[[Any], Any]:
-        hparams = {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)}
-        transform: Callable[[Any], Any] = timm.auto_augment_transform(name, hparams)
+        transform: Callable[[Any], Any] = make(
+            name, {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)}
+        )
         return transform
 
     try:
@@ -113,7 +115,7 @@ def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
         size = image.shape[-1]
         if size not in transforms:
             transforms[size] = build(size)
-        return F.pil_to_tensor(transforms[size](F.to_pil_image(image)))
+        return v2.functional.pil_to_tensor(transforms[size](v2.functional.to_pil_image(image)))
 
     return augment
 
