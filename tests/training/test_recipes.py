@@ -58,13 +58,17 @@ def source_lrs(name: str, epochs: int) -> Iterator[float]:
         yield from np.interp(range(epochs), [0, 2, epochs], [1e-4 * peak, peak, 0])
         return
     if "timm" in name or "deit" in name:
-        common = {"t_in_epochs": True, "warmup_t": 5}
-        ours: timm.scheduler.scheduler.Scheduler
-        if "timm_ra" in name:
-            ours = timm.scheduler.StepLRScheduler(optimizer, 2.4, 0.97, warmup_lr_init=1e-6, **common)
-        else:
-            minimum, first = (1e-5, 1e-6) if "deit" in name else (0.0, 1e-5)
-            ours = timm.scheduler.CosineLRScheduler(optimizer, epochs, minimum, warmup_lr_init=first, **common)
+        minimum, first = (1e-5, 1e-6) if "deit" in name else (0.0, 1e-6 if "timm_ra" in name else 1e-5)
+        ours, _ = timm.scheduler.create_scheduler_v2(
+            optimizer,
+            "step" if "timm_ra" in name else "cosine",
+            num_epochs=epochs,
+            decay_epochs=2.4,
+            decay_rate=0.97,
+            min_lr=minimum,
+            warmup_lr=first,
+            warmup_epochs=5,
+        )
         for epoch in range(epochs):
             ours.step(epoch)
             yield optimizer.param_groups[0]["lr"]
