@@ -207,7 +207,7 @@ def test_a_rollback_with_cuda_graph_goes_on(train: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: RMSprop has no fused kernel"),
+        ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: rmsprop has no fused kernel"),
         (
             {"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"},
             "cuda_graph=true: compile_mode=reduce-overhead makes CUDA graphs itself",
