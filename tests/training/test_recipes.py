@@ -92,6 +92,7 @@ def test_the_schedule_is_that_of_the_source(name: str) -> None:
     cfg = recipe(name)
     plan = plan_of(cfg)
     assert plan.epochs[0].global_batch_size == PEAKS[name][1]
+    assert (cfg.augment.crop_scale_min, cfg.augment.flip) == (0.08, 0.5)
     expected = list(source_lrs(name, cfg.epochs))
     found = [plan.lr_at(Progress(epoch=epoch)) for epoch in range(cfg.epochs)]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-9 * PEAKS[name][0])
