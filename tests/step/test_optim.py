@@ -24,7 +24,7 @@ def lrs(schedule: ScheduleConfig, epochs: int = 10, steps_per_epoch: int = 10) -
 
 
 def test_cosine_is_half_way_at_the_middle() -> None:
-    values = lrs(ScheduleConfig(name="cosine"))
+    values = lrs(ScheduleConfig(name="cosine", warmup_epochs=0))
     assert values[0] == 1.0 and values[50] == pytest.approx(0.5) and values[-1] < 0.001
     assert values == sorted(values, reverse=True)
 
@@ -36,8 +36,8 @@ def test_step_divides_by_ten() -> None:
 
 
 def test_linear_and_constant() -> None:
-    assert lrs(ScheduleConfig(name="linear", final_lr_ratio=0.5))[50] == pytest.approx(0.75)
-    assert set(lrs(ScheduleConfig(name="constant"))) == {1.0}
+    assert lrs(ScheduleConfig(name="linear", final_lr_ratio=0.5, warmup_epochs=0))[50] == pytest.approx(0.75)
+    assert set(lrs(ScheduleConfig(name="constant", warmup_epochs=0))) == {1.0}
 
 
 @pytest.mark.parametrize("name", ["cosine", "step", "linear", "constant"])
