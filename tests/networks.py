@@ -58,10 +58,6 @@ def slow_with_dropout(num_classes: int) -> nn.Module:
     return nn.Sequential(_Sleep(0.1), nn.Dropout(0.3), without_batchnorm(num_classes))
 
 
-def slow_without_dropout(num_classes: int) -> nn.Module:
-    return nn.Sequential(_Sleep(0.1), without_batchnorm(num_classes))
-
-
 def slow_on_rank_1(num_classes: int) -> nn.Module:
     return nn.Sequential(_Sleep(0.3, rank="1"), without_batchnorm(num_classes))
 
