@@ -36,8 +36,8 @@ from cl_train.system.machine_load import MachineLoad
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 95.0  # top-1, percent
 RUN_LIMIT_S = 300.0
-IMAGE_SIZE, EPOCHS = {"digits": 32, "sample": 64}, {"digits": 8, "sample": 5}
-# Augmentation, rate and decay are our defaults, as far as the other scripts have options for them.
+IMAGE_SIZE = {"digits": 32, "sample": 64}
+EPOCHS = {"cl_train": 5, "timm": 5, "torchvision": 8}  # its small crops take longer: no option changes them
 OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18 channels_last=true batch_size=32
     data.workers=2 epochs={epochs} seed={seed} hydra.run.dir={out} overwrite=true"""
 TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18
@@ -45,7 +45,7 @@ TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model re
     --seed {seed} --output {out} --device cpu --amp --amp-dtype bfloat16 --channels-last --lr-base 0.05
     --weight-decay 1e-4 --sched-on-updates --warmup-epochs 0 --smoothing 0 --scale 0.35 1 --hflip 0 --color-jitter 0
     --train-interpolation bilinear"""
-# Crops and flips have no options, and AMP needs CUDA there. A warm-up has whole epochs; the first one would be lost.
+# Crops and flips have no options, and AMP needs CUDA there.
 TORCHVISION = """{script} --data-path {data} --model resnet18 --train-crop-size {size} --val-crop-size {size}
     --val-resize-size {resize} -b 32 -j 2 --epochs {epochs} --output-dir {out} --device cpu --opt sgd_nesterov
     --lr 0.00625 --wd 5e-4 --norm-weight-decay 0 --bias-weight-decay 0 --lr-scheduler cosineannealinglr
@@ -62,8 +62,6 @@ LINES = {
 
 @dataclass
 class Settings:
-    """Settings of the comparison."""
-
     timm_train: str | None = setting(None, "train.py in a clone of timm's repository; null = without timm")
     torchvision_references: str | None = setting(None, "torchvision's references/classification; null = without it")
     data: list[str] = setting(["digits", "sample"], "data sets: digits, sample")
@@ -125,7 +123,7 @@ def run_program(program: str, command: list[str], log: Path) -> dict[str, Any]:
 
 def finished_run(name: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
     """The run with this seed, from `work` if it was finished before."""
-    epochs, size = EPOCHS[name], IMAGE_SIZE[name]
+    epochs, size = EPOCHS[program], IMAGE_SIZE[name]
     folder = work / f"{name}-{epochs}-{program}-{seed}"
     if (folder / "run.json").exists():
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
