@@ -177,7 +177,7 @@ class ScheduleConfig:
     name: str = loss_setting(
         "cosine", "the learning rate after the warm-up", choices=("cosine", "step", "linear", "constant")
     )
-    warmup_epochs: float = loss_setting(0.5, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
+    warmup_epochs: float = loss_setting(0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
     warmup_start: float = loss_setting(0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1)
     warmup_prefix: bool = loss_setting(
         True, "cosine and linear: begin after the warm-up; false = the warm-up replaces their beginning, as in timm"

@@ -1,0 +1,63 @@
+"""Reading the logs of three programs, and the summary of their runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from benchmarks.time_to_accuracy import LINES, command_of, run_program, summarize, write_digits
+
+LOGS = {
+    "cl_train": [
+        "channels_last: channels_last (full): 20 tensors changed",
+        " * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images",
+    ],
+    "timm": [
+        "Scheduled epochs: 8 (epochs + cooldown_epochs).",
+        "Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)",
+        "Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 53.889)",
+    ],
+    "torchvision": ["Start training", "Test:  Acc@1 53.889 Acc@5 96.944"],
+}
+
+
+@pytest.mark.parametrize("program", LINES)
+def test_the_start_and_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
+    lines = json.dumps(["starting", *LOGS[program], "end"])
+    run = run_program(program, [sys.executable, "-c", f"print(*{lines}, sep='\\n')"], tmp_path / "log")
+    assert run["exit_code"] == 0 and 0 < run["start_s"] <= run["points"][0][0] <= run["total_s"]
+    assert [top1 for _, top1 in run["points"]] == [53.889]
+    assert len((tmp_path / "log").read_text().splitlines()) == len(LOGS[program]) + 2
+
+
+def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
+    def run(program: str, *points: list[float]) -> dict[str, Any]:
+        return {"program": program, "points": list(points), "start_s": 2.0}
+
+    runs = [run("cl_train", [5.0, 90.0], [8.0, 95.0]), run("cl_train", [6.0, 96.0]), run("cl_train", [9.0, 99.0])]
+    runs += [run("timm", [16.0, 95.5]), run("timm", [20.0, 95.0]), run("timm", [30.0, 94.9])]
+    runs += [run("torchvision", [9.0, 94.0]), run("torchvision"), run("torchvision", [9.0, 99.0])]
+    found = summarize(runs)
+    assert [found[name]["median_s"] for name in LINES] == [8.0, 20.0, None]
+    assert [found[name]["reached"] for name in LINES] == [3, 2, 1] and found["timm"]["range_s"] == [16.0, 20.0]
+    assert (found["ratio_of_median_s"], found["ratio_of_median_without_start_s"]) == (0.4, round(6 / 18, 3))
+
+
+@pytest.mark.parametrize("program", LINES)
+def test_every_placeholder_of_a_command_is_filled(program: str) -> None:
+    values = {"data": "D", "size": 32, "resize": 37, "epochs": 2, "seed": 3, "out": "O"}
+    words = command_of(program, Path("S/train.py"), values)
+    assert not any("{" in word for word in words) and str(Path("S/train.py")) in words
+
+
+def test_digits_are_folders_of_classes(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    write_digits(tmp_path / "digits")
+    files = {split: sorted((tmp_path / "digits" / split).glob("*/*.png")) for split in ("train", "val")}
+    assert {split: len(found) for split, found in files.items()} == {"train": 1437, "val": 360}
+    assert Image.open(files["val"][0]).size == (32, 32)
