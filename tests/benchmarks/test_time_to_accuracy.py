@@ -60,4 +60,5 @@ def test_digits_are_folders_of_classes(tmp_path: Path) -> None:
     write_digits(tmp_path / "digits")
     files = {split: sorted((tmp_path / "digits" / split).glob("*/*.png")) for split in ("train", "val")}
     assert {split: len(found) for split, found in files.items()} == {"train": 1437, "val": 360}
-    assert Image.open(files["val"][0]).size == (32, 32)
+    with Image.open(files["val"][0]) as image:
+        assert image.size == (32, 32)
