@@ -13,6 +13,7 @@ from cl_train.comparison.chart import write_chart
 from cl_train.comparison.dashboard import write_dashboard
 from cl_train.comparison.pairs import Pair, compare_runs, compare_two
 from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.slurm_queue import allocation_states, record_missing_outcomes
 from cl_train.comparison.sweep_plan import Job, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.system.files import write_json, write_text
@@ -69,6 +70,8 @@ def compare_folders(
         jobs = [Job(number, name, [name], status="completed") for number, name in enumerate(names)]
         if (first / "sweep.json").is_file():
             sweep = read_sweep(first)
+            if sweep.allocations and (states := allocation_states(sweep)) is not None:
+                record_missing_outcomes(sweep, states)
             jobs, by = sweep.jobs, by or sweep.compare_by
         elif len(jobs) < 2:
             raise ConfigError(f"{first}: neither a sweep (sweep.json) nor a folder of two or more runs")
@@ -169,7 +172,7 @@ def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def verdict_sentence(report: Report) -> str:
     """The outcome, for the last line on the console."""
     pairs, failed = report.pairs, len(report.failed)
-    after = f" {failed} job{'s' if failed > 1 else ''} failed." if failed else ""
+    after = f" {failed} job{'s' if failed > 1 else ''} did not finish." if failed else ""
     if not pairs:
         return f"Nothing to compare: no two runs differ only in {report.by}.{after}"
     if len(pairs) == 1:

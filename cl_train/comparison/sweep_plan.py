@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
-from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import settings_from_arguments
+from cl_train.config.schema import Config, ConfigError, LauncherConfig
+from cl_train.config.validation import from_mapping
 from cl_train.data.sample import PATTERNS, SampleSpec
 from cl_train.system.files import write_json
 from cl_train.system.run_folder import safe_name
 
 SCHEMA_VERSION = 1
+SLURM_FOLDER = "slurm"  # in the folder of a sweep: logs of allocations and the outcomes of their jobs
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Job:
     overrides: list[str]
     nproc: int = 1
     repeat: int = 1
+    group: int = 0  # jobs of a group are compared with each other: they run one after the other in the same place
     status: str = "pending"  # running, completed, failed, interrupted
     is_started: bool = False  # whether this sweep created its folder
     exit_code: int | None = None
@@ -37,19 +40,41 @@ class Job:
 
 
 @dataclass
+class Allocation:
+    """A group of jobs that was submitted to Slurm."""
+
+    id: str  # 12, or 12_0 in an array
+    jobs: list[int]  # their numbers
+
+
+@dataclass
 class Sweep:
-    """The jobs in the order in which they run."""
+    """The jobs; those of a group are adjacent and in the order in which they run."""
 
     folder: Path
     compare_by: str
     jobs: list[Job]
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    allocations: list[Allocation] = field(default_factory=list)
 
     def save(self) -> None:
         """Write `sweep.json`, which `resume_sweep` and `compare` read."""
-        jobs = [asdict(job) for job in self.jobs]
-        write_json(
-            self.folder / "sweep.json", {"schema_version": SCHEMA_VERSION, "compare_by": self.compare_by, "jobs": jobs}
-        )
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        del document["folder"]
+        write_json(self.folder / "sweep.json", document)
+
+    def save_outcome(self, job: Job) -> None:
+        """Write the outcome of one job beside `sweep.json`: allocations cannot write the same file."""
+        write_json(outcome_path(self.folder, job), asdict(job))
+
+    def pending_groups(self) -> list[list[Job]]:
+        """The jobs still to run, by group."""
+        pending = [job for job in self.jobs if job.status == "pending"]
+        return [list(group) for _, group in itertools.groupby(pending, key=lambda job: job.group)]
+
+
+def outcome_path(folder: Path, job: Job) -> Path:
+    return folder / SLURM_FOLDER / f"job{job.number}.json"
 
 
 def plan_sweep(arguments: Sequence[str]) -> Sweep:
@@ -59,12 +84,12 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
         ConfigError: a setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
     """
     fixed, varying = split_sweep([word for word in arguments if word not in ("-m", "--multirun")])
-    own = {_key(word): word for word in fixed if _key(word) in MULTIRUN_KEYS}
+    own = {_key(word): word for word in fixed if _is_own(word)}
     folders = [word for word in fixed if _key(word) == "hydra.sweep.dir"]
     words = [word for word in fixed if word not in [*own.values(), *folders]]
     problems = []
     for axis in varying:
-        if _key(axis[0]) in MULTIRUN_KEYS and _key(axis[0]) != "nproc":
+        if _is_own(axis[0]) and _key(axis[0]) != "nproc":
             problems.append(f"{_key(axis[0])} belongs to the whole sweep and takes one value")
         if len(set(axis)) < len(axis):
             problems.append(f"{_key(axis[0])}: a value is listed twice; repeats=2 runs every job twice")
@@ -72,11 +97,14 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
         problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
     if problems:
         raise ConfigError(problems)
-    settings = settings_from_arguments(Config, list(own.values()))
+    [settings] = check_command_line(["-m", *own.values()])
     if settings.resume_sweep is not None:
         if words or varying:
             raise ConfigError("resume_sweep runs what is missing in a sweep: leave out the other settings")
-        return _resumed_sweep(Path(settings.resume_sweep))
+        sweep = _resumed_sweep(Path(settings.resume_sweep))
+        if any(key.startswith("launcher") for key in own):
+            sweep.launcher = settings.launcher
+        return sweep
     jobs = _plan_jobs(words, varying, settings)
     folder = hydra_folder(folders, "sweep")
     if (folder / "sweep.json").is_file():
@@ -84,7 +112,12 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
     taken = [job.name for job in jobs if (folder / job.name).exists()]
     if taken:
         raise ConfigError(f"{folder / taken[0]} exists already: choose another folder with hydra.sweep.dir=FOLDER")
-    return Sweep(folder, settings.compare_by, jobs)
+    return Sweep(folder, settings.compare_by, jobs, settings.launcher)
+
+
+def _is_own(word: str) -> bool:
+    """Whether a setting belongs to the sweep, not to its jobs."""
+    return _key(word) in (*MULTIRUN_KEYS, "launcher") or word.startswith("launcher.")
 
 
 def _key(word: str) -> str:
@@ -97,14 +130,14 @@ def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings:
     others = [axis for axis in varying if axis not in compared]
     jobs: list[Job] = []
     names: Counter[str] = Counter()
-    for group in itertools.product(*others):
+    for number, group in enumerate(itertools.product(*others)):
         sides = [_plan_job(fixed, [*side, *group], settings) for side in itertools.product(*compared)]
         for repeat in range(1, settings.repeats + 1):
             for job in sides if repeat % 2 else sides[::-1]:
                 name = safe_name(f"{job.name}_{repeat}" if settings.repeats > 1 else job.name)
                 names[name] += 1
                 name += f"-{names[name]}" if names[name] > 1 else ""  # a/b and a_b make the same name
-                jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat))
+                jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat, group=number))
     return jobs
 
 
@@ -156,14 +189,28 @@ def read_sweep(folder: Path) -> Sweep:
         ConfigError: the folder has none, or one that cannot be read.
     """
     path = folder / "sweep.json"
-    known = {field.name for field in fields(Job)}
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        jobs = [Job(**{name: value for name, value in job.items() if name in known}) for job in document["jobs"]]
-        if any(job.name != safe_name(job.name) or not all(isinstance(w, str) for w in job.overrides) for job in jobs):
-            raise ValueError("a job has an impossible name or impossible settings")
-        return Sweep(folder, str(document["compare_by"]), jobs)
+        jobs = [_read_job(job) for job in document["jobs"]]
+        for number, job in enumerate(jobs):
+            outcome = outcome_path(folder, job)
+            jobs[number] = _read_job(json.loads(outcome.read_text(encoding="utf-8"))) if outcome.is_file() else job
+        launcher = from_mapping(LauncherConfig, document.get("launcher", {}))
+        allocations = [Allocation(str(one["id"]), list(one["jobs"])) for one in document.get("allocations", [])]
+        return Sweep(folder, str(document["compare_by"]), jobs, launcher, allocations)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as the record of a sweep: {str(error)[:200]}") from None
+
+
+def _read_job(values: Mapping[str, Any]) -> Job:
+    known = {field.name for field in fields(Job)}
+    job = Job(**{name: value for name, value in values.items() if name in known})
+    if (
+        type(job.number) is not int
+        or job.name != safe_name(job.name)
+        or not all(isinstance(word, str) for word in job.overrides)
+    ):
+        raise ValueError("a job has an impossible name or impossible settings")
+    return job

@@ -23,14 +23,14 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError, LauncherConfig
 from cl_train.config.validation import load, setting_fields, show, suggest, suggest_key, to_mapping
 
-GROUPS = ("data", "augment", "optim", "schedule", "experiment")
-MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "compare_by")
+GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
+MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "compare_by")  # and those of `launcher`
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 _PACKAGE = Path(__file__).resolve().parents[1]
 # An installed wheel holds conf/ in the package, a checkout beside it.
@@ -137,6 +137,8 @@ def _parse_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     parser = OverridesParser.create()
     parsed, problems = [], []
     for word in words:
+        if word.startswith("launcher.gpus=") and "[" not in word:
+            word = f"launcher.gpus=[{word.partition('=')[2]}]"  # 0,1,2 is a list here, not a sweep
         try:
             parsed.append(parser.parse_override(word))
         except HydraException:
@@ -178,6 +180,10 @@ def typed_keys() -> list[str]:
 
 def _hydra_problems(override: Override) -> list[str]:
     key, word = override.key_or_group, str(override.input_line)
+    if key.startswith(("hydra/launcher", "hydra.launcher")):
+        return [f"{word}: Hydra's launchers are not used; launcher=slurm submits the jobs to Slurm"]
+    if key == "hydra.sweep.subdir":
+        return [f"{word}: the folder of a job is named after its settings"]
     if key not in HYDRA_KEYS:
         return [f"{word}: of Hydra's own settings only {' and '.join(HYDRA_KEYS)} can be set"]
     if override.is_delete() or not override.value():
@@ -202,6 +208,7 @@ def _choice_problems(group: str, override: Override) -> list[str]:
 
 def _multirun_problems(cfg: Config) -> list[str]:
     given = {key: show(getattr(cfg, key)) for key in MULTIRUN_KEYS if getattr(cfg, key) != getattr(Config, key)}
+    given |= {} if cfg.launcher == LauncherConfig() else {"launcher": cfg.launcher.name}
     return [
         f"{key}={value}: a setting of multirun, python train.py -m {key}={value}"
         + ("; for one run use torchrun --standalone --nproc-per-node=N train.py ..." if key == "nproc" else "")
@@ -265,9 +272,19 @@ def _check_files() -> None:
 
 
 def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
-    """The folder that Hydra creates for a run or a sweep with these arguments."""
+    """The folder that Hydra creates for a run or a sweep with these arguments.
+
+    Raises:
+        ConfigError: its name cannot be resolved, or a file in conf/ chooses what sweeps do not use.
+    """
+    hydra = _compose([*words], with_hydra=True).hydra
+    if kind == "sweep":
+        if not str(hydra.launcher._target_).endswith("BasicLauncher"):
+            raise ConfigError("conf/ chooses a hydra/launcher, which is not used; use launcher=slurm for Slurm")
+        if "subdir: ${hydra.job.num}\n" not in OmegaConf.to_yaml(hydra.sweep):
+            raise ConfigError("conf/ sets hydra.sweep.subdir, but the folder of a job is named after its settings")
     try:
-        return Path(str(_compose([*words], with_hydra=True).hydra[kind].dir))
+        return Path(str(hydra[kind].dir))
     except OmegaConfBaseException as error:  # its name cannot be resolved
         raise ConfigError(str(error).splitlines()[0]) from None
 

@@ -20,7 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_HELP = "a torchvision model, timm/<name>, or your own package.module:function"
 PRECISION_HELP = "precision of the step; auto = fp16 on CUDA from capability 7.0, bf16 on a CPU that has it, else fp32"
 # Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if optim=timm.
-CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name")
+CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name", "launcher.name")
 AUTO_BATCH_SIZE = 0  # batch_size=auto, until `batch_size.settle_batch_size` has found the number
 
 
@@ -210,6 +210,24 @@ class CheckpointConfig:
 
 
 @dataclass
+class LauncherConfig:
+    """Multirun: where the jobs of a sweep run."""
+
+    name: str = free_setting("local", "this machine or a Slurm cluster", choices=("local", "slurm"))
+    gpus: list[str] = free_setting([], "local: run one job per GPU at a time; all, or some: 0,1,2")
+    partition: str | None = free_setting(None, "slurm: partition; null = the cluster's default")
+    time_min: int = free_setting(
+        60, "slurm: time limit of an allocation, minutes; a job that needs longer is requeued and resumes", minimum=1
+    )
+    nodes: int = free_setting(1, "slurm: nodes per allocation; nproc processes are spread over them", minimum=1)
+    gpus_per_node: int | None = free_setting(None, "slurm: GPUs per node; null = none requested", minimum=1)
+    cpus_per_task: int | None = free_setting(None, "slurm: CPU cores per process; null = the default", minimum=1)
+    max_parallel: int | None = free_setting(None, "slurm: most allocations at a time; null = no limit", minimum=1)
+    setup: list[str] = free_setting([], "slurm: shell lines that run before the jobs, such as `module load cuda`")
+    wait: bool = free_setting(True, "slurm: wait for the jobs; false = submit them, and `compare FOLDER` reports later")
+
+
+@dataclass
 class Config:
     """One run. The settings that most people change come first."""
 
@@ -307,3 +325,4 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     amp: AmpConfig = field(default_factory=AmpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)

@@ -21,7 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, Config, ConfigError
+from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, Config, ConfigError, LauncherConfig
 
 T = TypeVar("T")
 MAX_LENGTH = 4096  # of a value; the longest path of Linux
@@ -276,7 +276,19 @@ def check_together(cfg: Config) -> list[str]:
             f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, keys)}",
         ),
     ]
-    return [text for broken, text in rules if broken] + _size_schedule_problems(data.size_schedule, cfg.epochs)
+    return (
+        [text for broken, text in rules if broken]
+        + _launcher_problems(cfg.launcher)
+        + _size_schedule_problems(data.size_schedule, cfg.epochs)
+    )
+
+
+def _launcher_problems(launcher: LauncherConfig) -> list[str]:
+    if launcher.name == "slurm" and launcher.gpus:
+        return ["launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"]
+    if launcher.name == "local" and launcher != LauncherConfig(gpus=launcher.gpus):
+        return ["with launcher=local only launcher.gpus can be set; the other launcher settings need launcher=slurm"]
+    return []
 
 
 def _size_schedule_problems(schedule: list[list[int]], epochs: int) -> list[str]:

@@ -53,7 +53,12 @@ def test_the_report_has_the_agreed_fields(report: Report, tmp_path: Path) -> Non
 
 def test_the_verdict_in_words(report: Report) -> None:
     sentence = verdict_sentence(report)
-    for part in ("faster in 1 (resnet18 1.50x)", "slower in 1 (vit_b_16 0.90x)", "not comparable in 1", "1 job failed"):
+    for part in (
+        "faster in 1 (resnet18 1.50x)",
+        "slower in 1 (vit_b_16 0.90x)",
+        "not comparable in 1",
+        "1 job did not finish",
+    ):
         assert part in sentence
     assert "alexnet: batch_size differs" in sentence, "the reason is given"
     assert verdict_sentence(Report([])).startswith("Nothing to compare")

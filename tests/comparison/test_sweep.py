@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.comparison import sweep as launcher
+from cl_train.comparison import job_process
+from cl_train.comparison import sweep as sweep_module
+from cl_train.comparison.local_jobs import LocalJobs
 from cl_train.comparison.report import compare_folders
+from cl_train.comparison.slots import Slot
 from cl_train.comparison.sweep import run_sweep
 from cl_train.comparison.sweep_plan import plan_sweep, read_sweep
 from cl_train.config.command_line import check_command_line
@@ -30,6 +33,8 @@ folder = pathlib.Path(settings["hydra.run.dir"].strip("'"))
 model, mended = settings["model"], (pathlib.Path(__file__).parent / "mended").exists()
 with open(pathlib.Path(__file__).parent / "calls", "a") as calls:
     calls.write(folder.name + "\\n")
+place = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "cores": sorted(os.sched_getaffinity(0)), "at": time.time()}
+(folder / "place.json").write_text(json.dumps(place))
 if model == "alexnet" and not mended:
     raise RuntimeError("the weights are not numbers")
 if model == "vgg11" and not mended:
@@ -138,7 +143,7 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     failed = json.loads((folder / "comparison.json").read_text())["failed"]
     assert [entry["job"] for entry in failed] == [1, 3, 4]
     assert "killed by SIGKILL" in (folder / "comparison.md").read_text()
-    assert "3 jobs failed" in capsys.readouterr().out.splitlines()[-1]
+    assert "3 jobs did not finish" in capsys.readouterr().out.splitlines()[-1]
 
     (stand_in.parent / "mended").touch()
     (stand_in.parent / "calls").unlink()
@@ -146,6 +151,54 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     assert calls(stand_in) == ["alexnet_channels_last", "vgg11_channels_last", "vgg13_channels_last"]
     assert {job.status for job in read_sweep(folder).jobs} == {"completed"}
     assert json.loads((folder / "comparison.json").read_text())["failed"] == []
+
+
+def test_pairs_stay_on_one_gpu_and_alternate(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPU slots take the place of GPUs."""
+    monkeypatch.setattr(sweep_module, "own_cores", lambda: [0, 1] * 2)
+    folder = tmp_path / "sweep"
+    words = ["channels_last=true,false", "model=resnet18,resnet34", "repeats=2", "data=synthetic"]
+    arguments = ["-m", *words, "launcher.gpus=0,1", f"hydra.sweep.dir={folder}"]
+    assert run_sweep(arguments, [str(stand_in)], gpus=["0", "1"]) == 0
+    places = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/place.json")}
+    used = []
+    for model in ("resnet18", "resnet34"):
+        jobs = sorted((place["at"], name, place["gpus"]) for name, place in places.items() if name.startswith(model))
+        suffixes = [name.removeprefix(f"{model}_") for _, name, _ in jobs]
+        assert suffixes == ["channels_last_1", "contiguous_1", "contiguous_2", "channels_last_2"], "A B B A"
+        assert len({gpu for *_, gpu in jobs}) == 1, "a pair stays on one GPU"
+        used.append(jobs[0][2])
+    assert set(used) == {"0", "1"}
+    assert all(place["cores"] == [0, 1] for place in places.values())
+    [first, second] = (min(place["at"] for place in places.values() if place["gpus"] == gpu) for gpu in "01")
+    ends = [max(place["at"] for place in places.values() if place["gpus"] == gpu) for gpu in "01"]
+    assert max(first, second) < min(ends), "the GPUs work at the same time"
+    assert {pair["verdict"] for pair in json.loads((folder / "comparison.json").read_text())["pairs"]} == {"faster"}
+
+
+def test_gpus_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launcher\.gpus"):
+        run_sweep(["-m", "channels_last=true,false", "launcher.gpus=all", f"hydra.sweep.dir={tmp_path}/a"], gpus=[])
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("others_pct", "verdict", "notes"), [(None, "faster", 2), (15.0, "faster", 2), (40.0, "not_comparable", 1)]
+)
+def test_compare_and_the_sweep_reach_the_same_verdict(
+    stand_in: Path, tmp_path: Path, others_pct: float | None, verdict: str, notes: int
+) -> None:
+    """The load of the machine is in each run's summary. One note says that there is one run per side."""
+    folder = tmp_path / "sweep"
+    summary = f'"device": "cpu", "others_pct": {others_pct}'
+    stand_in.write_text(stand_in.read_text().replace('"world_size": 1', f'"world_size": 1, {summary}'))
+    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
+    runs = [folder / f"resnet18_{layout}" for layout in ("contiguous", "channels_last")]
+    [by_sweep] = json.loads((folder / "comparison.json").read_text())["pairs"]
+    assert (by_sweep["verdict"], len(by_sweep["notes"])) == (verdict, notes)
+    for folders in ([folder], runs, runs[::-1]):
+        compare_folders(folders, out=tmp_path / "report")
+        assert json.loads((tmp_path / "report" / "comparison.json").read_text())["pairs"] == [by_sweep]
 
 
 def test_resuming_takes_no_other_settings(stand_in: Path, tmp_path: Path) -> None:
@@ -167,9 +220,9 @@ def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tm
     (folder / job.name / "checkpoints" / "step-1.pt").touch()
     job.is_started = True
     stand_in.write_text("import sys; print(sys.argv)")
-    launcher._run_job(job, planned, [str(stand_in)], "")
+    LocalJobs(folder, [planned.jobs[:1]], [Slot()], [str(stand_in)], lambda job: None).run()
     assert job.status == "completed"
-    assert "'resume=auto'" in (folder / job.name / launcher.LOG_NAME).read_text()
+    assert "'resume=auto'" in (folder / job.name / job_process.LOG_NAME).read_text()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -206,8 +259,8 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
     )
     planned = plan_sweep(["-m", "nproc=2", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     planned.folder.mkdir()
-    launcher._run_job(planned.jobs[0], planned, [str(stand_in)], "")
-    log = (planned.folder / planned.jobs[0].name / launcher.LOG_NAME).read_text()
+    LocalJobs(planned.folder, [planned.jobs[:1]], [Slot()], [str(stand_in)], lambda job: None).run()
+    log = (planned.folder / planned.jobs[0].name / job_process.LOG_NAME).read_text()
     assert "rank 0 of 2" in log and "rank 1 of 2" in log
 
 
@@ -241,7 +294,7 @@ def test_names_that_come_out_alike_are_told_apart() -> None:
 
 def test_a_measured_batch_size_is_kept_when_a_job_goes_on(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: resnet18\nbatch_size: 96\n")
-    assert launcher._continued(["batch_size=auto", "seed=1"], tmp_path) == ["batch_size=96", "seed=1"]
+    assert job_process._continued(["batch_size=auto", "seed=1"], tmp_path) == ["batch_size=96", "seed=1"]
 
 
 def test_a_sweep_by_another_key(stand_in: Path, tmp_path: Path) -> None:
@@ -277,7 +330,7 @@ def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in: Path, t
     assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 1
     started, foreign = read_sweep(planned.folder).jobs
     assert started.status == "completed"
-    assert "'overwrite=true'" in (planned.folder / started.name / launcher.LOG_NAME).read_text()
+    assert "'overwrite=true'" in (planned.folder / started.name / job_process.LOG_NAME).read_text()
     assert foreign.status == "failed" and not any((planned.folder / foreign.name).iterdir())
 
 

@@ -20,7 +20,7 @@ CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_file_of_conf_composes(group: str, choice: str) -> None:
-    (cfg,) = check_command_line([f"{group}={choice}", "data.root=/anywhere"])
+    (cfg,) = check_command_line(["-m", f"{group}={choice}", "data.root=/anywhere"])
     if group != "experiment" and group != "augment":
         assert getattr(cfg, group).name == {"timm": "lamb"}.get(choice, choice)
 
@@ -75,6 +75,11 @@ WRONG = [
     (["resume="], "is empty"),
     (["hydra=1"], "hydra.run.dir and hydra.sweep.dir"),
     (["hydra.job.chdir=true"], "hydra.run.dir and hydra.sweep.dir"),
+    (["-m", "hydra/launcher=submitit_slurm"], "launcher=slurm"),
+    (["-m", "hydra.sweep.subdir=x"], "named after its settings"),
+    (["-m", "launcher=slurm", "launcher.gpus=0,1"], "launcher.gpus_per_node"),
+    (["-m", "launcher.partition=gpu"], "launcher=slurm"),
+    (["launcher=slurm"], "setting of multirun"),
     (["hydra.run.dir="], "needs a folder"),
     (["hydra.run.dir=${nosuch}"], "hydra.run.dir=${nosuch}: "),
     (["--experimental-rerun=file.pickle"], "no option --experimental-rerun"),

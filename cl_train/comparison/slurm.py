@@ -1,0 +1,179 @@
+"""Run a sweep on a Slurm cluster: an array of allocations, one for each group of jobs that are compared.
+
+The jobs of a group run one after the other in one allocation, as they do locally. Before the time limit, and when Slurm
+preempts the allocation, the running job saves a checkpoint; the allocation is requeued and the job resumes there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from cl_train.comparison.job_process import PACKAGE_ROOT
+from cl_train.comparison.local_jobs import LocalJobs, Stopped, outcome_line, signals_as_exceptions
+from cl_train.comparison.slots import Slot
+from cl_train.comparison.slurm_queue import (
+    active_allocations,
+    allocation_states,
+    own_allocation,
+    record_missing_outcomes,
+)
+from cl_train.comparison.status_lines import StatusLines
+from cl_train.comparison.sweep_plan import SLURM_FOLDER, Allocation, Job, Sweep, outcome_path, read_sweep
+from cl_train.config.schema import ConfigError, LauncherConfig
+
+_TIME_LIMIT_SIGNAL = signal.SIGUSR2
+_WARNING_S = 120  # the time limit is announced this long before; a job needs it to save a checkpoint
+_POLL_S = 5.0
+
+
+def check_slurm(sweep: Sweep) -> None:
+    """
+    Raises:
+        ConfigError: submitit or Slurm is missing, or the processes of a job cannot be spread evenly over the nodes.
+    """
+    if importlib.util.find_spec("submitit") is None:
+        raise ConfigError("launcher=slurm needs submitit: pip install 'cl-train[slurm]'")
+    if shutil.which("sbatch") is None:
+        raise ConfigError("launcher=slurm: this machine has no sbatch; start the sweep on a login node of the cluster")
+    nodes = sweep.launcher.nodes
+    uneven = [job.nproc for job in sweep.jobs if job.nproc % nodes]
+    if uneven:
+        raise ConfigError(f"nproc={uneven[0]}: the processes of a job must be a multiple of launcher.nodes={nodes}")
+
+
+def submit(sweep: Sweep, program: Sequence[str]) -> None:
+    """Submit the pending jobs and record their allocations in `sweep.json`.
+
+    Raises:
+        ConfigError: Slurm refuses the allocations.
+    """
+    import submitit
+
+    folder, groups = sweep.folder.resolve(), sweep.pending_groups()
+    # exec: the shell of the allocation, which receives Slurm's signals, becomes the Python process.
+    executor = submitit.SlurmExecutor(folder / SLURM_FOLDER, python=f"exec {shlex.quote(sys.executable)}")
+    executor.update_parameters(**_parameters(sweep.launcher, max(job.nproc for job in sweep.jobs)))
+    try:
+        with executor.batch():
+            submitted = [
+                executor.submit(run_allocation, str(folder), [job.number for job in group], list(program))
+                for group in groups
+            ]
+    except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+        raise ConfigError(f"launcher=slurm: {str(error).strip().splitlines()[-1]}") from None
+    sweep.allocations = [
+        Allocation(str(one.job_id), [job.number for job in group]) for one, group in zip(submitted, groups, strict=True)
+    ]
+    sweep.save()
+
+
+def _parameters(launcher: LauncherConfig, nproc: int) -> dict[str, Any]:
+    """submitit's names for the options of sbatch."""
+    # On one node torchrun is one task with the cores of all processes; on several nodes srun starts a task per process.
+    tasks_per_node = 1 if launcher.nodes == 1 else nproc // launcher.nodes
+    cores = launcher.cpus_per_task and launcher.cpus_per_task * (nproc if launcher.nodes == 1 else 1)
+    warning_s = min(_WARNING_S, 20 * launcher.time_min)
+    return {
+        "job_name": "cl-train",
+        "partition": launcher.partition,
+        "time": launcher.time_min,
+        "nodes": launcher.nodes,
+        "ntasks_per_node": tasks_per_node,
+        "cpus_per_task": cores,
+        "gpus_per_node": launcher.gpus_per_node,
+        "array_parallelism": launcher.max_parallel or 10_000,
+        "setup": [f"export PYTHONPATH={shlex.quote(str(PACKAGE_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}", *launcher.setup],
+        "use_srun": False,
+        "stderr_to_stdout": True,
+        # B: the shell receives the signal; by default only the steps of srun do.
+        "additional_parameters": {"requeue": True, "signal": f"B:{_TIME_LIMIT_SIGNAL.name[3:]}@{warning_s}"},
+    }
+
+
+# --- inside an allocation ---------------------------------------------------------------------------------------------
+
+
+def run_allocation(folder: str, numbers: Sequence[int], program: Sequence[str]) -> None:
+    """Run the unfinished ones of these jobs of the sweep in `folder`; if interrupted, requeue the allocation."""
+    sweep = read_sweep(Path(folder))
+    jobs = [sweep.jobs[number] for number in numbers if sweep.jobs[number].status not in ("completed", "failed")]
+    for job in jobs:
+        job.why = job.exit_code = None
+    before = _progress(sweep, numbers)
+    slot = Slot(nodes=sweep.launcher.nodes, cpus_per_task=sweep.launcher.cpus_per_task)
+    try:
+        with signals_as_exceptions((signal.SIGTERM, _TIME_LIMIT_SIGNAL)):
+            LocalJobs(sweep.folder, [jobs], [slot], program, sweep.save_outcome).run()
+    except Stopped as stop:
+        if stop.signum == _TIME_LIMIT_SIGNAL and _progress(sweep, numbers) == before:
+            for job in jobs:
+                if job.status == "interrupted":
+                    job.status = "failed"
+                    job.why = f"no checkpoint within launcher.time_min={sweep.launcher.time_min}: allow more time"
+                    sweep.save_outcome(job)
+        _requeue()
+
+
+def _progress(sweep: Sweep, numbers: Sequence[int]) -> set[str]:
+    """Checkpoints and outcomes of the jobs: if none is new, another attempt would get no further."""
+    folders = [sweep.folder / sweep.jobs[number].name for number in numbers]
+    return {
+        str(path) for folder in folders for path in [*folder.glob("checkpoints/*.pt"), *folder.glob("summary.json")]
+    }
+
+
+def _requeue() -> None:
+    """Requeue this allocation, unless Slurm is ending it: after scancel it must not run again."""
+    allocation = own_allocation()
+    state = subprocess.run(["squeue", "-h", "-j", allocation, "-o", "%T"], capture_output=True, text=True)
+    if state.stdout.strip() == "RUNNING":
+        print(f"requeueing Slurm job {allocation}", flush=True)
+        subprocess.run(["scontrol", "requeue", allocation], check=True)
+
+
+# --- outside ----------------------------------------------------------------------------------------------------------
+
+
+def wait_for_allocations(sweep: Sweep) -> None:
+    """Wait until Slurm has ended all allocations; show the state of each job, and print its outcome once."""
+    status, printed = StatusLines(), set[int]()
+    while True:
+        states = allocation_states(sweep)
+        _read_outcomes(sweep, printed)
+        if states is not None:
+            record_missing_outcomes(sweep, states)
+        numbers = [number for allocation in sweep.allocations for number in allocation.jobs]
+        jobs = [sweep.jobs[number] for number in numbers]
+        for job in jobs:
+            if job.status in ("completed", "failed") and job.number not in printed:
+                printed.add(job.number)
+                status.print(f"[{len(printed)}/{len(jobs)}] {outcome_line(job, sweep.folder)}")
+        if states is not None and not active_allocations(sweep, states):
+            return
+        status.draw([_state_line(sweep, job) for job in jobs if job.number not in printed])
+        time.sleep(_POLL_S)
+
+
+def _read_outcomes(sweep: Sweep, known: Set[int]) -> None:
+    """Those that are known are kept: Slurm forgets why an allocation ended."""
+    outcomes = read_sweep(sweep.folder).jobs
+    sweep.jobs = [job if job.number in known else outcomes[job.number] for job in sweep.jobs]
+
+
+def _state_line(sweep: Sweep, job: Job) -> str:
+    return f"{job.name}: {job.why or job.status}"
+
+
+def remove_outcomes(sweep: Sweep) -> None:
+    """Delete the outcomes of an earlier submission; `sweep.json` has them."""
+    for job in sweep.jobs:
+        outcome_path(sweep.folder, job).unlink(missing_ok=True)

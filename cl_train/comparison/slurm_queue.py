@@ -1,0 +1,52 @@
+"""What Slurm says about the allocations of a sweep, and what became of their jobs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from cl_train.comparison.sweep_plan import Sweep
+
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+
+
+def allocation_states(sweep: Sweep) -> dict[str, str] | None:
+    """Slurm's state of each allocation that it remembers, such as PENDING; None = squeue did not answer.
+
+    squeue, unlike sacct, works on clusters without accounting. It forgets an allocation minutes after its end.
+    """
+    ids = {allocation.id.partition("_")[0] for allocation in sweep.allocations}
+    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={','.join(sorted(ids))}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return None
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def own_allocation() -> str:
+    """The allocation of this process. In an array SLURM_JOB_ID of one element is the id of the whole array."""
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array and element else os.environ["SLURM_JOB_ID"]
+
+
+def active_allocations(sweep: Sweep, states: dict[str, str]) -> list[str]:
+    """The allocations that are queued or running, or will be again."""
+    return [one.id for one in sweep.allocations if states.get(one.id, "COMPLETED") not in _ENDED]
+
+
+def record_missing_outcomes(sweep: Sweep, states: dict[str, str]) -> None:
+    """Jobs without an outcome whose allocation has ended have failed, and the others are `queued` or running."""
+    active = active_allocations(sweep, states)
+    for allocation in sweep.allocations:
+        for job in (sweep.jobs[number] for number in allocation.jobs):
+            if job.status in ("completed", "failed"):
+                continue
+            state = states.get(allocation.id, "unknown to Slurm")
+            if allocation.id in active:
+                job.why = f"{job.status}; Slurm job {allocation.id} is {state}"
+            else:
+                reason = f"{job.why}, " if job.why else ""
+                job.status, job.why = "failed", f"{reason}Slurm job {allocation.id} ended: {state}"
