@@ -27,7 +27,7 @@ from cl_train.comparison.slurm_queue import (
     record_missing_outcomes,
 )
 from cl_train.comparison.status_lines import StatusLines
-from cl_train.comparison.sweep_plan import SLURM_FOLDER, Allocation, Job, Sweep, outcome_path, read_sweep
+from cl_train.comparison.sweep_plan import SLURM_FOLDER, Allocation, Sweep, outcome_path, read_sweep
 from cl_train.config.schema import ConfigError, LauncherConfig
 
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
@@ -151,15 +151,14 @@ def wait_for_allocations(sweep: Sweep) -> None:
         _read_outcomes(sweep, printed)
         if states is not None:
             record_missing_outcomes(sweep, states)
-        numbers = [number for allocation in sweep.allocations for number in allocation.jobs]
-        jobs = [sweep.jobs[number] for number in numbers]
+        jobs = [sweep.jobs[number] for allocation in sweep.allocations for number in allocation.jobs]
         for job in jobs:
             if job.status in ("completed", "failed") and job.number not in printed:
                 printed.add(job.number)
                 status.print(f"[{len(printed)}/{len(jobs)}] {outcome_line(job, sweep.folder)}")
         if states is not None and not active_allocations(sweep, states):
             return
-        status.draw([_state_line(sweep, job) for job in jobs if job.number not in printed])
+        status.draw([f"{job.name}: {job.why or job.status}" for job in jobs if job.number not in printed])
         time.sleep(_POLL_S)
 
 
@@ -167,10 +166,6 @@ def _read_outcomes(sweep: Sweep, known: Set[int]) -> None:
     """Those that are known are kept: Slurm forgets why an allocation ended."""
     outcomes = read_sweep(sweep.folder).jobs
     sweep.jobs = [job if job.number in known else outcomes[job.number] for job in sweep.jobs]
-
-
-def _state_line(sweep: Sweep, job: Job) -> str:
-    return f"{job.name}: {job.why or job.status}"
 
 
 def remove_outcomes(sweep: Sweep) -> None:

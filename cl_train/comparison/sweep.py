@@ -10,7 +10,7 @@ from cl_train.comparison.local_jobs import LocalJobs, Stopped, signals_as_except
 from cl_train.comparison.report import compare_folders
 from cl_train.comparison.slots import Slot, chosen_gpus, own_cores, plan_slots, visible_gpus
 from cl_train.comparison.slurm_queue import active_allocations, allocation_states
-from cl_train.comparison.sweep_plan import Job, Sweep, plan_sweep
+from cl_train.comparison.sweep_plan import Sweep, plan_sweep
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
 from cl_train.system.launcher import read_launch
@@ -97,18 +97,14 @@ def _run_locally(sweep: Sweep, slots: Sequence[Slot], program: Sequence[str]) ->
         f"sweep of {len(sweep.jobs)} jobs, {sum(map(len, groups))} to run, in {sweep.folder}/<job>/{LOG_NAME}",
         flush=True,
     )
-
-    def save(job: Job) -> None:
-        sweep.save()
-
-    LocalJobs(sweep.folder, groups, slots, program, save).run()
+    LocalJobs(sweep.folder, groups, slots, program, lambda job: sweep.save()).run()
 
 
 def _run_on_slurm(sweep: Sweep, program: Sequence[str]) -> bool:
     """Submit the jobs and wait for them, unless launcher.wait=false; whether they have ended."""
-    groups = sweep.pending_groups()
-    if groups:
-        slurm.submit(sweep, program)
+    if not sweep.pending_groups():
+        return True
+    slurm.submit(sweep, program)
     ids = ", ".join(dict.fromkeys(allocation.id.partition("_")[0] for allocation in sweep.allocations))
     print(f"sweep of {len(sweep.jobs)} jobs, submitted as Slurm job {ids}, logs in {sweep.folder}/slurm", flush=True)
     if not sweep.launcher.wait:

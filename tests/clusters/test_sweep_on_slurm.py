@@ -54,6 +54,7 @@ def test_a_sweep_survives_scancel_and_a_requeue(tmp_path: Path, image_folder: Pa
     assert [entry["job"] for entry in failed] == [0, 1]
     assert all("CANCELLED" in entry["why"] for entry in failed), output
     undisturbed = folder / requeued.name.replace("_1", "_2")
+    assert "resumed from" in (requeued / "train.log").read_text()
     assert losses(requeued) == losses(undisturbed)
 
 
