@@ -247,7 +247,9 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_
 
 
 def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="nproc=N"):
         run_sweep(["-m", "channels_last=true,false"])
 
