@@ -1,8 +1,6 @@
-"""`channels_last=auto`: measure the layouts on the run's own model, batch and precision, use the fastest, and
-cache the choice.
+"""`channels_last=auto`: measure the layouts on the run's own model, batch and precision, and use the fastest.
 
-The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one small JSON file per combination of everything that
-could change it, so that the next run with the same settings does not measure again.
+The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one JSON file per combination of what can change it.
 """
 
 from __future__ import annotations

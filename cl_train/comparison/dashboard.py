@@ -85,7 +85,7 @@ def _write_table(pairs: Sequence[Pair], folder: Path) -> None:
     for run, speed_up in rows.values():
         metrics = {
             "summary/speed_up": speed_up,
-            "summary/images_per_s": statistics.median(run.images_per_s) if run.images_per_s else None,
+            "summary/images_per_s": run.median_images_per_s,
             "summary/train_loss": run.losses[max(run.losses)] if run.losses else None,
             "summary/peak_memory_gib": run.summary.get("peak_memory_gib"),
         }

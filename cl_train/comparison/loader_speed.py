@@ -31,7 +31,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Load:
-    """What a pipeline delivers per round: at least `images` of the images below `root/train`, in batches."""
+    """What a pipeline delivers per round: at least `images` images of `root/train`, in batches."""
 
     root: Path
     image_size: int
@@ -151,19 +151,11 @@ def torchvision_reference(load: Load) -> Pipeline:
     """torchvision's references/classification: Pillow, float tensors from the workers, default collate."""
     from torchvision import datasets, transforms
 
-    steps = [
-        transforms.RandomResizedCrop(load.image_size),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize(MEAN, STD),
-    ]
+    crop, flip = transforms.RandomResizedCrop(load.image_size), transforms.RandomHorizontalFlip()
+    transform = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+    images = datasets.ImageFolder(str(load.root / "train"), transform)
     loader = torch.utils.data.DataLoader(
-        datasets.ImageFolder(str(load.root / "train"), transforms.Compose(steps)),
-        load.batch_size,
-        shuffle=True,
-        num_workers=load.workers,
-        drop_last=True,
-        persistent_workers=True,
+        images, load.batch_size, shuffle=True, num_workers=load.workers, drop_last=True, persistent_workers=True
     )
     return Pipeline("torchvision reference", load.workers, lambda: deliver(loader, load.images))
 

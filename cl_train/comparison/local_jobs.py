@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from cl_train.comparison.job_process import LOG_NAME, record_end, request_stop, start_job, training_line
-from cl_train.comparison.report import median_speed
 from cl_train.comparison.run_records import read_run
 from cl_train.comparison.slots import Slot
 from cl_train.comparison.status_lines import StatusLines
@@ -168,7 +167,7 @@ def outcome_line(job: Job, folder: Path, place: str = "") -> str:
     line = f"{job.name}: {job.status}{time_taken}{place}{f' ({job.why})' if job.why else ''}"
     if job.status == "completed":
         with suppress(ConfigError):
-            speed = median_speed([read_run(folder / job.name)])
+            speed = read_run(folder / job.name).median_images_per_s
             line += f", {speed:.1f} images/s" if speed else ""
     return line
 

@@ -156,15 +156,14 @@ def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run],
 
     A run whose partner failed is left out. Where runs of one side cannot be distinguished, all pair in order.
     """
-
-    def by_repeat(runs: list[Run]) -> dict[str, Run]:
-        return {json.dumps([run.repeat, _settings(run, "loss")], default=str): run for run in runs}
-
-    sides = by_repeat(baseline), by_repeat(candidate)
-    common = [key for key in sides[0] if key in sides[1]]
-    if not common or len(sides[0]) < len(baseline) or len(sides[1]) < len(candidate):
+    one, other = (
+        {json.dumps([run.repeat, _settings(run, "loss")], default=str): run for run in runs}
+        for runs in (baseline, candidate)
+    )
+    common = [key for key in one if key in other]
+    if not common or len(one) < len(baseline) or len(other) < len(candidate):
         return baseline, candidate
-    return [sides[0][key] for key in common], [sides[1][key] for key in common]
+    return [one[key] for key in common], [other[key] for key in common]
 
 
 def _baseline_first(value: str) -> tuple[bool, float, str]:

@@ -1,17 +1,9 @@
 """Do both memory formats compute the same? One training step each, from equal weights, images and random numbers.
 
-Two questions are asked, because the layouts round differently and are never bit-equal:
-
-1. Does the model's code depend on the layout? Both layouts run in float64, where rounding is 1e-16 of the values: a
-   difference above `FLOAT64_LIMIT` is not caused by rounding.
-2. Do the kernels of the precision under test agree? Both layouts are compared with the float64 run. Channels_last may
-   deviate by `TOLERANCE` times the deviation of contiguous (its sums run in another order: 8 times the rounding error
-   was measured in correct models), or by `MIN_LIMIT` or the square root of the dtype's epsilon, or, for gradients, by
-   `GRADIENT_LIMIT`: activations near a non-differentiable point (ReLU at 0) may change sign. The error of a wrong
-   kernel is as large as the values.
-
-Gradients that are zero in theory (a bias before BatchNorm) consist of rounding errors; their errors are relative to the
-typical size of all gradients.
+First in float64, where only code that depends on the layout differs by more than `FLOAT64_LIMIT`; then in the precision
+under test, where both layouts are compared with the float64 run. docs/benchmarks.md explains the limits. Gradients that
+are zero in theory (a bias before BatchNorm) consist of rounding errors; their errors are relative to the typical size
+of all gradients.
 """
 
 from __future__ import annotations
@@ -36,8 +28,8 @@ from cl_train.system.memory import available_bytes
 
 FLOAT64_LIMIT = 1e-6
 FLOAT32_LIMIT = 1e-3  # instead of FLOAT64_LIMIT, for a model that does not run in float64
-TOLERANCE = 16.0
-MIN_LIMIT, GRADIENT_LIMIT = 0.02, 0.1
+TOLERANCE = 16.0  # times contiguous's error: sums run in another order, 8 was measured in correct models
+MIN_LIMIT, GRADIENT_LIMIT = 0.02, 0.1  # or the square root of the dtype's epsilon; gradients: a ReLU may change sign
 MAX_LIMIT = 0.7  # values in a wrong order deviate by 1.4
 MAX_BASELINE_ERROR = 0.25  # a tensor whose contiguous run deviates more, by rounding, is not checked in this precision
 SMALL_IMAGE, BATCH_SIZES = 96, (4, 2)  # whether layouts agree does not depend on the size
@@ -56,6 +48,10 @@ class Check:
     @property
     def passed(self) -> bool:
         return self.channels_last_error <= self.allowed_error
+
+    @property
+    def share_of_limit(self) -> float:
+        return self.channels_last_error / self.allowed_error if self.allowed_error else math.inf
 
     def __str__(self) -> str:
         return (
@@ -82,11 +78,12 @@ class ParityReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, of the failed checks the first ten; an infinite error is None, as JSON has none."""
-        rows = [asdict(check) for check in [*self.failed[:10], *([self.worst] if self.worst else [])]]
-        for row in rows:
-            row |= {name: None for name, value in row.items() if value == math.inf}
-        worst = rows.pop() if self.worst else None
-        return {**vars(self), "failed": rows, "worst": worst, "text": str(self)}
+
+        def plain(check: Check) -> dict[str, Any]:
+            return {name: None if value == math.inf else value for name, value in asdict(check).items()}
+
+        worst = plain(self.worst) if self.worst else None
+        return {**vars(self), "failed": [plain(check) for check in self.failed[:10]], "worst": worst, "text": str(self)}
 
     def __str__(self) -> str:
         what = f"parity ({self.precision}, batch {self.batch})"
@@ -188,13 +185,9 @@ def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Preci
         hidden = len(more) - len(visible)
         note = f"{hidden} of {len(more)} tensors were compared in float64 only: {precision.name} rounds too far"
     failed = [check for check in checks + visible if not check.passed]
-    worst = max(checks + visible, key=_badness, default=None)
+    worst = max(checks + visible, key=lambda check: check.share_of_limit, default=None)
     first = _first_divergence(failed[0], task.model) if failed else None
     return report(not failed, first_divergence=first, worst=worst, failed=failed, note=note)
-
-
-def _badness(check: Check) -> float:
-    return check.channels_last_error / check.allowed_error if check.allowed_error else math.inf
 
 
 def _limit(kind: str, contiguous_error: float, floor: float) -> float:
@@ -244,21 +237,17 @@ def _distance(tensor: torch.Tensor, truth: torch.Tensor, size: float) -> float:
 def _first_divergence(check: Check, model: nn.Module) -> str:
     """The module to look at: if a module's *input* differs first, the code of its parent."""
     kind, _, name = check.what.partition(" of ")
-    if kind == "output":
-        return _described(name, model)
-    if kind == "input":
-        parent = name.rpartition(".")[0]
-        return f"{_described(parent or 'the model', model)}, in the forward code before submodule {name} is called"
-    if kind == "gradient":
-        return f"{_described(name.rpartition('.')[0] or 'the model', model)}, in backward (its forward agrees)"
-    if kind == "statistics":
-        return f"{_described(name, model)}, in its running statistics (its output agrees)"
-    return f"the model as a whole ({check.what})"
-
-
-def _described(name: str, model: nn.Module) -> str:
-    module = model if name == "the model" else model.get_submodule(name)
-    return f"{name} ({type(module).__name__})"
+    where = {
+        "output": "",
+        "input": f", in the forward code before submodule {name} is called",
+        "gradient": ", in backward (its forward agrees)",
+        "statistics": ", in its running statistics (its output agrees)",
+    }
+    if kind not in where:
+        return f"the model as a whole ({check.what})"
+    module = name if kind in ("output", "statistics") else name.rpartition(".")[0]
+    module = "" if module == "the model" else module
+    return f"{module or 'the model'} ({type(model.get_submodule(module)).__name__}){where[kind]}"
 
 
 # --- size and memory --------------------------------------------------------------------------------------------------

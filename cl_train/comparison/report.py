@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from cl_train.comparison.chart import write_chart
 from cl_train.comparison.dashboard import write_dashboard
 from cl_train.comparison.pairs import Pair, compare_runs, compare_two
-from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.run_records import read_run
 from cl_train.comparison.slurm_queue import allocation_states, record_missing_outcomes
 from cl_train.comparison.sweep_plan import Job, read_sweep
 from cl_train.config.schema import ConfigError
@@ -124,33 +124,23 @@ def _row(pair: Pair) -> dict[str, Any]:
         "baseline": pair.baseline,
         "candidate": pair.candidate,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        "baseline_images_per_s": _rounded(median_speed(pair.baseline_runs), 2),
-        "candidate_images_per_s": _rounded(median_speed(pair.candidate_runs), 2),
-        "ratio": _rounded(interval.ratio, 4) if interval else None,
-        "ci95": [_rounded(interval.low, 4), _rounded(interval.high, 4)] if interval else None,
+        "baseline_images_per_s": _median((run.median_images_per_s for run in pair.baseline_runs), 2),
+        "candidate_images_per_s": _median((run.median_images_per_s for run in pair.candidate_runs), 2),
+        "ratio": round(interval.ratio, 4) if interval else None,
+        "ci95": [round(interval.low, 4), round(interval.high, 4)] if interval else None,
         "n": len(pair.baseline_runs),
         "verdict": pair.verdict,
-        "loss_gap": _rounded(pair.loss_gap, 5),
+        "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
         "bottleneck": pair.bottleneck,
-        "baseline_peak_memory_gib": _rounded(_peak_memory_gib(pair.baseline_runs), 3),
-        "candidate_peak_memory_gib": _rounded(_peak_memory_gib(pair.candidate_runs), 3),
+        "baseline_peak_memory_gib": _median((run.summary.get("peak_memory_gib") for run in pair.baseline_runs), 3),
+        "candidate_peak_memory_gib": _median((run.summary.get("peak_memory_gib") for run in pair.candidate_runs), 3),
         "notes": pair.notes,
     }
 
 
-def median_speed(runs: Sequence[Run]) -> float | None:
-    """Median over the runs of the median over each run's windows, images/s."""
-    medians = [statistics.median(run.images_per_s) for run in runs if run.images_per_s]
-    return statistics.median(medians) if medians else None
-
-
-def _peak_memory_gib(runs: Sequence[Run]) -> float | None:
-    values = [run.summary["peak_memory_gib"] for run in runs if run.summary.get("peak_memory_gib") is not None]
-    return statistics.median(values) if values else None
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _median(values: Iterable[float | None], digits: int) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), digits) if known else None
 
 
 def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -245,31 +235,29 @@ def _table(pairs: Sequence[Pair]) -> list[str]:
     """One row per pair; the names of both sides are in the header if they are the same for all."""
     names = {(pair.baseline, pair.candidate) for pair in pairs}
     sides = f": {' / '.join(next(iter(names)))}" if len(names) == 1 else ""
-    columns: list[tuple[str, Callable[[Pair, dict[str, Any]], str]]] = [
-        ("", lambda pair, row: label_of(pair, pairs)),
-        (f"images/s{sides}", lambda pair, row: _both(row, "images_per_s", 1)),
-        ("ratio [95 %]", lambda pair, row: _ratio(pair)),
-        ("runs per side", lambda pair, row: str(row["n"])),
-        ("verdict", lambda pair, row: f"**{pair.verdict.replace('_', ' ')}**"),
-        ("loss gap", lambda pair, row: _number(pair.loss_gap, 4)),
-        ("peak memory GiB", lambda pair, row: _both(row, "peak_memory_gib", 2)),
-        ("bottleneck", lambda pair, row: pair.bottleneck),
-    ]
-    lines = [f"| {' | '.join(title for title, _ in columns)} |", "|---" * len(columns) + "|"]
-    for pair in pairs:
-        row = _row(pair)
-        lines.append(f"| {' | '.join(_cell(text(pair, row)) for _, text in columns)} |")
-    return [*lines, ""]
+    cells = [_cells(pair, pairs) for pair in pairs]
+    titles = [f"images/s{sides}" if title == "images/s" else title for title in cells[0]]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return [*lines, *(f"| {' | '.join(map(_cell, row.values()))} |" for row in cells), ""]
 
 
-def _both(row: Mapping[str, Any], name: str, digits: int) -> str:
-    return " / ".join(_number(row[f"{side}_{name}"], digits) for side in ("baseline", "candidate"))
+def _cells(pair: Pair, pairs: Sequence[Pair]) -> dict[str, str]:
+    """A row of the table by the titles of its columns."""
+    row, interval = _row(pair), pair.interval if pair.is_comparable else None
 
+    def both(name: str, digits: int) -> str:
+        return " / ".join(_number(row[f"{side}_{name}"], digits) for side in ("baseline", "candidate"))
 
-def _ratio(pair: Pair) -> str:
-    if not pair.is_comparable or pair.interval is None:
-        return "-"
-    return f"{pair.interval.ratio:.3f} [{pair.interval.low:.3f}, {pair.interval.high:.3f}]"
+    return {
+        "": label_of(pair, pairs),
+        "images/s": both("images_per_s", 1),
+        "ratio [95 %]": f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if interval else "-",
+        "runs per side": str(row["n"]),
+        "verdict": f"**{pair.verdict.replace('_', ' ')}**",
+        "loss gap": _number(pair.loss_gap, 4),
+        "peak memory GiB": both("peak_memory_gib", 2),
+        "bottleneck": pair.bottleneck,
+    }
 
 
 def _equal_for_all(pairs: Sequence[Pair]) -> list[str]:

@@ -43,6 +43,11 @@ class Run:
         return self.summary.get(name, self.settings.get(name))
 
     @property
+    def median_images_per_s(self) -> float | None:
+        """Of the windows after warm-up; None = there are none."""
+        return statistics.median(self.images_per_s) if self.images_per_s else None
+
+    @property
     def others_pct(self) -> float | None:
         """Share of the machine that other processes used during the run, percent; None = unknown."""
         return self.summary.get("others_pct")
@@ -135,20 +140,16 @@ def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
-def _is_amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e12
+def _is_amount(value: Any, kind: Any = int | float) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= 1e12
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_amount(value)
+    return _is_amount(value, int)
 
 
 def _is_loss(value: Any) -> bool:
     return isinstance(value, int | float) and _is_amount(abs(value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable()
 
 
 Rules = Mapping[str, Callable[[Any], bool]]
@@ -162,8 +163,10 @@ _WINDOW: Rules = {
     "loss": lambda value: isinstance(value, int | float),
 }
 _SUMMARY: Rules = {
-    **dict.fromkeys(("status", "model", "memory_format", "channels_last_requested"), _is_text),
-    **dict.fromkeys(("precision", "device", "device_name"), _is_text),
+    **dict.fromkeys(
+        ("status", "model", "memory_format", "channels_last_requested", "precision", "device", "device_name"),
+        lambda value: isinstance(value, str) and value.isprintable(),
+    ),
     **dict.fromkeys(("world_size", "global_batch_size", "image_size", "seed", "epochs"), _is_count),
     **dict.fromkeys(("data_wait_pct", "peak_memory_gib", "others_pct"), _is_amount),
     "environment": lambda value: isinstance(value, dict) and "".join(map(str, [*value, *value.values()])).isprintable(),

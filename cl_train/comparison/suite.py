@@ -63,15 +63,15 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
 
 
 def combinations(settings: BenchmarkSettings, device: torch.device) -> Iterator[tuple[str, Workload]]:
-    lists = (settings.model, settings.mode, settings.precision, settings.batch_size)
-    optim = OptimConfig(name=settings.optimizer)
+    s, optim = settings, OptimConfig(name=settings.optimizer)
     for name, mode, precision, batch_size, compile, graph in itertools.product(
-        *lists, settings.compile, settings.cuda_graph
+        s.model, s.mode, s.precision, s.batch_size, s.compile, s.cuda_graph
     ):
-        size = settings.image_size or models.usual_image_size(name)
-        resolved = resolve_precision(precision, device)
-        kind: dict[str, Any] = {"mode": mode, "compile": compile, "cuda_graph": graph, "optim": optim}
-        yield name, Workload(batch_size, (3, size, size), resolved, device, **kind)
+        size = s.image_size or models.usual_image_size(name)
+        yield name, Workload(
+            batch_size, (3, size, size), resolve_precision(precision, device), device, mode, compile,
+            cuda_graph=graph, optim=optim,
+        )  # fmt: skip
 
 
 def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""Many models in both memory formats: each converted, checked for parity, audited and timed. One row per model.
+"""Many models in both memory formats: each converted, checked for parity, audited and timed, in its own process.
 
-The rows are kept in a JSON file as they are measured, and written as Markdown.
+The table, one row per model, is written as JSON and as Markdown after each model.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import nn
 from cl_train.comparison.paired import benchmark_layouts
 from cl_train.comparison.parity import check_parity
 from cl_train.comparison.timed_model import Workload
+from cl_train.config.benchmarks import ZooSettings
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.memory_format.convert import convert
+from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import registry as models
 from cl_train.step.loss import loss_of
 from cl_train.step.precision import cast_model, resolve_precision
@@ -51,65 +54,74 @@ TIMM = (
     "timm/resnet10t",  # a deep stem
 )
 
-GROUPS = ("tutorial", "torchvision", "timm")
-SMALL = 64
-# These require their own image size; all others accept a small one.
-_FIXED_SIZE = ("vit_", "maxvit", "timm/vit_", "timm/mobilevit")
+GROUPS = {"tutorial": TUTORIAL, "torchvision": tuple(models.model_names()), "timm": TIMM}
+_FIXED_SIZE = ("vit_", "maxvit", "timm/vit_", "timm/mobilevit")  # accept one image size only
+_OPTIONS = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")  # equal for all rows
 
 
-@dataclass(frozen=True)
-class ZooOptions:
-    """How models are measured; the same for all rows of a table."""
-
-    device: str
-    precision: str
-    batch_size: int
-    image_size: int | None  # pixels; None: 224 with speed, 64 without if the model accepts it
-    speed: bool
-    time_limit_s: float  # per model and mode
-
-
-def group_names(group: str) -> list[str]:
-    """The models of a group."""
-    return {"tutorial": list(TUTORIAL), "torchvision": models.model_names(), "timm": list(TIMM)}[group]
-
-
-def image_size_of(name: str, options: ZooOptions) -> int:
+def image_size_of(name: str, settings: ZooSettings) -> int:
     """Side of the images for `name`, pixels."""
     if name == "inception_v3" or name.startswith(_FIXED_SIZE):
         return models.usual_image_size(name)
-    return options.image_size or (224 if options.speed else SMALL)
+    return settings.image_size or (224 if settings.speed else 64)
 
 
-def measure_model(name: str, options: ZooOptions) -> dict[str, Any]:
+def measure_in_child(name: str, settings: ZooSettings) -> dict[str, Any]:
+    """The row of a model, measured in its own process: a crash or lack of memory is recorded as that model's error."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # importing torch takes longer than most models
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, name, settings), daemon=True)
+    process.start()
+    sender.close()
+    limit_s = settings.model_time_limit_s
+    try:
+        row: dict[str, Any] = receiver.recv() if receiver.poll(limit_s) else {"error": f"over {limit_s:g} s"}
+    except EOFError:
+        process.join()
+        row = {"error": f"its process ended with exit code {process.exitcode} (-9: out of memory)"}
+    finally:
+        process.kill()
+        process.join()
+    return {"model": name, **row}
+
+
+def _child(sender: Any, name: str, settings: ZooSettings) -> None:
+    try:
+        sender.send(measure_model(name, settings))
+    except Exception as error:
+        sender.send({"error": explain_failure(error)})
+
+
+def measure_model(name: str, settings: ZooSettings) -> dict[str, Any]:
     """One row: conversion, parity, audit, speed and memory of both layouts, and a verdict."""
     started_at = time.perf_counter()
     torch.manual_seed(0)
-    size = image_size_of(name, options)
-    model = models.build_model(name, num_classes=1000, image_size=224).to(options.device)
+    size = image_size_of(name, settings)
+    model = models.build_model(name, num_classes=1000, image_size=224).to(settings.device)
     row: dict[str, Any] = {"model": name, "image_size": size}
     try:
-        report = check_parity(model, image_size=size, batch_size=2, precision=options.precision)
+        report = check_parity(model, image_size=size, batch_size=2, precision=settings.precision)
         row["parity"] = {"passed": report.passed, "why": str(report)}
     except ConfigError as error:  # too large for this machine's memory
         row["parity"] = {"passed": None, "why": str(error)}
-    if options.speed:
-        row |= {mode: _speed(model, mode, options, size) for mode in ("train", "infer")}
-    row |= _convert_and_audit(model, name, options, size)
+    if settings.speed:
+        row |= {mode: _speed(model, mode, settings, size) for mode in ("train", "infer")}
+    row |= _convert_and_audit(model, settings, size)
     row["verdict"] = verdict(row)
     row["seconds"] = round(time.perf_counter() - started_at, 1)
     return row
 
 
-def _convert_and_audit(model: nn.Module, name: str, options: ZooOptions, size: int) -> dict[str, Any]:
-    device = torch.device(options.device)
-    precision = resolve_precision(options.precision, device)
+def _convert_and_audit(model: nn.Module, settings: ZooSettings, size: int) -> dict[str, Any]:
+    device = torch.device(settings.device)
+    precision = resolve_precision(settings.precision, device)
     model = cast_model(model, precision)
     converted = len(convert(model).changed)
     convolutions = sum(isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d) for module in model.modules())
     images = torch.randn(2, 3, size, size).to(device, precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.zeros(2, dtype=torch.int64, device=device)
-    report = audit(model, images, precision=precision, loss=lambda output: loss_of(output, targets), name=name)
+    report = audit(model, images, precision=precision, loss=lambda output: loss_of(output, targets))
     audited: dict[str, Any] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
     for way in ("forward", "backward"):
         lost: Counter[str] = Counter()
@@ -119,19 +131,19 @@ def _convert_and_audit(model: nn.Module, name: str, options: ZooOptions, size: i
     return {"convolutions": convolutions, "converted": converted, "audit": audited}
 
 
-def _speed(model: nn.Module, mode: str, options: ZooOptions, size: int) -> dict[str, Any]:
+def _speed(model: nn.Module, mode: str, settings: ZooSettings, size: int) -> dict[str, Any]:
     """On a GPU both layouts run as CUDA graphs, because the host would limit both if they ran eagerly; else eagerly."""
-    device = torch.device(options.device)
-    precision = resolve_precision(options.precision, device)
-    eager = Workload(options.batch_size, (3, size, size), precision, device, mode=mode)
-    if device.type == "cuda":
+    device = torch.device(settings.device)
+    precision = resolve_precision(settings.precision, device)
+    workload = Workload(settings.batch_size, (3, size, size), precision, device, mode=mode)
+    for graph in (True, False) if device.type == "cuda" else (False,):
         try:
-            graphed = replace(eager, cuda_graph=True)
-            done = benchmark_layouts(model, graphed, time_limit_s=options.time_limit_s)
-            return {**done.to_dict(), "cuda_graph": True}
+            done = benchmark_layouts(model, replace(workload, cuda_graph=graph), time_limit_s=settings.time_limit_s)
+            return {**done.to_dict(), "cuda_graph": graph}
         except ConfigError:  # the step cannot be recorded
-            pass
-    return {**benchmark_layouts(model, eager, time_limit_s=options.time_limit_s).to_dict(), "cuda_graph": False}
+            if not graph:
+                raise
+    raise AssertionError
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -150,28 +162,27 @@ def verdict(row: dict[str, Any]) -> str:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def open_table(path: Path, options: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
+def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:
     """The table at `path`, to be continued, or a new one.
 
     Raises:
         ConfigError: the file was made with other settings, or is not such a table.
     """
+    options = {name: value for name, value in asdict(settings).items() if name in _OPTIONS}
     if not path.exists():
         return {"schema_version": SCHEMA_VERSION, "options": options, "environment": environment, "rows": []}
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = dict(json.loads(path.read_text(encoding="utf-8")))
         is_same = table["schema_version"] == SCHEMA_VERSION and table["options"] == options
         is_same = is_same and table["environment"]["torch"] == environment["torch"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: not a table of `cl-train zoo` ({error}); remove it, or choose another out"
-        ) from error
+        raise ConfigError(f"{path}: not a table of `cl-train zoo` ({error}); remove it, or use another out") from error
     if not is_same:
         raise ConfigError(
             f"{path}: made with other settings or another torch ({table['environment']['torch']}), so new rows would "
             "not compare: remove it, or choose another out"
         )
-    return dict(table)
+    return table
 
 
 def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:

@@ -72,3 +72,20 @@ class PlanSettings:
     cores_per_gpu: float = setting(12.0, "CPU cores per GPU", above=0)
     image_kb: float = setting(110.0, "mean size of an image file, kB", above=0)
     json: bool = setting(False, "print the result as JSON")
+
+
+@dataclass
+class ZooSettings:
+    """Which models, and how they are measured."""
+
+    model: list[str] = setting(["tutorial"], "tutorial, torchvision, timm, or names and shell patterns")
+    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
+    precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
+    batch_size: int = setting(32, "images per step of the timing", minimum=1)
+    image_size: int | None = setting(
+        None, "side of the images, pixels; null = 224, or 64 with speed=false", minimum=8, key="data.image_size"
+    )
+    speed: bool = setting(True, "time both layouts")
+    time_limit_s: float = setting(20.0, "seconds for each timing", above=0)
+    model_time_limit_s: float = setting(900.0, "timeout per model, seconds", above=0)
+    out: str = setting("results", "folder for the tables")

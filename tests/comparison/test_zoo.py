@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cl_train.comparison import zoo
+from cl_train.config.benchmarks import ZooSettings
 from cl_train.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,15 +46,15 @@ def md_rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_image_sizes() -> None:
-    options = zoo.ZooOptions(**OPTIONS)
+    options = ZooSettings(**OPTIONS)
     assert zoo.image_size_of("resnet18", options) == 64
     assert zoo.image_size_of("inception_v3", options) == 299
     assert zoo.image_size_of("vit_b_16", options) == zoo.image_size_of("timm/vit_tiny_patch16_224", options) == 224
 
 
 def test_groups() -> None:
-    assert len(zoo.group_names("tutorial")) == 28 and len(zoo.group_names("timm")) == 10
-    assert set(zoo.group_names("tutorial")) < set(zoo.group_names("torchvision"))
+    assert len(zoo.GROUPS["tutorial"]) == 28 and len(zoo.GROUPS["timm"]) == 10
+    assert set(zoo.GROUPS["tutorial"]) < set(zoo.GROUPS["torchvision"])
 
 
 def test_verdicts() -> None:
@@ -65,10 +66,10 @@ def test_verdicts() -> None:
 
 def test_tables_are_resumed_and_written_in_all_forms(tmp_path: Path) -> None:
     path = tmp_path / "zoo.json"
-    table = zoo.open_table(path, OPTIONS, ENVIRONMENT)
+    table = zoo.open_table(path, ZooSettings(**OPTIONS), ENVIRONMENT)
     zoo.add_row(path, table, row("b"))
     zoo.add_row(path, table, {"model": "a", "error": "RuntimeError"})
-    again = zoo.open_table(path, OPTIONS, ENVIRONMENT)
+    again = zoo.open_table(path, ZooSettings(**OPTIONS), ENVIRONMENT)
     assert [entry["model"] for entry in again["rows"]] == ["a", "b"]
     assert zoo.is_done(again, "b") and not zoo.is_done(again, "a") and not zoo.is_done(again, "c")
     zoo.add_row(path, again, row("a"))
@@ -78,15 +79,15 @@ def test_tables_are_resumed_and_written_in_all_forms(tmp_path: Path) -> None:
     assert (lines[0]["image_size"], lines[0]["parity"]) == ("64", "passed")
     for other in ({**OPTIONS, "precision": "bf16"}, {**OPTIONS, "batch_size": 3}):
         with pytest.raises(ConfigError, match="other settings"):
-            zoo.open_table(path, other, ENVIRONMENT)
+            zoo.open_table(path, ZooSettings(**other), ENVIRONMENT)
     path.write_text("{")
     with pytest.raises(ConfigError, match="not a table"):
-        zoo.open_table(path, OPTIONS, ENVIRONMENT)
+        zoo.open_table(path, ZooSettings(**OPTIONS), ENVIRONMENT)
 
 
 def test_tables_with_speeds(tmp_path: Path) -> None:
     path = tmp_path / "zoo.json"
-    table = zoo.open_table(path, {**OPTIONS, "speed": True}, ENVIRONMENT)
+    table = zoo.open_table(path, ZooSettings(**{**OPTIONS, "speed": True}), ENVIRONMENT)
     zoo.add_row(path, table, row("a", train=SPEED, infer=SPEED))
     zoo.add_row(path, table, {"model": "b", "error": "out of memory"})
     lines = md_rows(path)
@@ -99,7 +100,7 @@ def test_tables_with_speeds(tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_real_model() -> None:
-    entry = zoo.measure_model("squeezenet1_1", zoo.ZooOptions(**OPTIONS))
+    entry = zoo.measure_model("squeezenet1_1", ZooSettings(**OPTIONS))
     assert entry["parity"]["passed"] and entry["convolutions"] == entry["converted"] == 26
     assert entry["audit"]["lost_forward"] == {} and entry["audit"]["lost_backward"] == {"div": 1}
     json.dumps(entry)
@@ -134,7 +135,7 @@ def test_wrong_words() -> None:
 
 def test_a_failed_model_in_front_has_the_columns_of_the_others(tmp_path: Path) -> None:
     path = tmp_path / "zoo.json"
-    table = zoo.open_table(path, {**OPTIONS, "speed": True}, ENVIRONMENT)
+    table = zoo.open_table(path, ZooSettings(**{**OPTIONS, "speed": True}), ENVIRONMENT)
     zoo.add_row(path, table, {"model": "a", "error": "out of memory"})
     zoo.add_row(path, table, row("b", train=SPEED, infer=SPEED))
     lines = md_rows(path)
