@@ -75,7 +75,7 @@ def write_digits(folder: Path) -> None:
     """scikit-learn's 1,797 digits, 8 x 8 enlarged to 32 x 32, as folders of PNG files; 360 are for validation."""
     import numpy as np
     from PIL import Image
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     unfinished = folder.with_name(folder.name + ".unfinished")

@@ -31,6 +31,20 @@ def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both() -> No
     assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.schedule.step_epochs) == (0.1, 1e-4, 30)
 
 
+def test_imagenet_takes_the_augmentation_of_the_published_recipes_unless_another_is_named() -> None:
+    flips = {}
+    for words in ([], ["augment=basic"], ["augment=none"], ["augment.flip=0.25"], ["experiment=resnet50_90ep"]):
+        (cfg,) = check_command_line(["data=imagenet", "data.root=/x", *words])
+        flips[" ".join(words)] = (cfg.data.name, cfg.augment.flip, cfg.augment.crop_scale_min)
+    assert flips == {
+        "": ("imagenet", 0.5, 0.08),
+        "augment=basic": ("imagenet", 0.0, 0.35),
+        "augment=none": ("imagenet", 0.0, 1.0),
+        "augment.flip=0.25": ("imagenet", 0.25, 0.08),
+        "experiment=resnet50_90ep": ("imagenet", 0.5, 0.08),
+    }
+
+
 def test_a_sweep_is_checked_as_a_whole_and_in_order() -> None:
     runs = check_command_line(["-m", "channels_last=true,false", "model=resnet18,vgg11", "seed=range(2)"])
     seen = [(cfg.channels_last, cfg.model, cfg.seed) for cfg in runs]
