@@ -289,7 +289,7 @@ class Config:
     ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
-    evaluate_flip: bool = setting(False, "evaluation averages the logits of each image and of its mirror image")
+    evaluate_flip: bool = loss_setting(False, "evaluation averages the logits of each image and of its mirror image")
     evaluate_only: bool = setting(
         False,
         "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing",

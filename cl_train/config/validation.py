@@ -21,7 +21,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, Config, ConfigError, LauncherConfig
+from cl_train.config.group_problems import data_problems, launcher_problems, size_schedule_problems
+from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, Config, ConfigError
 
 T = TypeVar("T")
 MAX_LENGTH = 4096  # of a value; the longest path of Linux
@@ -219,27 +220,11 @@ def show(value: Any) -> str:
 
 def check_together(cfg: Config) -> list[str]:
     """Problems of combinations that cannot work, or in which one setting has no effect; one line each."""
-    augment, data, conflict, keys = cfg.augment, cfg.data, graph_conflict(cfg), setting_fields(Config)
+    conflict, keys = graph_conflict(cfg), setting_fields(Config)
     rules = [
-        (augment.crop_scale_min > augment.crop_scale_max, "augment.crop_scale_min is above augment.crop_scale_max"),
-        (augment.crop_ratio_min > augment.crop_ratio_max, "augment.crop_ratio_min is above augment.crop_ratio_max"),
         (
-            data.name in ("imagenet", "folder") and data.root is None,
-            f"data={data.name} needs data.root=FOLDER with train/<class>/* and val/<class>/* (no data? data=sample)",
-        ),
-        (len(data.mean) != 3 or len(data.std) != 3 or min(data.std) <= 0, "data.mean and data.std: need three numbers"),
-        (
-            data.val_resize is not None and data.val_resize < (data.val_size or data.image_size),
-            f"data.val_resize={data.val_resize} is smaller than the validation crop of"
-            f" {data.val_size or data.image_size} px",
-        ),
-        (
-            data.scale_batch and not data.size_schedule,
-            "data.scale_batch=true has no effect without data.size_schedule=[[0,128],[6,160],...]",
-        ),
-        (
-            any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)),
-            "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01",
+            cfg.loss != "bce" and cfg.bce_threshold is not None,
+            f"bce_threshold={cfg.bce_threshold} has no effect with loss={cfg.loss}; use loss=bce",
         ),
         (
             cfg.optim.library == "torch" and cfg.optim.name not in OPTIMIZERS,
@@ -277,45 +262,18 @@ def check_together(cfg: Config) -> list[str]:
         ),
     ]
     return (
-        [text for broken, text in rules if broken]
-        + _launcher_problems(cfg.launcher)
-        + _size_schedule_problems(data.size_schedule, cfg.epochs)
+        data_problems(cfg.data, cfg.augment)
+        + [text for broken, text in rules if broken]
+        + launcher_problems(cfg.launcher)
+        + size_schedule_problems(cfg.data.size_schedule, cfg.epochs)
     )
-
-
-def _launcher_problems(launcher: LauncherConfig) -> list[str]:
-    if launcher.name == "slurm" and launcher.gpus:
-        return ["launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"]
-    if launcher.name == "local" and launcher != LauncherConfig(gpus=launcher.gpus):
-        return ["with launcher=local only launcher.gpus can be set; the other launcher settings need launcher=slurm"]
-    return []
-
-
-def _size_schedule_problems(schedule: list[list[int]], epochs: int) -> list[str]:
-    """One problem of `data.size_schedule`, with an example of what to write."""
-    name = f"data.size_schedule={show(schedule)}"
-    if not schedule:
-        return []
-    if any(len(point) != 2 for point in schedule):
-        return [f"{name}: write pairs of epoch and size, such as [[0,128],[6,160],[12,192]]"]
-    starts, sizes = zip(*schedule, strict=True)
-    if starts[0] != 0:
-        return [f"{name}: the first epoch is {starts[0]}; begin with [0,{sizes[0]}]"]
-    if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
-        return [f"{name}: the epochs must ascend: {show(sorted(schedule))}"]
-    for size in sizes:
-        if not 8 <= size <= 4096 or size % 4:
-            nearest = min(4096, max(8, 4 * round(size / 4)))
-            return [f"{name}: size {size} is not a multiple of 4 from 8 to 4096; use {nearest}"]
-    if starts[-1] >= epochs:
-        return [f"{name}: its last epoch {starts[-1]} is not reached with epochs={epochs} (epochs 0 to {epochs - 1})"]
-    return []
 
 
 def graph_conflict(cfg: Config) -> str | None:
     """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
     if cfg.optim.library != "torch" or cfg.optim.name == "rmsprop":
-        return f"{cfg.optim.name} has no fused kernel, so the host decides whether to skip a step; use sgd or adamw"
+        name = cfg.optim.name if cfg.optim.library == "torch" else f"timm's {cfg.optim.name}"
+        return f"{name} has no fused kernel, so the host decides whether to skip a step; use optim=sgd or optim=adamw"
     if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
         return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use default or max-autotune-no-cudagraphs"
     return None

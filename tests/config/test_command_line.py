@@ -56,6 +56,7 @@ WRONG = [
     (["chanels_last=true"], "did you mean channels_last"),
     (["+chanels_last=true"], "did you mean channels_last"),
     (["lr=0.1"], "did you mean optim.lr"),
+    (["bce_threshold=0.2"], "loss=bce"),
     (["data.worker=2"], "did you mean data.workers"),
     (["+epochs=3"], "leave out the '+'"),
     (["~epochs"], "cannot be removed"),
