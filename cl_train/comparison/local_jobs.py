@@ -23,33 +23,35 @@ from cl_train.comparison.status_lines import StatusLines
 from cl_train.comparison.sweep_plan import Job
 from cl_train.config.schema import ConfigError
 
-GRACE_S = 20.0  # a stopped job saves a checkpoint before it ends
+GRACE_S = 20.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _REFRESH_S = 1.0
 
 
-class Stopped(Exception):
-    """A signal requested the end of the sweep."""
+class Stopped(BaseException):
+    """A signal requested the end of the sweep; `logging` in another signal handler would suppress an `Exception`."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
 
 
+def raise_stopped(signum: int, frame: FrameType | None) -> None:
+    raise Stopped(signum)
+
+
 @contextmanager
-def signals_as_exceptions(signals: Sequence[int] = STOP_SIGNALS) -> Iterator[None]:
-    """These signals raise `Stopped` inside the block."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise Stopped(signum)
-
-    before = {signum: signal.signal(signum, stop) for signum in signals}
+def signals_handled(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int] = STOP_SIGNALS
+) -> Iterator[None]:
+    """These signals call `handler` inside the block."""
+    before = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
 
 
 @dataclass
@@ -73,14 +75,16 @@ class LocalJobs:
         slots: Sequence[Slot],
         program: Sequence[str],
         save: Callable[[Job], None],
+        grace_s: float = GRACE_S,
     ) -> None:
         """
         Args:
             folder: of the sweep; each job has its own folder in it.
             program: what the process of a job runs.
             save: called with each job that has started or ended.
+            grace_s: how long a job may take to save a checkpoint after a signal, seconds.
         """
-        self._folder, self._program, self._save = folder, program, save
+        self._folder, self._program, self._save, self._grace_s = folder, program, save, grace_s
         self._groups = deque(groups)
         self._lanes = [_Lane(slot, deque()) for slot in slots]
         self._count, self._ended = sum(map(len, groups)), 0
@@ -134,9 +138,9 @@ class LocalJobs:
         self._status.print(line)
 
     def _stop(self, stop: Stopped) -> None:
-        """Pass the signal on, so that the jobs can save; after `GRACE_S`, or a second signal, kill them."""
+        """Pass the signal on, so that the jobs can save; after `grace_s`, or a second signal, kill them."""
         running = [(lane, lane.job, lane.process) for lane in self._lanes if lane.job and lane.process]
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self._grace_s
         for lane, _, process in running:
             request_stop(process, stop.signum, lane.slot)
         for lane, job, process in running:

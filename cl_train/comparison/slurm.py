@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.comparison.job_process import PACKAGE_ROOT
-from cl_train.comparison.local_jobs import LocalJobs, Stopped, outcome_line, signals_as_exceptions
+from cl_train.comparison.local_jobs import LocalJobs, Stopped, outcome_line, raise_stopped, signals_handled
 from cl_train.comparison.slots import Slot
 from cl_train.comparison.slurm_queue import (
     active_allocations,
@@ -31,7 +31,6 @@ from cl_train.comparison.sweep_plan import SLURM_FOLDER, Allocation, Sweep, outc
 from cl_train.config.schema import ConfigError, LauncherConfig
 
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
-_WARNING_S = 120  # the time limit is announced this long before; a job needs it to save a checkpoint
 _POLL_S = 5.0
 
 
@@ -63,7 +62,8 @@ def submit(sweep: Sweep, program: Sequence[str]) -> None:
     executor = submitit.SlurmExecutor(folder / SLURM_FOLDER, python=f"exec {shlex.quote(sys.executable)}")
     executor.update_parameters(**_parameters(sweep.launcher, max(job.nproc for job in sweep.jobs)))
     try:
-        with executor.batch():
+        # Without the ids of what it has submitted, the sweep would submit it again.
+        with signals_handled(signal.SIG_IGN), executor.batch():
             submitted = [
                 executor.submit(run_allocation, str(folder), [job.number for job in group], list(program))
                 for group in groups
@@ -81,7 +81,6 @@ def _parameters(launcher: LauncherConfig, nproc: int) -> dict[str, Any]:
     # On one node torchrun is one task with the cores of all processes; on several nodes srun starts a task per process.
     tasks_per_node = 1 if launcher.nodes == 1 else nproc // launcher.nodes
     cores = launcher.cpus_per_task and launcher.cpus_per_task * (nproc if launcher.nodes == 1 else 1)
-    warning_s = min(_WARNING_S, 20 * launcher.time_min)
     return {
         "job_name": "cl-train",
         "partition": launcher.partition,
@@ -95,8 +94,13 @@ def _parameters(launcher: LauncherConfig, nproc: int) -> dict[str, Any]:
         "use_srun": False,
         "stderr_to_stdout": True,
         # B: the shell receives the signal; by default only the steps of srun do.
-        "additional_parameters": {"requeue": True, "signal": f"B:{_TIME_LIMIT_SIGNAL.name[3:]}@{warning_s}"},
+        "additional_parameters": {"requeue": True, "signal": f"B:{_TIME_LIMIT_SIGNAL.name[3:]}@{_warning_s(launcher)}"},
     }
+
+
+def _warning_s(launcher: LauncherConfig) -> int:
+    """How long before the time limit the jobs are told to save a checkpoint, seconds."""
+    return min(120, 20 * launcher.time_min)
 
 
 # --- inside an allocation ---------------------------------------------------------------------------------------------
@@ -111,8 +115,8 @@ def run_allocation(folder: str, numbers: Sequence[int], program: Sequence[str]) 
     before = _progress(sweep, numbers)
     slot = Slot(nodes=sweep.launcher.nodes, cpus_per_task=sweep.launcher.cpus_per_task)
     try:
-        with signals_as_exceptions((signal.SIGTERM, _TIME_LIMIT_SIGNAL)):
-            LocalJobs(sweep.folder, [jobs], [slot], program, sweep.save_outcome).run()
+        with signals_handled(raise_stopped, (signal.SIGTERM, _TIME_LIMIT_SIGNAL)):
+            LocalJobs(sweep.folder, [jobs], [slot], program, sweep.save_outcome, 0.8 * _warning_s(sweep.launcher)).run()
     except Stopped as stop:
         if stop.signum == _TIME_LIMIT_SIGNAL and _progress(sweep, numbers) == before:
             for job in jobs:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cl_train.comparison import slurm
 from cl_train.comparison.job_process import LOG_NAME
-from cl_train.comparison.local_jobs import LocalJobs, Stopped, signals_as_exceptions
+from cl_train.comparison.local_jobs import LocalJobs, Stopped, raise_stopped, signals_handled
 from cl_train.comparison.report import compare_folders
 from cl_train.comparison.slots import Slot, chosen_gpus, own_cores, plan_slots, visible_gpus
 from cl_train.comparison.slurm_queue import active_allocations, allocation_states
@@ -49,7 +49,7 @@ def run_sweep(
             sweep.save()
             slurm.remove_outcomes(sweep)
             try:
-                with signals_as_exceptions():
+                with signals_handled(raise_stopped):
                     if is_local:
                         _run_locally(sweep, slots, program)
                     elif not _run_on_slurm(sweep, program):
@@ -111,6 +111,7 @@ def _run_on_slurm(sweep: Sweep, program: Sequence[str]) -> bool:
         print(_later(sweep), flush=True)
         return False
     slurm.wait_for_allocations(sweep)
+    sweep.allocations = []  # they have ended, and Slurm reuses ids
     sweep.save()
     slurm.remove_outcomes(sweep)
     return True

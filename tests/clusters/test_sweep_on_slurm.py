@@ -1,0 +1,72 @@
+"""`launcher=slurm` on a real Slurm: one allocation is cancelled, one is interrupted and requeued."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cl_train.comparison.sweep_plan import read_sweep
+from tests.clusters import slurm
+from tests.ranks import ENVIRONMENT, ROOT, TINY
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not slurm.is_installed(), reason="needs slurmctld, slurmd, munge and root"),
+]
+
+
+def test_a_sweep_survives_scancel_and_a_requeue(tmp_path: Path, image_folder: Path) -> None:
+    """Two seeds form two allocations, and the two repeats in each are equal runs: the resumed one must match."""
+    folder = tmp_path / "sweep"
+    words = [
+        *("-m", *TINY, "model=tests.networks:slow_with_dropout", f"data.root={image_folder}", "batch_size=16"),
+        *("epochs=8", "warmup_steps=1", "evaluate_every=-1", "seed=1,2", "repeats=2", f"hydra.sweep.dir={folder}"),
+        *("launcher=slurm", "launcher.cpus_per_task=1", "launcher.time_min=30"),
+    ]
+    with slurm.two_nodes(tmp_path / "slurm") as environment:
+        environment = ENVIRONMENT | environment
+        command = [sys.executable, "train.py", *words]
+        waiting = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+        def tell_slurm(*command: str) -> None:
+            subprocess.run(command, env=environment, check=True)
+
+        cancelled, requeued = (folder / f"tests.networks.slow_with_dropout_contiguous_seed={n}_1" for n in (1, 2))
+        wait_until(lambda: min(len(losses(cancelled)), len(losses(requeued))) > 5)
+        [first, second] = [allocation.id for allocation in read_sweep(folder).allocations]
+        tell_slurm("scancel", first)
+        tell_slurm("scancel", "--batch", "--signal=TERM", second)
+        log = folder / "slurm" / f"{second}_0_log.out"
+        wait_until(lambda: "requeueing" in log.read_text())
+        time.sleep(3)
+        tell_slurm("scontrol", "update", f"jobid={second}", "StartTime=now")  # Slurm would wait two minutes
+        output, _ = waiting.communicate(timeout=300)
+    assert waiting.returncode == 1
+    assert [job.status for job in read_sweep(folder).jobs] == ["failed", "failed", "completed", "completed"]
+    failed = json.loads((folder / "comparison.json").read_text())["failed"]
+    assert [entry["job"] for entry in failed] == [0, 1]
+    assert all("CANCELLED" in entry["why"] for entry in failed), output
+    undisturbed = folder / requeued.name.replace("_1", "_2")
+    assert "resumed from" in (requeued / "train.log").read_text()
+    assert losses(requeued) == losses(undisturbed)
+
+
+def losses(run: Path) -> dict[int, Any]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
