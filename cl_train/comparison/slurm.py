@@ -69,7 +69,10 @@ def submit(sweep: Sweep, program: Sequence[str]) -> None:
                 for group in groups
             ]
     except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-        raise ConfigError(f"launcher=slurm: {str(error).strip().splitlines()[-1]}") from None
+        reason = str(error).strip().splitlines()[-1]
+        raise ConfigError(
+            f"launcher=slurm: {reason}; resume_sweep={sweep.folder} with other launcher settings submits the jobs"
+        ) from None
     sweep.allocations = [
         Allocation(str(one.job_id), [job.number for job in group]) for one, group in zip(submitted, groups, strict=True)
     ]

@@ -35,18 +35,16 @@ def test_a_sweep_survives_scancel_and_a_requeue(tmp_path: Path, image_folder: Pa
         command = [sys.executable, "train.py", *words]
         waiting = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
-        def tell_slurm(*command: str) -> None:
-            subprocess.run(command, env=environment, check=True)
+        def slurm_command(*command: str) -> str:
+            return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
         cancelled, requeued = (folder / f"tests.networks.slow_with_dropout_contiguous_seed={n}_1" for n in (1, 2))
         wait_until(lambda: min(len(losses(cancelled)), len(losses(requeued))) > 5)
         [first, second] = [allocation.id for allocation in read_sweep(folder).allocations]
-        tell_slurm("scancel", first)
-        tell_slurm("scancel", "--batch", "--signal=TERM", second)
-        log = folder / "slurm" / f"{second}_0_log.out"
-        wait_until(lambda: "requeueing" in log.read_text())
-        time.sleep(3)
-        tell_slurm("scontrol", "update", f"jobid={second}", "StartTime=now")  # Slurm would wait two minutes
+        slurm_command("scancel", first)
+        slurm_command("scancel", "--batch", "--signal=TERM", second)
+        wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")
+        slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now")  # Slurm would wait two minutes
         output, _ = waiting.communicate(timeout=300)
     assert waiting.returncode == 1
     assert [job.status for job in read_sweep(folder).jobs] == ["failed", "failed", "completed", "completed"]
