@@ -139,3 +139,26 @@ def unsaveable(num_classes: int) -> nn.Module:
             return object()
 
     return nn.Sequential(small(num_classes), Unsaveable())
+
+
+class _KilledAt(nn.Module):
+    """SIGKILLs its process at a forward pass: KILL_AT=train,24,2 is the second one in training on 24 px images."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.network = nn.Sequential(small(num_classes)[:-1], nn.Dropout(0.3), nn.Linear(16, num_classes))
+        self.calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        mode, size, call = os.environ["KILL_AT"].split(",")
+        # More than two images: not the check before the first epoch.
+        if len(images) > 2 and (self.training, images.shape[-1]) == (mode == "train", int(size)):
+            self.calls += 1
+            if self.calls == int(call):
+                os.kill(os.getpid(), signal.SIGKILL)
+        logits: torch.Tensor = self.network(images)
+        return logits
+
+
+def killed_at(num_classes: int) -> nn.Module:
+    return _KilledAt(num_classes)

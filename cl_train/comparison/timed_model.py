@@ -16,7 +16,7 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import to_memory_format
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.models.copies import copy_model
-from cl_train.step.cuda_graph import CudaRecorder, GraphedCall, HostRecorder, make_capturable
+from cl_train.step.cuda_graph import GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step, update_weights
@@ -83,8 +83,7 @@ class TimedModel:
             self.model.compile(mode=workload.compile_mode)
         self.step: Callable[[], object] = self.eager_step
         if workload.cuda_graph:
-            on_cuda = workload.device.type == "cuda"
-            recorder = CudaRecorder(workload.device) if on_cuda else HostRecorder()
+            recorder = Recorder(workload.device)
             self.step = GraphedCall(self._recorded_step, lambda: (), recorder, warm_up=_OUTSIDE_GRAPH)
 
     def _inputs(self) -> Any:

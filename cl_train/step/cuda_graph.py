@@ -1,14 +1,12 @@
 """A training step replayed as one CUDA graph: one launch by the host instead of about a thousand.
 
-The recorded work is `train_step` itself, which never waits for the device: the loss scale, the overflow flag and the
-decision to skip an update are tensors that the fused optimizer and GradScaler read and write in place. The values that
-change between steps are tensors too: images and labels in static buffers, the learning rate in the optimizer's groups.
+The recorded work is `train_step`, which never waits for the device: loss scale, overflow flag and the decision to
+skip an update are tensors that the fused optimizer and GradScaler update in place. What changes between steps is in
+tensors too: images and labels in static buffers, the learning rate in the optimizer's groups.
 
 A replay repeats the decisions that the host made during the recording. A model whose forward pass makes decisions on
-the host (a Python random number, a counter, the value of a tensor) must not be recorded.
-
-Warm-up, one side stream for warm-up and recording, and eleven warm-up steps with DDP follow PyTorch's notes on CUDA
-graphs.
+the host (a Python random number, a counter, the value of a tensor) must not be recorded. Warm-up, side stream and
+eleven warm-up steps with DDP follow PyTorch's notes on CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,24 +20,28 @@ from cl_train.data.batch import Batch
 from cl_train.step.train_step import StepParts, StepResult, train_step
 
 Work = Callable[[], torch.Tensor]
-Replay = Callable[[], object]
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with CUDA events that cannot be recorded
 
 
-class CudaRecorder:
-    """CUDA graphs on one side stream, to which DDP and the first backward pass must bind as well (`on_stream`)."""
+class Recorder:
+    """Records CUDA graphs on one side stream, to which DDP and the first backward pass must bind as well (`on_stream`).
+
+    On a CPU nothing is recorded: a replay runs the work again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def run(self, work: Work) -> torch.Tensor:
         """Run `work` eagerly on the stream of the recording."""
+        if self.stream is None:
+            return work()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with self.on_stream():
@@ -47,35 +49,20 @@ class CudaRecorder:
         current.wait_stream(self.stream)
         return result
 
-    def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
-        """Record `work` without running it. Each replay overwrites the returned result."""
+    def record(self, work: Work) -> Work:
+        """Record `work` without running it, and return its replay, which overwrites its earlier result."""
+        if self.stream is None:
+            return work
         graph = torch.cuda.CUDAGraph()
         # thread_local: the threads of the loader and of NCCL call CUDA during the recording.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             result = work()
-        return result, graph.replay
 
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
 
-class HostRecorder:
-    """The same interface without CUDA: a replay runs the work again."""
-
-    def on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def run(self, work: Work) -> torch.Tensor:
-        return work()
-
-    def record(self, work: Work) -> tuple[torch.Tensor, Replay]:
-        result = torch.empty(0)
-
-        def replay() -> None:
-            values = work()
-            result.resize_(values.shape).copy_(values)
-
-        return result, replay
-
-
-Recorder = CudaRecorder | HostRecorder
+        return replay
 
 
 class GraphedCall:
@@ -97,29 +84,25 @@ class GraphedCall:
         warm_up: int = WARM_UP_STEPS,
     ) -> None:
         assert warm_up >= 1, "cuDNN, the optimizer and the allocator must run once before a recording"
-        self._work = work
-        self._tensors = tensors
-        self._recorder = recorder
+        self._work, self._tensors, self._recorder = work, tensors, recorder
         self._warm_up = self._eager_calls_left = warm_up
-        self._recorded: tuple[torch.Tensor, Replay] | None = None
+        self._replay: Work | None = None
         self._addresses: list[int] = []
 
     @property
     def is_recorded(self) -> bool:
-        return self._recorded is not None
+        return self._replay is not None
 
     def __call__(self) -> torch.Tensor:
-        if self._recorded is not None and self._addresses != self._current_addresses():
-            self._recorded, self._eager_calls_left = None, self._warm_up
+        if self._replay is not None and self._addresses != self._current_addresses():
+            self._replay, self._eager_calls_left = None, self._warm_up
         if self._eager_calls_left > 0:
             self._eager_calls_left -= 1
             return self._recorder.run(self._work)
-        if self._recorded is None:
-            self._recorded = self._recorder.record(self._work)
+        if self._replay is None:
+            self._replay = self._recorder.record(self._work)
             self._addresses = self._current_addresses()
-        result, replay = self._recorded
-        replay()
-        return result.clone()  # the next replay overwrites `result`
+        return self._replay().clone()
 
     def _current_addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors()]

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from cl_train.system.distributed import Dist, on_main
 from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
 from cl_train.system.timing import timed_s
 from cl_train.training.build import build_train_state, training_sizes
-from cl_train.training.run_state import TrainState, tensor_bytes
+from cl_train.training.run_state import tensor_bytes
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,7 @@ AS_FAST = 0.98  # of the best speed: a smaller gain does not justify a larger ba
 STEPS = 4
 
 
-@dataclass(frozen=True)
-class BatchSpeed:
+class BatchSpeed(NamedTuple):
     batch_size: int
     images_per_s: float
     peak_memory_gib: float
@@ -45,10 +44,9 @@ def settle_batch_size(cfg: Config, dist: Dist) -> Config:
     """`cfg` with a number instead of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires.
 
     Rank 0 measures, and all ranks use its result. Steps are measured eagerly, because every size would be compiled or
-    recorded again. Random generators are restored.
+    recorded again, and on images of the largest size. Random generators are restored.
 
-    Raises:
-        ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
+    Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
     """
     if cfg.global_batch_size is not None:
         micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
@@ -67,8 +65,8 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     device, alone = dist.device, Dist(0, 0, 1, dist.device)
     with closing(build_data(cfg.data, cfg.augment, batch_size=1, seed=cfg.seed, dist=alone)) as data:
         images, classes = data.train_images, data.num_classes
-    smallest_side, *_ = sides = training_sizes(cfg)
-    growth = (sides[-1] / smallest_side) ** 2 if cfg.data.scale_batch else 1.0  # of batches of small images
+    sizes = training_sizes(cfg)
+    growth = (sizes[-1] / sizes[0]) ** 2 if cfg.data.scale_batch else 1.0  # of the batches of small images
     largest = min(LARGEST[device.type], int(images / growth) // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
         raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
@@ -104,75 +102,68 @@ def search(
 ) -> list[BatchSpeed]:
     """Double the batch size from 8 while it fits; returns the sizes that fit, in ascending order.
 
-    A size whose memory, extrapolated from the last two, exceeds the limit is not tried: running out of memory is slow,
-    and on a CPU the system ends the process. Raises ConfigError if not even two images fit.
+    Raises ConfigError if not even two images fit.
     """
     measured: list[BatchSpeed] = []
-    started_at = clock()
-
-    def fits(size: int) -> bool:
-        if len(measured) >= 2 and _extrapolated_gib(measured, size) > limit_gib:
-            return False
-        try:
-            result = measure(size)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        if result.peak_memory_gib <= limit_gib:
+    started_at, size = clock(), min(FIRST, largest)
+    while size >= SMALLEST:
+        if (result := _result_if_it_fits(measure, size, measured, limit_gib)) is not None:
             measured.append(result)
-        return result.peak_memory_gib <= limit_gib
-
-    size = min(FIRST, largest)
-    while not fits(size):
-        size = largest = size // 2
-        if size < SMALLEST:
-            raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
-    while size < largest:
-        size = min(2 * size, largest)
-        seconds = (clock() - started_at) * (1 + size / sum(item.batch_size for item in measured))
-        if seconds > time_limit_s or not fits(size):
-            break
-    return measured
+            if size == largest:
+                return measured
+            size = min(2 * size, largest)
+            if (clock() - started_at) * (1 + size / sum(item.batch_size for item in measured)) > time_limit_s:
+                return measured
+        elif measured:
+            return measured
+        else:
+            size = largest = size // 2
+    raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
 
 
-def _extrapolated_gib(measured: list[BatchSpeed], size: int) -> float:
-    """Peak memory is linear in the batch size."""
-    first, second = measured[-2:]
-    per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
-    return second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
+def _result_if_it_fits(
+    measure: Callable[[int], BatchSpeed], size: int, measured: list[BatchSpeed], limit_gib: float
+) -> BatchSpeed | None:
+    """A size whose memory, extrapolated from the last two, exceeds the limit is not tried: running out of memory is
+    slow, and on a CPU the system ends the process.
+    """
+    if len(measured) >= 2:
+        first, second = measured[-2:]
+        per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
+        if second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size) > limit_gib:
+            return None
+    try:
+        result = measure(size)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return result if result.peak_memory_gib <= limit_gib else None
 
 
 def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], BatchSpeed]:
     """A function that trains a temporary model with the run's settings on noise."""
-    device, side = alone.device, training_sizes(cfg)[-1]
+    device, side, precision = alone.device, training_sizes(cfg)[-1], resolve_precision(cfg.precision, alone.device)
     layout = "true" if cfg.channels_last == "auto" else cfg.channels_last
     eager = dataclasses.replace(
         cfg, batch_size=FIRST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
     )
-    precision = resolve_precision(cfg.precision, device)
     state = build_train_state(eager, precision, classes, alone, lr=1e-4, preflight=False)
 
     def measure(size: int) -> BatchSpeed:
         release_memory(device)
-        shape = (size, 3, side, side)
-        images = torch.randn(shape, device=device).to(precision.input_dtype, memory_format=state.memory_format)
+        images = torch.randn(size, 3, side, side, device=device)
+        images = images.to(precision.input_dtype, memory_format=state.memory_format)
         micro_batches = [Batch(images, torch.randint(classes, (size,), device=device))] * cfg.accumulate_steps
 
         def step() -> None:
             state.train_step(micro_batches)
 
-        step()  # selects kernels
-        peak = peak_memory_of_step_gib(step, _state_bytes(state) + images.nbytes, 0, device)
+        step()  # selects kernels and creates the optimizer's state
+        masters = state.parts.masters.masters if state.parts.masters else {}
+        held = [state.model.state_dict(), masters, state.parts.optimizer.state_dict()]
+        peak = peak_memory_of_step_gib(step, tensor_bytes(held) + images.nbytes, 0, device)
         seconds = statistics.median(timed_s(step, device) for _ in range(STEPS))
         return BatchSpeed(size, size * cfg.accumulate_steps / seconds, peak)
 
     return measure
-
-
-def _state_bytes(state: TrainState) -> int:
-    optimizer = state.parts.optimizer
-    masters = list(state.parts.masters.masters.values()) if state.parts.masters else []
-    return tensor_bytes(
-        [*state.model.parameters(), *state.model.buffers(), *masters, *map(dict, optimizer.state.values())]
-    )

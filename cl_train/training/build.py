@@ -23,7 +23,7 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.known_issues import known_issues
 from cl_train.memory_format.layout import refuse_lazy
 from cl_train.models import registry as models
-from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, CudaRecorder, GraphedStep, HostRecorder, Recorder
+from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.ema import EMA
 from cl_train.step.loss import Loss
 from cl_train.step.optim import build_optimizer
@@ -53,7 +53,9 @@ def build_train_state(
     ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
     optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr)
     scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
-    recorder = graph_recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
+    recorder = Recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
+    if recorder is not None and recorder.stream is None:
+        log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
     with nullcontext() if recorder is None else recorder.on_stream():
         if preflight and not cfg.evaluate_only:
             check_model_trains(
@@ -66,7 +68,7 @@ def build_train_state(
                 num_classes=num_classes,
             )
         wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
-    trained = compiled(wrapped, cfg.compile_mode) if cfg.compile else wrapped
+    trained = compiled(wrapped, cfg.compile_mode, graphs=len(training_sizes(cfg))) if cfg.compile else wrapped
     loss = Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
     parts = StepParts(trained, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm, masters)
     if recorder is None:
@@ -76,10 +78,7 @@ def build_train_state(
 
 
 def check_parameters(model: nn.Module) -> None:
-    """
-    Raises:
-        ConfigError: parameters or buffers without values, or sparse parameters.
-    """
+    """Raises ConfigError: parameters or buffers without values, or sparse parameters."""
     refuse_lazy(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
@@ -150,13 +149,6 @@ def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
     return cfg.cuda_graph == "true"
 
 
-def graph_recorder(device: torch.device) -> Recorder:
-    if device.type == "cuda":
-        return CudaRecorder(device)
-    log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
-    return HostRecorder()
-
-
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
     """DDP over the ranks; the model itself for one process.
 
@@ -171,10 +163,11 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
     )
 
 
-def compiled(model: nn.Module, mode: str) -> nn.Module:
+def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
     """The compiled model for training. The inner module stays eager for evaluation, with and without DDP: otherwise
-    it would be compiled again for evaluation. Growing images are compiled once per size: dynamic shapes are slower.
+    it would be compiled again for evaluation. Each of `graphs` image sizes is compiled: dynamic shapes are slower.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.compile(mode=mode, dynamic=False)  # in place: gradient accumulation needs DDP's own class
         return model

@@ -94,8 +94,7 @@ class Checkpoints:
     def restore_newest(self) -> tuple[Progress, list[StepResult]]:
         """Restore the newest checkpoint of this run.
 
-        Raises:
-            TrainingFault: there is none yet.
+        Raises TrainingFault: there is none yet.
         """
         on_main(self.store.wait, self.dist)
         found = on_main(self.store.newest, self.dist)

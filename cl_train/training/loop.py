@@ -51,8 +51,7 @@ log = logging.getLogger(__name__)
 def check_runs(runs: list[Config]) -> None:
     """Find problems with models, weights and devices before any file is created.
 
-    Raises:
-        ConfigError: every problem of every run.
+    Raises ConfigError: every problem of every run.
     """
     problems = []
     for cfg in runs:
@@ -167,8 +166,7 @@ def failure_in_summary(run: Run) -> Iterator[None]:
 def log_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bool:
     """Log the steps since the last log line, and decide on the non-finite ones. Returns whether to roll back.
 
-    Raises:
-        TrainingFault: the run cannot continue.
+    Raises TrainingFault: the run cannot continue.
     """
     record, nonfinite = read_unlogged_steps(run)
     run.unlogged_steps.clear()
@@ -372,5 +370,5 @@ def results(run: Run) -> dict[str, Any]:
         "peak_memory_gib": round(peak_memory_gib(run.dist.device), 4),
         "train": {"loss": run.last_record.get("loss")},
         "amp": {"scale": scale, "skipped_steps": progress.skipped_steps},
-        **speed(run.meter.measured()),
+        **speed(run.meter.windows),
     }

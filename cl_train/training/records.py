@@ -37,6 +37,7 @@ TENSORBOARD_TAGS = {
     "loss_scale": "optim/loss_scale",
     "skipped_steps": "optim/skipped_steps",
     "peak_memory_gib": "memory/peak_gib",
+    "image_size": "data/image_size",
 }
 
 
@@ -115,8 +116,7 @@ class Tracker:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """`summary.json`, after all records.
 
-        Raises:
-            OSError: the disk is full or failing.
+        Raises OSError: the disk is full or failing.
         """
         if self._folder is None:
             return
@@ -128,8 +128,7 @@ class Tracker:
     def finish(self, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """`write_summary`, repeated on a full disk; before it the run's row in TensorBoard's HPARAMS table.
 
-        Raises:
-            OSError: see `retry`.
+        Raises OSError: see `retry`.
         """
         if self._events is not None and not self._in_sweep:
             self._events.add_hparams(summary, settings)

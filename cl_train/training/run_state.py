@@ -92,8 +92,7 @@ def restore(
 
     The run's own layout, dtype, device and hyperparameters stay; optimizer state gets the strides of its parameter.
 
-    Raises:
-        CheckpointError: the weights or the optimizer do not fit.
+    Raises CheckpointError: the weights or the optimizer do not fit.
     """
     try:
         model.load_state_dict(state["model"])
@@ -171,8 +170,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
     Both arguments have the keys above, `classes` and `config`, a nested dict of settings.
 
-    Raises:
-        ConfigError: the keys that differ, with both values.
+    Raises ConfigError: the keys that differ, with both values.
     """
     problems = _differences(saved, current, _MUST_MATCH)
     old_classes, classes = saved.get("classes") or [], current.get("classes") or []

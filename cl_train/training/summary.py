@@ -27,10 +27,12 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def speed(windows: list[Window]) -> dict[str, Any]:
-    """Throughput and step time over windows without warm-up. `compute` is set by runs on synthetic data only.
+    """Throughput and step time over the windows after warm-up, or all if there are no others.
 
-    If the images grew, all values are of the last `image_size`, and `by_image_size` has the median of each.
+    `compute` is set by runs on synthetic data only. If the images grew, all values are of the last `image_size`, and
+    `by_image_size` has the median of each.
     """
+    windows = [window for window in windows if not window.warmup] or windows
     if not windows:
         return {}
     by_size: dict[int, list[float]] = {}
@@ -58,8 +60,7 @@ def results_of_records(metrics: Path) -> dict[str, Any]:
     records = read_records(metrics)
     trained = [record for record in records if record["kind"] == "train"]
     names = [field.name for field in dataclasses.fields(Window)]
-    measured = [record for record in trained if not record["warmup"]] or trained
-    found = speed([Window(**{name: record.get(name, 0) for name in names}) for record in measured])
+    found = speed([Window(**{name: record.get(name, 0) for name in names}) for record in trained])
     for record in records:
         if record["kind"] in ("val", "val_average"):
             found[record["kind"]] = {name: record[name] for name in ("loss", "top1", "top5", "images")}

@@ -89,10 +89,6 @@ class ThroughputMeter:
         self.start(self._image_size)
         return window
 
-    def measured(self) -> list[Window]:
-        """The windows after warm-up; all windows if the run was too short to have any."""
-        return [window for window in self.windows if not window.warmup] or self.windows
-
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and 5th and 95th percentile (linear interpolation) of at least one value, and their number."""

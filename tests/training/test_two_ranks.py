@@ -27,9 +27,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 Ranks = tuple[Path, list[dict[str, Any]]]
 
 
-def records(folder: Path, kind: str) -> list[int]:
+def records(folder: Path, kind: str, name: str = "step") -> list[int]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record["step"] for record in map(json.loads, lines) if record["kind"] == kind]
+    return [record[name] for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def test_gradients_are_reduced_in_every_step_of_a_static_graph(ranks: Ranks) -> None:
@@ -62,6 +62,7 @@ def test_rank_0_alone_reads_the_checkpoint(ranks: Ranks) -> None:
     folder, found = ranks
     assert [rank["resume_reads_on_rank_0_alone"] for rank in found] == [[0, 0], [0, 0]]
     assert records(folder / "resumed", "train") == [1, 2, 3, 4, 5, 6]
+    assert records(folder / "resumed", "train", "image_size") == [16] * 3 + [32] * 3
 
 
 def test_ranks_with_other_settings_are_refused_alike(ranks: Ranks) -> None:

@@ -30,8 +30,8 @@ def fresh_group() -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1)
 
 
-def settings(folder: Path, **changes: Any) -> Config:
-    data = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0}
+def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Config:
+    data = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0, **(data or {})}
     words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2, "batch_size": 8}
     return load({**words, "log_every": 1, "tensorboard": False, "data": data, **changes})
 
@@ -62,12 +62,13 @@ def dropout_differs(folder: Path) -> Any:
 
 
 def resume_reads_on_rank_0_alone(folder: Path) -> Any:
-    """Rank 1 has no access to the run folder, as on another node without a shared disk."""
-    first = train(settings(folder, max_steps=3), folder / "resumed")
+    """Rank 1 has no access to the run folder, as on another node without a shared disk. The images grow."""
+    growing = {"size_schedule": [[0, 16], [1, 32]], "val_size": 24}
+    first = train(settings(folder, max_steps=3, data=growing), folder / "resumed")
     if RANK == 1:
         checkpoints.load_for_resume = _forbidden  # type: ignore[assignment]
     fresh_group()
-    second = train(settings(folder, resume="auto"), folder / "resumed")
+    second = train(settings(folder, resume="auto", data=growing), folder / "resumed")
     return [first, second]
 
 

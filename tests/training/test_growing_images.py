@@ -1,0 +1,131 @@
+"""Runs whose images grow: killed in every phase and resumed, and what their records say."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cl_train.comparison.pairs import compare_two
+from cl_train.comparison.run_records import read_run
+from cl_train.config.schema import Config, ConfigError
+from tests.conftest import Run
+
+Train = Callable[..., Run]
+GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epochs=3", "batch_size=16")
+
+
+def forked(tiny: Callable[..., Config], folder: Path, words: tuple[str, ...], kill_at: str) -> int:
+    """Train in another process, which kills itself at `kill_at`; returns its exit code, negative for a signal."""
+    from cl_train.training.loop import train
+
+    folder.mkdir(exist_ok=True)
+    child = os.fork()
+    if child == 0:
+        os.environ["KILL_AT"] = kill_at
+        code = 99
+        try:
+            code = train(tiny(*words), folder)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_equal(ours[key], theirs[key])
+    elif isinstance(theirs, list):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("words", "kills"),
+    [
+        (("checkpoint.every_steps=2",), ["train,16,2", "val,40,1", "train,24,4", "train,32,1"]),
+        pytest.param(
+            ("data.scale_batch=true", "cuda_graph=true", "data.workers=2", "channels_last=true", "batch_size=8"),
+            [f"{kill}" for size in (16, 24, 32) for kill in (f"train,{size},1", f"train,{size},3", "val,40,2")],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_killed_in_every_phase_and_resumed_to_the_same_bits(
+    tiny: Callable[..., Config], tmp_path: Path, words: tuple[str, ...], kills: list[str]
+) -> None:
+    """SIGKILL in training on each size, at its first and at a later batch, and in the evaluation after each size."""
+    words = (*GROWING, "model=tests.networks:killed_at", "ema_decay=0.9", "resume=auto", *words)
+    assert forked(tiny, tmp_path / "whole", words, "train,0,0") == 0
+    whole = Run(tmp_path / "whole", 0)
+    for kill_at in kills:
+        assert forked(tiny, tmp_path / "killed", words, kill_at) == -signal.SIGKILL, kill_at
+    assert forked(tiny, tmp_path / "killed", words, "train,0,0") == 0
+    killed = Run(tmp_path / "killed", 0)
+    for name in ("model", "optimizer", "average", "progress"):
+        assert_equal(killed.checkpoint()[name], whole.checkpoint()[name])
+    assert killed.losses == whole.losses
+    for kind in ("val", "val_average"):
+        assert [(r["step"], r["loss"]) for r in killed.records(kind)] == [
+            (r["step"], r["loss"]) for r in whole.records(kind)
+        ]
+
+
+def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Train) -> None:
+    words = (*GROWING, "warmup_steps=1", "data.scale_batch=true", "optim.reference_batch_size=16")
+    words = (*words, "schedule=constant", "schedule.warmup_epochs=0", "optim.lr=0.05")
+    runs = [train(*words, f"channels_last={value}") for value in ("false", "true")]
+    for run in runs:
+        windows = run.records("train")
+        assert [w["image_size"] for w in windows] == [16] + [24] * 4 + [32] * 6
+        assert [w["images"] for w in windows] == [64] + [24] * 4 + [16] * 6
+        assert [w["warmup"] for w in windows] == [True, True, *[False] * 3, True, *[False] * 5]
+        assert [w["lr"] for w in windows] == pytest.approx([0.05 * w["images"] / 16 for w in windows])
+        assert run.summary["image_size"] == 32
+        speeds = run.summary["images_per_s"]
+        assert speeds["end_to_end"]["windows"] == 5 and set(speeds["by_image_size"]) == {"24", "32"}
+        assert read_run(run.folder).steps == [7, 8, 9, 10, 11] and read_run(run.folder).problems == []
+    shorter = train(*words, "channels_last=true", "max_steps=5")
+    pair = compare_two(read_run(runs[0].folder), read_run(shorter.folder), "channels_last")
+    assert any("data.image_size differs: 32" in note for note in pair.notes)
+
+
+def test_another_batch_schedule_is_not_continued(train: Train, tmp_path: Path) -> None:
+    words = (*GROWING, "data.scale_batch=true")
+    train(*words, "max_steps=3", folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match="batch_schedule"):
+        train(*words, "data.size_schedule=[[0,24],[2,32]]", "resume=auto", folder=tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("channels_last=auto",), ("batch_size=auto",)])
+def test_growing_images_go_with(train: Train, words: tuple[str, ...]) -> None:
+    schedule = "data.size_schedule=[[0,16],[1,32]]"
+    done = train(*GROWING, schedule, *words, "model=tests.networks:small")
+    assert done.exit_code == 0 and {w["image_size"] for w in done.records("train")} == {16, 32}
+
+
+def test_every_size_is_compiled_once_with_static_shapes(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        shapes.extend(value.shape for value in inputs if isinstance(value, torch.Tensor) and value.shape[1:2] == (3,))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    train(*GROWING, "compile=true", "epochs=3")
+    assert [tuple(shape) for shape in shapes if len(shape) == 4 and shape[0] == 16] == [
+        (16, 3, size, size) for size in (16, 24, 32)
+    ]
