@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cl_train.config.schema import CheckpointConfig, OptimConfig, ScheduleConfig
+from cl_train.config.schema import CheckpointConfig, Config, ConfigError, OptimConfig, ScheduleConfig
+from cl_train.data.size_schedule import SizeSchedule
 from cl_train.step.schedule import lr_at, scaled_lr
 
 
@@ -108,3 +109,33 @@ class Plan:
         progress.closed_step = progress.step
         if progress.step_in_epoch == self.epoch_of(progress).steps:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+
+
+def make_plan(cfg: Config, sizes: SizeSchedule, train_images: int, world_size: int) -> Plan:
+    """
+    Raises:
+        ConfigError: one optimizer step takes more images than there are.
+    """
+    epochs = []
+    for number in range(cfg.epochs):
+        batch_size = sizes.batch_size_at(number)
+        global_batch_size = batch_size * cfg.accumulate_steps * world_size
+        steps = train_images // (batch_size * world_size) // cfg.accumulate_steps
+        epochs.append(Epoch(sizes.image_size_at(number), batch_size, global_batch_size, steps))
+        if steps == 0:
+            raise ConfigError(
+                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) in epoch "
+                f"{number}, but there are {train_images} training images; lower batch_size or accumulate_steps"
+            )
+    total_steps = sum(epoch.steps for epoch in epochs)
+    last_step = min(cfg.max_steps or total_steps, total_steps)
+    return Plan(
+        tuple(epochs),
+        last_step,
+        cfg.log_every,
+        cfg.evaluate_every,
+        cfg.evaluate_flip,
+        cfg.checkpoint,
+        cfg.optim,
+        cfg.schedule,
+    )

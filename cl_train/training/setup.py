@@ -40,7 +40,7 @@ from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
 from cl_train.training.pretrained import log_preprocessing
-from cl_train.training.progress import Epoch, Plan, Progress
+from cl_train.training.progress import Plan, Progress, make_plan
 from cl_train.training.rank_times import sample_compute_times
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState, tensor_bytes
@@ -95,7 +95,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
     stack.callback(data.close)
-    plan = make_plan(cfg, data.train_images, dist.world_size)
+    plan = make_plan(cfg, size_schedule(cfg.data, cfg.batch_size), data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
     sample_compute_times(state.parts.model, cfg.log_every)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
@@ -167,24 +167,6 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
 
 
 # --- plan, resume, records --------------------------------------------------------------------------------------------
-
-
-def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
-    """Raises ConfigError: one optimizer step takes more images than there are."""
-    sizes, epochs = size_schedule(cfg.data, cfg.batch_size), []
-    for number in range(cfg.epochs):
-        batch_size = sizes.batch_size_at(number)
-        global_batch_size = batch_size * cfg.accumulate_steps * world_size
-        steps = train_images // (batch_size * world_size) // cfg.accumulate_steps
-        epochs.append(Epoch(sizes.image_size_at(number), batch_size, global_batch_size, steps))
-        if steps == 0:
-            raise ConfigError(
-                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) in epoch "
-                f"{number}, but there are {train_images} training images; lower batch_size or accumulate_steps"
-            )
-    total_steps = sum(epoch.steps for epoch in epochs)
-    last_step = min(cfg.max_steps or total_steps, total_steps)
-    return Plan(tuple(epochs), last_step, cfg.log_every, cfg.evaluate_every, cfg.checkpoint, cfg.optim, cfg.schedule)
 
 
 def starting_point(
