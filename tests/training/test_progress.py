@@ -15,7 +15,7 @@ def plan_of(cfg: Config, train_images: int, world_size: int = 1) -> Plan:
 
 def test_a_plan_counts_optimizer_steps() -> None:
     cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=10)
-    cfg.schedule.name = "constant"
+    cfg.schedule.name, cfg.optim.lr = "constant", 0.1
     plan = plan_of(cfg, 500, world_size=2)
     assert plan.epochs == (Epoch(32, 8, 48, 10),) * 4 and plan.last_step == 10
     assert plan.lr_at(Progress()) == pytest.approx(0.1 * 48 / 256)
