@@ -50,8 +50,8 @@ def adopt_srun() -> None:
 def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `srun` started this process as one of several tasks.
 
-    SLURM_STEP_NUM_TASKS counts the tasks of this `srun`. SLURM_NTASKS does not tell, because it is also set in a shell
-    of `salloc` and in an `sbatch` script, where one process is started.
+    SLURM_STEP_NUM_TASKS counts the tasks of this `srun`. SLURM_NTASKS is not used: it is also set in a
+    shell of `salloc` and in an `sbatch` script, where one process is started.
     """
     return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "TORCHELASTIC_RUN_ID" not in environment
 
