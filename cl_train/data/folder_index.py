@@ -14,6 +14,11 @@ from cl_train.data import index_cache
 from cl_train.data.source import Indices
 
 _SETTLED_NS = 2_000_000_000
+_TEXTS, _SPLITS, _ARRAYS = (
+    ("folders", "classes", "notes"),
+    ("train", "val"),
+    ("names", "starts", "labels"),
+)  # the keys of a file
 PackedSplit = tuple[bytes, Indices, Indices]  # names, one after the other; starts; labels
 
 
@@ -47,15 +52,15 @@ def save(path: Path, index: FolderIndex, roots: list[Path]) -> None:
 
 def load(path: Path) -> FolderIndex | None:
     """The stored list; None if there is none, or if a folder was changed, added or removed since."""
-    stored = index_cache.load(path)
+    stored = index_cache.load(path, (*_TEXTS, "times", *(f"{key}_{array}" for key in _SPLITS for array in _ARRAYS)))
     try:
         if stored is None or not np.array_equal(_modified_ns(_names(stored["folders"])), stored["times"]):
             return None
     except OSError:
         return None
-    classes, notes = (tuple(map(os.fsdecode, _names(stored[key]))) for key in ("classes", "notes"))
+    classes, notes = (tuple(map(os.fsdecode, _names(stored[key]))) for key in _TEXTS[1:])
     train, val = (
-        (stored[f"{key}_names"].tobytes(), stored[f"{key}_starts"], stored[f"{key}_labels"]) for key in ("train", "val")
+        (stored[f"{key}_names"].tobytes(), stored[f"{key}_starts"], stored[f"{key}_labels"]) for key in _SPLITS
     )
     return FolderIndex(classes, notes, train, val)
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ def save(path: Path, arrays: Arrays) -> None:
         temporary.replace(path)
 
 
-def load(path: Path) -> Arrays | None:
-    """None if there is no file, or if it is damaged."""
+def load(path: Path, keys: Iterable[str]) -> Arrays | None:
+    """None if there is no file, or if it is damaged or lacks one of `keys`."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            return dict(stored)
+            return {key: stored[key] for key in keys}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None

@@ -234,7 +234,8 @@ class HostLoader:
             self._slots = Slots(self._slot_count, s.sizes, self.reader.dtype, s.workers)
             self._free = deque(range(self._slot_count))
         if self._workers is None:
-            tasks = self._slot_count * -(-s.sizes.batch_size // self._rows_per_task(s.sizes.batch_size))
+            batch_size = s.sizes.batch_size_of(s.sizes.image_sizes[0])  # the largest
+            tasks = self._slot_count * -(-batch_size // self._rows_per_task(batch_size))
             self._workers = Workers(
                 _Filler(self.reader, self._slots, _SUBSTITUTES if self._order else 1),
                 count=s.workers,

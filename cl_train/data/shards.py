@@ -128,7 +128,8 @@ def _save(cache: Path, digest: str, classes: tuple[str, ...], train: ShardSplit,
 
 def _load(cache: Path, digest: str, shards: dict[str, list[str]]) -> _Index | None:
     """The stored index; None if there is none, or if it belongs to other shards."""
-    stored = index_cache.load(cache)
+    split_keys = (f"{name}_{key}" for name in ("train", "val") for key in ("names", *_ARRAYS))
+    stored = index_cache.load(cache, ("digest", "classes", *split_keys))
     if stored is None or str(stored["digest"]) != digest:
         return None
     train, val = (

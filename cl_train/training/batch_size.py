@@ -55,6 +55,11 @@ def settle_batch_size(cfg: Config, dist: Dist) -> Config:
                 f"global_batch_size={cfg.global_batch_size} is not a multiple of batch_size={cfg.batch_size} x "
                 f"{dist.world_size} processes: choose another batch_size"
             )
+        if micro_steps > 1 and cfg.ddp_static_graph:
+            raise ConfigError(
+                f"global_batch_size={cfg.global_batch_size} needs {micro_steps} micro-steps, which "
+                "ddp_static_graph=true does not allow: raise batch_size, or set ddp_static_graph=false"
+            )
         cfg = dataclasses.replace(cfg, accumulate_steps=micro_steps)
     if cfg.batch_size != AUTO_BATCH_SIZE:
         return cfg

@@ -167,7 +167,7 @@ def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
     """The compiled model for training. The inner module stays eager for evaluation, with and without DDP: otherwise
     it would be compiled again for evaluation. Each of `graphs` image sizes is compiled: dynamic shapes are slower.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.compile(mode=mode, dynamic=False)  # in place: gradient accumulation needs DDP's own class
         return model

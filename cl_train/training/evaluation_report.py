@@ -69,12 +69,14 @@ def write_report(predictions: Predictions, data: Data, dist: Dist, folder: Path)
         return
     rows = np.concatenate([of_rank for of_rank, _ in ranks])
     images = [index for _, of_rank in ranks for index in of_rank]
-    classes, confused = per_class(rows, data.classes), confusions(rows, data.classes)
+    outputs = int(rows[:, 1].max(initial=0)) + 1  # a model may have more outputs than the data has classes
+    names = [*data.classes, *(f"output {label}" for label in range(len(data.classes), outputs))]
+    classes, confused = per_class(rows, names), confusions(rows, names)
     try:
         folder.mkdir(exist_ok=True)
         _write_csv(folder / "per_class.csv", classes)
         _write_csv(folder / "confusions.csv", confused)
-        write_text(folder / "worst.html", _page(rows, images, data, classes, confused))
+        write_text(folder / "worst.html", _page(rows, images, data, names, classes, confused))
     except (OSError, BadImage) as error:
         log.warning("the evaluation's report cannot be written: %s", error)
         return
@@ -125,13 +127,14 @@ def _page(
     rows: npt.NDArray[np.float64],
     images: Sequence[int],
     data: Data,
+    names: Sequence[str],
     classes: Sequence[dict[str, Any]],
     confused: Sequence[dict[str, Any]],
 ) -> str:
     """A page without references to other files. NaN losses come first."""
     worst = np.argsort(rows[:, 3])[::-1][:WORST_IMAGES]
     correct = int((rows[:, 0] == rows[:, 1]).sum())
-    figures = [_figure(rows[i], images[i], data) for i in worst]
+    figures = [_figure(rows[i], images[i], data, names) for i in worst]
     return (
         f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style>'
         f"<h1>{100 * correct / len(rows):.2f} % of {len(rows)} images are correct</h1>"
@@ -151,12 +154,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return f"<table><tr>{head}{body}</table>"
 
 
-def _figure(row: npt.NDArray[np.float64], index: int, data: Data) -> str:
+def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:
     label, predicted, probability, loss = row
     is_correct = label == predicted
-    lines = [f'<div class="{"true" if is_correct else "wrong"}">{_percent(data, predicted, probability)}</div>']
+    lines = [f'<div class="{"true" if is_correct else "wrong"}">{_percent(names, predicted, probability)}</div>']
     if not is_correct:
-        lines.append(f'<div class="true">{_percent(data, label, np.exp(-loss))}</div>')
+        lines.append(f'<div class="true">{_percent(names, label, np.exp(-loss))}</div>')
     name, image = "", '<div class="none"></div>'
     if index >= 0:
         assert isinstance(data, ImageData)
@@ -175,5 +178,5 @@ def _thumbnail(pixels: Pixels) -> str:
     return f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
 
 
-def _percent(data: Data, label: float, probability: float) -> str:
-    return f"{escape(data.classes[int(label)])} {100 * probability:.1f} %"
+def _percent(names: Sequence[str], label: float, probability: float) -> str:
+    return f"{escape(names[int(label)])} {100 * probability:.1f} %"

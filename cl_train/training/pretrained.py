@@ -9,6 +9,7 @@ from typing import Any
 
 from cl_train.config.schema import Config
 from cl_train.config.validation import show
+from cl_train.data.crops import default_val_resize
 from cl_train.models.preprocessing import published_preprocessing
 from cl_train.models.registry import is_file
 
@@ -45,7 +46,8 @@ def log_preprocessing(cfg: Config) -> None:
     if not published:
         log.warning("weights=%s: their published preprocessing is not a centre crop; it is not followed", cfg.weights)
         return
-    own = {**vars(cfg.data), "image_size": cfg.data.val_size or cfg.data.image_size}
+    size = cfg.data.val_size or cfg.data.image_size
+    own = {**vars(cfg.data), "image_size": size, "val_resize": cfg.data.val_resize or default_val_resize(size)}
     relevant = published if cfg.evaluate_only else {name: published[name] for name in ("mean", "std")}
     differing = {name: value for name, value in relevant.items() if own[name] != value}
     if differing:

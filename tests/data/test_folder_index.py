@@ -3,6 +3,7 @@
 import os
 import time
 
+import numpy as np
 import pytest
 
 from cl_train.data import folder, folder_index
@@ -89,3 +90,14 @@ def test_a_new_image_behind_a_link_is_seen(root, tmp_path):
     assert len(read_folder(linked, cache=True).train) == 6 and len(stored()) == 1
     (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
     assert len(read_folder(linked, cache=True).train) == 7
+
+
+def test_a_stored_list_that_lacks_an_array_is_replaced(root):
+    listed = read_folder(root, cache=True)
+    (path,) = stored()
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **{key: array for key, array in arrays.items() if key != "val_labels"})
+    assert read_folder(root, cache=True).fingerprint == listed.fingerprint
+    with np.load(path) as file:
+        assert set(file) == set(arrays)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cl_train import DevicePrefetcher, image_loader
+from cl_train.config.schema import AugmentConfig
 from cl_train.data.bad_images import BadImageError
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
 
@@ -18,7 +19,7 @@ def loader(root, split="train", **arguments):
 
 
 def test_batches_are_those_of_train(root):
-    data = folder_data(root, seed=3)
+    data = folder_data(root, seed=3, augment=AugmentConfig(crop_scale_min=0.08, flip=0.5))
     with loader(root, seed=3, workers=2) as batches:
         assert len(batches) == 5 and batches.classes == ("class_0", "class_1")
         for epoch in range(2):

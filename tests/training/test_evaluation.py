@@ -12,12 +12,14 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
+from torch import nn
 
 from cl_train.config.schema import Config, DataConfig
 from cl_train.data.batch import DeviceFormat
 from cl_train.models.preprocessing import published_preprocessing
 from cl_train.models.registry import build_model
 from cl_train.training.pretrained import follow_published_preprocessing
+from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
 
@@ -161,6 +163,22 @@ def test_report_of_a_run(train: Callable[..., Run]) -> None:
     losses = [float(part.split("<")[0]) for part in page.split("loss ")[1:]]
     assert losses[-21:] == sorted(losses[-21:], reverse=True)
     assert not (train("max_steps=1").folder / "report").exists()
+
+
+def test_report_of_a_model_with_more_outputs_than_classes(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def more_outputs(num_classes: int) -> nn.Module:
+        model = networks.small(num_classes + 8)
+        with torch.no_grad():
+            model.get_parameter("8.bias")[-1] = 100.0
+        return model
+
+    monkeypatch.setattr(networks, "more_outputs", more_outputs, raising=False)
+    done = train("report=true", "model=tests.networks:more_outputs", "max_steps=1")
+    predicted = {row["predicted"] for row in read_csv(done.folder / "report" / "confusions.csv")}
+    assert len(predicted) == 1 and predicted.pop().startswith("output ")
+    assert (done.folder / "report" / "worst.html").is_file()
 
 
 def test_report_leaves_skipped_images_out(train: Callable[..., Run], tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_epoch_is_saved_before_its_evaluation(
     """A kill in the evaluation loses nothing, and the resumed run ends like one that nothing disturbed."""
     from cl_train.training import loop
 
-    def killed(*arguments: object) -> None:
+    def killed(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     whole = train(folder=tmp_path / "whole")
