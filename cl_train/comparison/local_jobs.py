@@ -38,6 +38,8 @@ class Stopped(BaseException):
 
 
 def raise_stopped(signum: int, frame: FrameType | None) -> None:
+    if signum != signal.SIGINT:  # Slurm repeats SIGTERM; only a second Ctrl-C is meant to kill the jobs
+        signal.signal(signum, signal.SIG_IGN)
     raise Stopped(signum)
 
 
@@ -138,7 +140,7 @@ class LocalJobs:
         self._status.print(line)
 
     def _stop(self, stop: Stopped) -> None:
-        """Pass the signal on, so that the jobs can save; after `grace_s`, or a second signal, kill them."""
+        """Pass the signal on, so that the jobs can save; after `grace_s`, or another signal, kill them."""
         running = [(lane, lane.job, lane.process) for lane in self._lanes if lane.job and lane.process]
         deadline = time.monotonic() + self._grace_s
         for lane, _, process in running:
@@ -159,10 +161,8 @@ class LocalJobs:
         return self._folder / job.name / LOG_NAME
 
     def _draw(self) -> None:
-        running = [(lane.slot.name, lane.job) for lane in self._lanes if lane.job]
-        self._status.draw(
-            [f"{f'{place}, ' if place else ''}{job.name}: {training_line(self._log(job))}" for place, job in running]
-        )
+        running = [(f"{lane.slot.name}, " if lane.slot.name else "", lane.job) for lane in self._lanes if lane.job]
+        self._status.draw([f"{place}{job.name}: {training_line(self._log(job))}" for place, job in running])
 
 
 def outcome_line(job: Job, folder: Path, place: str = "") -> str:

@@ -27,7 +27,7 @@ from cl_train.comparison.slurm_queue import (
     record_missing_outcomes,
 )
 from cl_train.comparison.status_lines import StatusLines
-from cl_train.comparison.sweep_plan import SLURM_FOLDER, Allocation, Sweep, outcome_path, read_sweep
+from cl_train.comparison.sweep_plan import SLURM_FOLDER, Sweep, outcome_path, read_sweep
 from cl_train.config.schema import ConfigError, LauncherConfig
 
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
@@ -73,9 +73,9 @@ def submit(sweep: Sweep, program: Sequence[str]) -> None:
         raise ConfigError(
             f"launcher=slurm: {reason}; resume_sweep={sweep.folder} with other launcher settings submits the jobs"
         ) from None
-    sweep.allocations = [
-        Allocation(str(one.job_id), [job.number for job in group]) for one, group in zip(submitted, groups, strict=True)
-    ]
+    sweep.allocations = {
+        str(one.job_id): [job.number for job in group] for one, group in zip(submitted, groups, strict=True)
+    }
     sweep.save()
 
 
@@ -158,7 +158,7 @@ def wait_for_allocations(sweep: Sweep) -> None:
         _read_outcomes(sweep, printed)
         if states is not None:
             record_missing_outcomes(sweep, states)
-        jobs = [sweep.jobs[number] for allocation in sweep.allocations for number in allocation.jobs]
+        jobs = [sweep.jobs[number] for numbers in sweep.allocations.values() for number in numbers]
         for job in jobs:
             if job.status in ("completed", "failed") and job.number not in printed:
                 printed.add(job.number)
@@ -170,7 +170,7 @@ def wait_for_allocations(sweep: Sweep) -> None:
 
 
 def _read_outcomes(sweep: Sweep, known: Set[int]) -> None:
-    """Those that are known are kept: Slurm forgets why an allocation ended."""
+    """Read the outcomes of the jobs that are not in `known`: Slurm forgets why an allocation ended."""
     outcomes = read_sweep(sweep.folder).jobs
     sweep.jobs = [job if job.number in known else outcomes[job.number] for job in sweep.jobs]
 

@@ -15,7 +15,7 @@ def allocation_states(sweep: Sweep) -> dict[str, str] | None:
 
     squeue, unlike sacct, works on clusters without accounting. It forgets an allocation minutes after its end.
     """
-    ids = {allocation.id.partition("_")[0] for allocation in sweep.allocations}
+    ids = {allocation.partition("_")[0] for allocation in sweep.allocations}
     command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={','.join(sorted(ids))}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -34,19 +34,19 @@ def own_allocation() -> str:
 
 def active_allocations(sweep: Sweep, states: dict[str, str]) -> list[str]:
     """The allocations that are queued or running, or will be again."""
-    return [one.id for one in sweep.allocations if states.get(one.id, "COMPLETED") not in _ENDED]
+    return [one for one in sweep.allocations if states.get(one, "COMPLETED") not in _ENDED]
 
 
 def record_missing_outcomes(sweep: Sweep, states: dict[str, str]) -> None:
-    """Jobs without an outcome whose allocation has ended have failed, and the others are `queued` or running."""
+    """Jobs that have no outcome have failed if their allocation has ended; else `why` gets its state."""
     active = active_allocations(sweep, states)
-    for allocation in sweep.allocations:
-        for job in (sweep.jobs[number] for number in allocation.jobs):
+    for allocation, numbers in sweep.allocations.items():
+        for job in (sweep.jobs[number] for number in numbers):
             if job.status in ("completed", "failed"):
                 continue
-            state = states.get(allocation.id, "unknown to Slurm")
-            if allocation.id in active:
-                job.why = f"{job.status}; Slurm job {allocation.id} is {state}"
+            state = states.get(allocation, "unknown to Slurm")
+            if allocation in active:
+                job.why = f"{job.status}; Slurm job {allocation} is {state}"
             else:
                 reason = f"{job.why}, " if job.why else ""
-                job.status, job.why = "failed", f"{reason}Slurm job {allocation.id} ended: {state}"
+                job.status, job.why = "failed", f"{reason}Slurm job {allocation} ended: {state}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from cl_train.comparison import slurm
@@ -39,8 +40,10 @@ def run_sweep(
             "torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun"
         )
     sweep = plan_sweep(arguments)
-    _check_no_allocation_runs(sweep)
     is_local = sweep.launcher.name == "local"
+    _check_no_allocation_runs(sweep)
+    if not is_local:
+        slurm.check_slurm(sweep)
     slots = _slots(sweep, gpus)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     signum = None
@@ -71,16 +74,15 @@ def _check_no_allocation_runs(sweep: Sweep) -> None:
     if not sweep.allocations:
         return
     states = allocation_states(sweep)
-    active = active_allocations(sweep, states) if states is not None else ["unknown: squeue did not answer"]
-    if active:
+    if states is None:
+        raise ConfigError("squeue does not answer, and Slurm may still run jobs of this sweep: try again later")
+    if active := active_allocations(sweep, states):
         raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(active)}): wait for them, or scancel them")
-    sweep.allocations = []
+    sweep.allocations = {}
 
 
 def _slots(sweep: Sweep, gpus: Sequence[str] | None) -> list[Slot]:
     """The slots of `launcher.gpus`, else one with everything."""
-    if sweep.launcher.name == "slurm":
-        slurm.check_slurm(sweep)
     groups = sweep.pending_groups()
     if not sweep.launcher.gpus or not groups:
         return [Slot()]
@@ -105,17 +107,17 @@ def _run_on_slurm(sweep: Sweep, program: Sequence[str]) -> bool:
     if not sweep.pending_groups():
         return True
     slurm.submit(sweep, program)
-    ids = ", ".join(dict.fromkeys(allocation.id.partition("_")[0] for allocation in sweep.allocations))
+    ids = ", ".join(dict.fromkeys(allocation.partition("_")[0] for allocation in sweep.allocations))
     print(f"sweep of {len(sweep.jobs)} jobs, submitted as Slurm job {ids}, logs in {sweep.folder}/slurm", flush=True)
     if not sweep.launcher.wait:
         print(_later(sweep), flush=True)
         return False
     slurm.wait_for_allocations(sweep)
-    sweep.allocations = []  # they have ended, and Slurm reuses ids
+    sweep.allocations = {}  # they have ended, and Slurm reuses ids
     sweep.save()
     slurm.remove_outcomes(sweep)
     return True
 
 
 def _later(sweep: Sweep) -> str:
-    return f"cl-train compare {sweep.folder} reports what has ended; scancel ends the jobs."
+    return f"cl-train compare {shlex.quote(str(sweep.folder))} reports what has ended; scancel ends the jobs."

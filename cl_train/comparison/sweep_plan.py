@@ -40,14 +40,6 @@ class Job:
 
 
 @dataclass
-class Allocation:
-    """A group of jobs that was submitted to Slurm."""
-
-    id: str  # 12, or 12_0 in an array
-    jobs: list[int]  # their numbers
-
-
-@dataclass
 class Sweep:
     """The jobs; those of a group are adjacent and in the order in which they run."""
 
@@ -55,7 +47,7 @@ class Sweep:
     compare_by: str
     jobs: list[Job]
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    allocations: list[Allocation] = field(default_factory=list)
+    allocations: dict[str, list[int]] = field(default_factory=dict)  # jobs by Slurm's id: 12, or 12_0
 
     def save(self) -> None:
         """Write `sweep.json`, which `resume_sweep` and `compare` read."""
@@ -196,7 +188,7 @@ def read_sweep(folder: Path) -> Sweep:
             outcome = outcome_path(folder, job)
             jobs[number] = _read_job(json.loads(outcome.read_text(encoding="utf-8"))) if outcome.is_file() else job
         launcher = from_mapping(LauncherConfig, document.get("launcher", {}))
-        allocations = [Allocation(str(one["id"]), list(one["jobs"])) for one in document.get("allocations", [])]
+        allocations = {str(one): list(numbers) for one, numbers in document.get("allocations", {}).items()}
         return Sweep(folder, str(document["compare_by"]), jobs, launcher, allocations)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None

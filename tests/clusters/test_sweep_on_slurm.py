@@ -40,7 +40,7 @@ def test_a_sweep_survives_scancel_and_a_requeue(tmp_path: Path, image_folder: Pa
 
         cancelled, requeued = (folder / f"tests.networks.slow_with_dropout_contiguous_seed={n}_1" for n in (1, 2))
         wait_until(lambda: min(len(losses(cancelled)), len(losses(requeued))) > 5)
-        [first, second] = [allocation.id for allocation in read_sweep(folder).allocations]
+        [first, second] = read_sweep(folder).allocations
         slurm_command("scancel", first)
         slurm_command("scancel", "--batch", "--signal=TERM", second)
         wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")

@@ -12,7 +12,7 @@ import pytest
 from cl_train.comparison import slurm
 from cl_train.comparison.slurm_queue import active_allocations, own_allocation, record_missing_outcomes
 from cl_train.comparison.sweep import run_sweep
-from cl_train.comparison.sweep_plan import Allocation, Sweep, plan_sweep, read_sweep
+from cl_train.comparison.sweep_plan import Sweep, plan_sweep, read_sweep
 from cl_train.config.schema import ConfigError, LauncherConfig
 
 
@@ -21,7 +21,7 @@ def planned(tmp_path: Path) -> Sweep:
     words = ["channels_last=true,false", "seed=1,2", "launcher=slurm", "launcher.time_min=30"]
     sweep = plan_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     sweep.folder.mkdir()
-    sweep.allocations = [Allocation("7_0", [0, 1]), Allocation("7_1", [2, 3])]
+    sweep.allocations = {"7_0": [0, 1], "7_1": [2, 3]}
     return sweep
 
 
