@@ -42,22 +42,18 @@ def audit(
         batch: the model's input, or a tuple or list of its inputs, or a dict of its keyword arguments. The first tensor
             of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) determines the number of dimensions of an image.
         precision: of the step; None: fp32 (the tensors' own dtypes, no autocast).
-        loss: a function of the model's output that returns a scalar; None: the mean square of all its floating-point
-            tensors, or of those of `output`.
+        loss: returns a scalar from the model's output; None: mean square of its floating-point tensors, or of `output`.
         output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a tuple's index.
         backward: False: forward only, without gradients.
         measure: also time the step, and each permuting copy separately, in milliseconds.
         name: of the model, for the report.
 
-    Raises:
-        ConfigError: the batch holds no image; the model is lazy, or failed on the batch; no scalar loss.
+    Raises ConfigError: the batch holds no image; the model is lazy, or failed on the batch; no scalar loss.
     """
     precision = precision or Precision("fp32")
-    images = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST]
-    if not images:
-        raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W]")
+    images = _first_images(batch)
     refuse_lazy(model)
-    device, described = images[0].device, describe(images[0])
+    device, described = images.device, describe(images)
 
     def step() -> None:
         with autocast(precision, device), nullcontext() if backward else torch.no_grad():
@@ -65,22 +61,13 @@ def audit(
             if not backward:
                 return
             scalar = loss(result) if loss is not None else mean_square(output_tensors(result, output))
-        if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
-            raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
-        if scalar.requires_grad:  # False if all parameters are frozen
-            scalar.backward()
+        _backward(scalar)
 
-    recorder = OperatorRecorder(model, images[0].dim())
-    try:
-        with _state_restored(model, device):
-            with recorder.module_hooks(), recorder:
-                step()
-            step_ms = _median_ms(step, device) if measure else None
-    except ConfigError:
-        raise
-    except Exception as error:  # the model is the user's code
-        why = explain_failure(error)
-        raise ConfigError(f"the model failed on {described}; check its shape, dtype and device ({why})") from error
+    recorder = OperatorRecorder(model, images.dim())
+    with _failure_explained(described), _state_restored(model, device):
+        with recorder.module_hooks(), recorder:
+            step()
+        step_ms = _median_ms(step, device) if measure else None
     report = LayoutReport(
         name or type(model).__name__,
         model_memory_format(model),
@@ -97,9 +84,36 @@ def audit(
     return report
 
 
+def _backward(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
+    if loss.requires_grad:  # False if all parameters are frozen
+        loss.backward()
+
+
 def describe(tensor: torch.Tensor) -> str:
     """For instance "channels_last float32 [8, 3, 224, 224]"."""
     return f"{classify(tensor)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _first_images(batch: Any) -> torch.Tensor:
+    """The first tensor of 4 or 5 dimensions of a model's input."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST:
+            return leaf
+    raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W]")
+
+
+@contextmanager
+def _failure_explained(described: str) -> Iterator[None]:
+    """Turn any error of the model, which is the user's code, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        why = explain_failure(error)
+        raise ConfigError(f"the model failed on {described}; check its shape, dtype and device ({why})") from error
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cl_train.config.schema import CheckpointConfig, Config, ConfigError, OptimConfig, ScheduleConfig
+from cl_train.config.schema import CheckpointConfig, ConfigError, OptimConfig, ScheduleConfig
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.step.schedule import lr_at, scaled_lr
 
@@ -111,31 +111,19 @@ class Plan:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
 
 
-def make_plan(cfg: Config, sizes: SizeSchedule, train_images: int, world_size: int) -> Plan:
-    """
-    Raises:
-        ConfigError: one optimizer step takes more images than there are.
-    """
+def plan_epochs(
+    number: int, sizes: SizeSchedule, *, accumulate_steps: int, train_images: int, world_size: int
+) -> tuple[Epoch, ...]:
+    """The first `number` epochs. Raises ConfigError: one optimizer step takes more images than there are."""
     epochs = []
-    for number in range(cfg.epochs):
-        batch_size = sizes.batch_size_at(number)
-        global_batch_size = batch_size * cfg.accumulate_steps * world_size
-        steps = train_images // (batch_size * world_size) // cfg.accumulate_steps
-        epochs.append(Epoch(sizes.image_size_at(number), batch_size, global_batch_size, steps))
+    for index in range(number):
+        batch_size = sizes.batch_size_at(index)
+        global_batch_size = batch_size * accumulate_steps * world_size
+        steps = train_images // (batch_size * world_size) // accumulate_steps
         if steps == 0:
             raise ConfigError(
                 f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) in epoch "
-                f"{number}, but there are {train_images} training images; lower batch_size or accumulate_steps"
+                f"{index}, but there are {train_images} training images; lower batch_size or accumulate_steps"
             )
-    total_steps = sum(epoch.steps for epoch in epochs)
-    last_step = min(cfg.max_steps or total_steps, total_steps)
-    return Plan(
-        tuple(epochs),
-        last_step,
-        cfg.log_every,
-        cfg.evaluate_every,
-        cfg.evaluate_flip,
-        cfg.checkpoint,
-        cfg.optim,
-        cfg.schedule,
-    )
+        epochs.append(Epoch(sizes.image_size_at(index), batch_size, global_batch_size, steps))
+    return tuple(epochs)

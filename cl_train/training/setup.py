@@ -1,7 +1,7 @@
 """From the configuration to a run that is ready for its first step.
 
-Besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model) and in `batch_size.py`
-(batch_size=auto): the functions that they call in other packages get plain values or their own part of it.
+Besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model), `batch_size.py` (batch_size=auto)
+and `pretrained.py`: the functions that they call in other packages get plain values or their own part of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
 from cl_train.training.pretrained import log_preprocessing
-from cl_train.training.progress import Plan, Progress, make_plan
+from cl_train.training.progress import Plan, Progress, plan_epochs
 from cl_train.training.rank_times import sample_compute_times
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState, tensor_bytes
@@ -95,7 +95,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
     stack.callback(data.close)
-    plan = make_plan(cfg, size_schedule(cfg.data, cfg.batch_size), data.train_images, dist.world_size)
+    plan = make_plan(cfg, data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
     sample_compute_times(state.parts.model, cfg.log_every)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
@@ -105,11 +105,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
     checkpoints.check()
     if dist.is_main:
-        tensors_per_weight = 3 if state.ema is None else 4  # the weight, up to two moments of the optimizer, EMA
-        for line in check_space(
-            folder, tensors_per_weight * tensor_bytes(state.model.state_dict()), cfg.checkpoint.keep
-        ):
-            log.warning("%s", line)
+        check_space_for_checkpoints(folder, state, cfg.checkpoint.keep)
     progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
 
@@ -167,6 +163,35 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
 
 
 # --- plan, resume, records --------------------------------------------------------------------------------------------
+
+
+def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
+    """Raises ConfigError: one optimizer step takes more images than there are."""
+    epochs = plan_epochs(
+        cfg.epochs,
+        size_schedule(cfg.data, cfg.batch_size),
+        accumulate_steps=cfg.accumulate_steps,
+        train_images=train_images,
+        world_size=world_size,
+    )
+    total_steps = sum(epoch.steps for epoch in epochs)
+    return Plan(
+        epochs,
+        last_step=min(cfg.max_steps or total_steps, total_steps),
+        log_every=cfg.log_every,
+        evaluate_every=cfg.evaluate_every,
+        evaluate_flip=cfg.evaluate_flip,
+        checkpoint=cfg.checkpoint,
+        optim=cfg.optim,
+        schedule=cfg.schedule,
+    )
+
+
+def check_space_for_checkpoints(folder: Path, state: TrainState, keep: int) -> None:
+    """Raises ConfigError: the disk has no space for one checkpoint."""
+    tensors_per_weight = 3 if state.ema is None else 4  # the weight, up to two moments of the optimizer, EMA
+    for line in check_space(folder, tensors_per_weight * tensor_bytes(state.model.state_dict()), keep):
+        log.warning("%s", line)
 
 
 def starting_point(

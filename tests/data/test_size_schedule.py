@@ -15,6 +15,7 @@ from cl_train.data.build import build_data
 from cl_train.data.size_schedule import SizeSchedule, image_size_at
 from cl_train.data.splits import Data
 from cl_train.system.distributed import Dist
+from tests.data.tar_shards import sound_shards, write
 
 CPU = torch.device("cpu")
 FORM = DeviceFormat(CPU, torch.float32, torch.channels_last)
@@ -80,16 +81,31 @@ def test_a_good_schedule_and_its_companions() -> None:
         load({"data": {"val_size": 256, "val_resize": 240}})
 
 
+@pytest.fixture(params=["folder", "shards"])
+def source(
+    request: pytest.FixtureRequest, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], int]:
+    """Settings of a data source, and the number of its training images."""
+    if request.param == "folder":
+        return {"name": "folder", "root": str(image_folder)}, 96
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return {"name": "shards", "root": str(write(tmp_path / "shards", sound_shards())), "shuffle": "shards"}, 18
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scale_batch", [False, True])
-def test_the_loader_changes_size_between_epochs(image_folder: Path, workers: int, scale_batch: bool) -> None:
-    settings = {"name": "folder", "root": str(image_folder), "workers": workers, "scale_batch": scale_batch}
-    data = data_of(**settings)
+def test_the_loader_changes_size_between_epochs(
+    source: tuple[dict[str, Any], int], workers: int, scale_batch: bool
+) -> None:
+    settings, images = {**source[0], "workers": workers, "scale_batch": scale_batch}, source[1]
+    data = data_of(batch_size=4, **settings)
     try:
         pids = set()
-        for epoch, (size, batch_size) in enumerate([(16, 32 if scale_batch else 8), (32, 8), (32, 8)]):
+        for epoch, (size, batch_size) in enumerate([(16, 16 if scale_batch else 4), (32, 4), (32, 4)]):
             batches = list(data.train(epoch, FORM))
-            assert len(batches) == data.batch_count(epoch) == 96 // batch_size
+            assert len(batches) == data.batch_count(epoch) == images // batch_size
+            (last,) = data.train(epoch, FORM, first_batch=len(batches) - 1)
+            assert torch.equal(last.images, batches[-1].images)
             assert {batch.images.shape for batch in batches} == {(batch_size, 3, size, size)}
             assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches)
             assert {tuple(batch.images.shape[1:]) for batch in data.validation(FORM)} == {(3, 24, 24)}
