@@ -27,6 +27,7 @@ _DEPENDENT = {
     "compile": ("compile_mode",),
     "device": ("device_name", "precision", "environment.cuda", "environment.cudnn", "environment.driver"),
     "nproc": ("world_size", "global_batch_size"),
+    "optim.name": ("optim.library",),
     "batch_size": ("global_batch_size",),
 }
 # Fields with the value that a run used, for settings that can be `auto`.
@@ -208,10 +209,11 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
         f"{key} differs: {_text(one)} ({names[0]}) and {_text(other)} ({names[1]})"
         for key, one, other in differences(baseline, candidate, by)
     ]
+    unknown = [run.folder.name for run in (baseline, candidate) if by not in run.settings]
     asked = [run.settings.get(by) for run in (baseline, candidate)]
     used = [run.summary.get(_OUTCOME.get(by, "")) for run in (baseline, candidate)]
-    if None in asked:
-        obstacles.append(f"{by} of {(baseline, candidate)[asked.index(None)].folder.name} is unknown")
+    if unknown:
+        obstacles.append(f"{by} of {unknown[0]} is unknown")
     elif asked[0] != asked[1] and used[0] == used[1] is not None:
         obstacles.append(f"both sides ran with {_OUTCOME[by]} {used[0]}")
     obstacles += [

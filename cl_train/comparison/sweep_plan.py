@@ -116,9 +116,14 @@ def _key(word: str) -> str:
     return word.partition("=")[0]
 
 
+def _is_compared(word: str, compare_by: str) -> bool:
+    """Whether `word` sets the compared setting; optim=adamw sets optim.name."""
+    return _key(word) in (compare_by, compare_by.removesuffix(".name"))
+
+
 def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings: Config) -> list[Job]:
     """Order: jobs that differ only in the compared key are adjacent, and their repeats alternate: A B B A A B."""
-    compared = [axis for axis in varying if _key(axis[0]) == settings.compare_by]
+    compared = [axis for axis in varying if _is_compared(axis[0], settings.compare_by)]
     others = [axis for axis in varying if axis not in compared]
     jobs: list[Job] = []
     names: Counter[str] = Counter()
@@ -137,7 +142,7 @@ def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> 
     words = [word for word in [*fixed, *chosen] if _key(word) != "nproc"]
     nproc = next((int(word.partition("=")[2]) for word in chosen if _key(word) == "nproc"), settings.nproc)
     [cfg] = check_command_line(words)
-    is_compared = any(_key(word) == settings.compare_by for word in chosen)
+    is_compared = any(_is_compared(word, settings.compare_by) for word in chosen)
     if is_compared and _most_windows(cfg, nproc) < MIN_WINDOWS:
         raise ConfigError(
             f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after "

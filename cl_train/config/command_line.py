@@ -202,7 +202,8 @@ def _choice_problems(group: str, override: Override) -> list[str]:
             problems.append(f"{override.input_line}: write {group}=NAME, or {group}.key=value for a single setting")
         elif not (group == "experiment" and value is None) and str(value) not in choices:
             near = suggest(str(value), choices)
-            problems.append(f"{group}={show(value)}: no such choice{near} (there are {', '.join(choices)})")
+            more = "; of timm's, optim=timm optim.name=NAME" if group == "optim" else ""
+            problems.append(f"{group}={show(value)}: no such choice{near} (there are {', '.join(choices)}{more})")
     return problems
 
 

@@ -52,10 +52,10 @@ def size_schedule_problems(schedule: list[list[int]], epochs: int) -> list[str]:
     if any(len(point) != 2 for point in schedule):
         return [f"{name}: write pairs of epoch and size, such as [[0,128],[6,160],[12,192]]"]
     starts, sizes = zip(*schedule, strict=True)
+    if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+        return [f"{name}: each epoch must be later than the one before it, as in [[0,128],[6,160],[12,192]]"]
     if starts[0] != 0:
         return [f"{name}: the first epoch is {starts[0]}; begin with [0,{sizes[0]}]"]
-    if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
-        return [f"{name}: the epochs must ascend: {sorted(schedule)}"]
     for size in sizes:
         if not 8 <= size <= 4096 or size % 4:
             nearest = min(4096, max(8, 4 * round(size / 4)))

@@ -224,7 +224,7 @@ class LauncherConfig:
     cpus_per_task: int | None = free_setting(None, "slurm: CPU cores per process; null = the default", minimum=1)
     max_parallel: int | None = free_setting(None, "slurm: most allocations at a time; null = no limit", minimum=1)
     setup: list[str] = free_setting([], "slurm: shell lines that run before the jobs, such as `module load cuda`")
-    wait: bool = free_setting(True, "slurm: wait for the jobs; false = submit them, and `compare FOLDER` reports later")
+    wait: bool = free_setting(True, "slurm: wait for the jobs; false = submit, and `cl-train compare FOLDER` reports")
 
 
 @dataclass

@@ -254,7 +254,12 @@ def check_together(cfg: Config) -> list[str]:
         ),
         (
             cfg.global_batch_size is not None and (cfg.accumulate_steps > 1 or cfg.batch_size == AUTO_BATCH_SIZE),
-            "global_batch_size sets accumulate_steps and needs a number as batch_size: leave out the other setting",
+            "global_batch_size sets accumulate_steps and needs a number as batch_size: leave out the other setting, or "
+            "write global_batch_size=null if a recipe sets it",
+        ),
+        (
+            cfg.report and cfg.evaluate_every == -1 and not cfg.evaluate_only,
+            "report=true is written by evaluations, and evaluate_every=-1 has none; use evaluate_every=0",
         ),
         (
             cfg.compare_by not in keys,

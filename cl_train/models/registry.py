@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def build_model(
     except ConfigError:
         raise
     except Exception as error:  # the user's own code; an image size that a transformer cannot divide; no network
+        if drop_path is not None and re.search("argument '(drop_path|stochastic_depth_prob)", str(error)):
+            raise ConfigError(f"drop_path={drop_path}: model={name} has no adjustable drop path ({error})") from error
         size = f" for images of {image_size} px" if image_size else ""
         raise ConfigError(
             f"model={name} cannot be built{size} and {num_classes} classes: {explain_failure(error)}"

@@ -98,6 +98,13 @@ def test_other_keys_can_be_compared(tmp_path: Path) -> None:
     runs = [run_of(tmp_path, 100.0, batch_size=8), run_of(tmp_path, 150.0, batch_size=128)]
     [pair] = compare_runs(runs, by="batch_size")
     assert (pair.baseline, pair.candidate, pair.verdict) == ("batch_size=8", "batch_size=128", "faster")
+    optimizers = {"lion": "timm", "sgd": "torch"}
+    runs = [run_of(tmp_path, 100.0, optim__name=name, optim__library=optimizers[name]) for name in optimizers]
+    [pair] = compare_runs(runs, by="optim.name")
+    assert (pair.baseline, pair.candidate, pair.verdict) == ("optim.name=lion", "optim.name=sgd", "no_difference")
+    runs = [run_of(tmp_path, 100.0, drop_path=None), run_of(tmp_path, 150.0, drop_path=0.1)]
+    [pair] = compare_runs(runs, by="drop_path")
+    assert (pair.baseline, pair.candidate, pair.verdict) == ("drop_path=null", "drop_path=0.1", "faster")
 
 
 def test_numbers_of_processes_can_be_compared(tmp_path: Path) -> None:

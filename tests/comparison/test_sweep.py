@@ -89,6 +89,13 @@ def test_jobs_stand_beside_what_they_are_compared_with_and_alternate() -> None:
     assert planned.folder.parent == Path("multirun")
 
 
+def test_choices_of_a_group_are_compared_by_its_name() -> None:
+    words = ["schedule=cosine,linear", "model=resnet18,alexnet", "epochs=2"]
+    planned = plan_sweep(["-m", *words, "compare_by=schedule.name"])
+    assert [job.group for job in planned.jobs] == [0, 0, 1, 1]
+    assert planned.jobs[1].overrides == ["epochs=2", "schedule=linear", "model=resnet18"]
+
+
 def test_sweep_syntax_is_hydras() -> None:
     planned = plan_sweep(["-m", "batch_size=range(8,25,8)", "model=choice(resnet18,resnet50)", "nproc=1,2"])
     assert [job.nproc for job in planned.jobs[:2]] == [1, 2]

@@ -73,6 +73,8 @@ WRONG = [
     (["precision=fp61"], "did you mean fp16"),
     (["data=imagnet"], "did you mean imagenet"),
     (["optim=adam"], "did you mean adamw"),
+    (["optim=lamb"], "optim=timm optim.name="),
+    (["report=true", "evaluate_every=-1"], "evaluate_every=0"),
     (["experiment=nothing"], "no such choice"),
     (["data=imagenet"], "needs data.root=FOLDER"),
     (["data.image_size=256", "data.val_resize=224"], "is smaller than"),
