@@ -129,7 +129,7 @@ def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"model={name} cannot {'train on' if training else 'evaluate'} {batch_size} images of {image_size} px; "
-            f"change data.image_size or batch_size ({explain_failure(error)})"
+            f"change data.image_size, data.size_schedule or batch_size ({explain_failure(error)})"
         ) from error
 
 

@@ -18,13 +18,16 @@ NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 def check_optimizer(cfg: OptimConfig) -> None:
     """
     Raises:
-        ConfigError: timm is missing, has no such optimizer, or cannot build it here (some need CUDA or other packages).
+        ConfigError: timm is missing, has no such optimizer, or cannot build it here (some need CUDA or other packages);
+            one of the betas only.
     """
     if cfg.library == "torch":
         return
     names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - NOT_SUPPORTED
     if cfg.name not in names:
         raise ConfigError(f"optim.name={cfg.name}: not a supported optimizer of timm{suggest(cfg.name, names)}")
+    if (cfg.beta1 is None) != (cfg.beta2 is None):
+        raise ConfigError("optim=timm: set optim.beta1 and optim.beta2 together, or neither: their defaults differ")
     try:
         _timm_optimizer(cfg, [{"params": [nn.Parameter(torch.zeros(2, 2))]}], cfg.lr)
     except Exception as error:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cl_train.config.schema import Config, ConfigError
+from cl_train.data.augment import image_augment
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.models import registry as models
 from cl_train.step.optim import check_optimizer, set_lr
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def check_runs(runs: list[Config]) -> None:
-    """Find problems with models, weights and devices before any file is created.
+    """Find problems with models, weights, optimizers, augmentations and devices before any file is created.
 
     Raises ConfigError: every problem of every run.
     """
@@ -58,6 +59,7 @@ def check_runs(runs: list[Config]) -> None:
         try:
             models.check_model(cfg.model, cfg.weights)
             check_optimizer(cfg.optim)
+            image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
             choose_device(cfg.device)
         except ConfigError as error:
             problems += error.problems

@@ -160,3 +160,9 @@ def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
 def test_unknown_and_unusable_optimizers_of_timm_are_refused(name: str, near: str) -> None:
     with pytest.raises(ConfigError, match=near):
         check_optimizer(OptimConfig(library="timm", name=name))
+
+
+def test_the_betas_of_timms_optimizers_are_set_together() -> None:
+    check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95, beta2=0.98))
+    with pytest.raises(ConfigError, match="beta2"):
+        check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95))
