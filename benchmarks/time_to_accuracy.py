@@ -42,13 +42,13 @@ OURS = """{script} data=folder data.root={data} data.image_size={size} model=res
     data.workers=2 epochs={epochs} seed={seed} hydra.run.dir={out} overwrite=true"""
 TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18
     --model-kwargs zero_init_last=False --input-size 3 {size} {size} --crop-pct 0.875 -b 32 -j 2 --epochs {epochs}
-    --seed {seed} --output {out} --device cpu --amp --amp-dtype bfloat16 --channels-last --lr-base 0.05
+    --seed {seed} --output {out} --device cpu --amp --amp-dtype bfloat16 --channels-last --lr-base 0.1
     --weight-decay 1e-4 --sched-on-updates --warmup-epochs 0 --smoothing 0 --scale 0.35 1 --hflip 0 --color-jitter 0
     --train-interpolation bilinear"""
 # Crops and flips have no options, and AMP needs CUDA there.
 TORCHVISION = """{script} --data-path {data} --model resnet18 --train-crop-size {size} --val-crop-size {size}
     --val-resize-size {resize} -b 32 -j 2 --epochs {epochs} --output-dir {out} --device cpu --opt sgd_nesterov
-    --lr 0.00625 --wd 5e-4 --norm-weight-decay 0 --bias-weight-decay 0 --lr-scheduler cosineannealinglr
+    --lr 0.0125 --wd 5e-4 --norm-weight-decay 0 --bias-weight-decay 0 --lr-scheduler cosineannealinglr
     --label-smoothing 0.1"""
 SEEDED = """import runpy, sys, torch; torch.manual_seed({seed}); del sys.argv[0]; sys.path.insert(0, "{folder}")
 runpy.run_path(sys.argv[0], run_name="__main__")"""  # torchvision's script has no option for the seed

@@ -151,7 +151,7 @@ class OptimConfig:
 
     library: str = setting("torch", "whose optimizer", choices=("torch", "timm"))
     name: str = setting("sgd", "optim=timm: the name of the optimizer, such as lamb, lion, muon, nadamw, rmsproptf")
-    lr: float = loss_setting(0.05, "learning rate for a global batch of `reference_batch_size`", above=0)
+    lr: float = loss_setting(0.1, "learning rate for a global batch of `reference_batch_size`", above=0)
     reference_batch_size: int = loss_setting(256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0)
     momentum: float = loss_setting(0.9, "SGD, RMSprop and timm's optimizers with momentum", minimum=0, maximum=1)
     nesterov: bool = setting(False, "SGD: use Nesterov momentum")

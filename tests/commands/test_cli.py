@@ -78,7 +78,7 @@ def test_help_states_name_default_meaning_type_and_range() -> None:
 
 def test_help_hides_what_a_group_sets_and_rounds() -> None:
     text = train_help("", "", {})
-    assert "  data.name=" not in text and "optim.lr=0.05" in text and "augment.crop_ratio_max=1.333333333\n" in text
+    assert "  data.name=" not in text and "optim.lr=0.1" in text and "augment.crop_ratio_max=1.333333333\n" in text
 
 
 def test_audit_and_convert_measure_no_layouts() -> None:
