@@ -112,7 +112,7 @@ def _warning_s(launcher: LauncherConfig) -> int:
 def run_allocation(folder: str, numbers: Sequence[int], program: Sequence[str]) -> None:
     """Run the unfinished ones of these jobs of the sweep in `folder`; if interrupted, requeue the allocation."""
     sweep = read_sweep(Path(folder))
-    jobs = [sweep.jobs[number] for number in numbers if sweep.jobs[number].status not in ("completed", "failed")]
+    jobs = [sweep.jobs[number] for number in numbers if not sweep.jobs[number].has_outcome]
     for job in jobs:
         job.why = job.exit_code = None
     before = _progress(sweep, numbers)
@@ -160,7 +160,7 @@ def wait_for_allocations(sweep: Sweep) -> None:
             record_missing_outcomes(sweep, states)
         jobs = [sweep.jobs[number] for numbers in sweep.allocations.values() for number in numbers]
         for job in jobs:
-            if job.status in ("completed", "failed") and job.number not in printed:
+            if job.has_outcome and job.number not in printed:
                 printed.add(job.number)
                 status.print(f"[{len(printed)}/{len(jobs)}] {outcome_line(job, sweep.folder)}")
         if states is not None and not active_allocations(sweep, states):

@@ -15,8 +15,8 @@ def allocation_states(sweep: Sweep) -> dict[str, str] | None:
 
     squeue, unlike sacct, works on clusters without accounting. It forgets an allocation minutes after its end.
     """
-    ids = {allocation.partition("_")[0] for allocation in sweep.allocations}
-    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={','.join(sorted(ids))}"]
+    ids = ",".join(sweep.slurm_ids)
+    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={ids}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -42,7 +42,7 @@ def record_missing_outcomes(sweep: Sweep, states: dict[str, str]) -> None:
     active = active_allocations(sweep, states)
     for allocation, numbers in sweep.allocations.items():
         for job in (sweep.jobs[number] for number in numbers):
-            if job.status in ("completed", "failed"):
+            if job.has_outcome:
                 continue
             state = states.get(allocation, "unknown to Slurm")
             if allocation in active:

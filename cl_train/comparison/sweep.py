@@ -107,7 +107,7 @@ def _run_on_slurm(sweep: Sweep, program: Sequence[str]) -> bool:
     if not sweep.pending_groups():
         return True
     slurm.submit(sweep, program)
-    ids = ", ".join(dict.fromkeys(allocation.partition("_")[0] for allocation in sweep.allocations))
+    ids = ", ".join(sweep.slurm_ids)
     print(f"sweep of {len(sweep.jobs)} jobs, submitted as Slurm job {ids}, logs in {sweep.folder}/slurm", flush=True)
     if not sweep.launcher.wait:
         print(_later(sweep), flush=True)

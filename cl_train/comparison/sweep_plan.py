@@ -38,6 +38,10 @@ class Job:
     why: str | None = None
     seconds: float | None = None
 
+    @property
+    def has_outcome(self) -> bool:
+        return self.status in ("completed", "failed")
+
 
 @dataclass
 class Sweep:
@@ -54,6 +58,11 @@ class Sweep:
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         del document["folder"]
         write_json(self.folder / "sweep.json", document)
+
+    @property
+    def slurm_ids(self) -> list[str]:
+        """What sbatch returned: the allocations of one submission are elements of one array."""
+        return list(dict.fromkeys(allocation.partition("_")[0] for allocation in self.allocations))
 
     def save_outcome(self, job: Job) -> None:
         """Write the outcome of one job beside `sweep.json`: allocations cannot write the same file."""
