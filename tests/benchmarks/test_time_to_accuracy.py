@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from benchmarks.time_to_accuracy import LINES, command_of, run_program, summarize, write_digits
+from benchmarks.time_to_accuracy import LINES, PROGRAMS, Program, command_of, run_until_target, summarize, write_digits
 
 LOGS = {
     "cl_train": [
@@ -26,13 +25,30 @@ LOGS = {
 }
 
 
+PRINT = "import sys, time\nfor line in {lines}: print(line, flush=True)\ntime.sleep({seconds})"
+
+
 @pytest.mark.parametrize("program", LINES)
 def test_the_start_and_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
-    lines = json.dumps(["starting", *LOGS[program], "end"])
-    run = run_program(program, [sys.executable, "-c", f"print(*{lines}, sep='\\n')"], tmp_path / "log")
+    command = [sys.executable, "-c", PRINT.format(lines=["starting", *LOGS[program], "end"], seconds=0)]
+    run = run_until_target(LINES[program], command, tmp_path / "log", limit_s=120)
     assert run["exit_code"] == 0 and 0 < run["start_s"] <= run["points"][0][0] <= run["total_s"]
     assert [top1 for _, top1 in run["points"]] == [53.889]
     assert len((tmp_path / "log").read_text().splitlines()) == len(LOGS[program]) + 2
+
+
+def test_a_run_ends_at_the_target(tmp_path: Path) -> None:
+    lines = [f"Test:  Acc@1 {top1} Acc@5 99" for top1 in (90.0, 95.0, 96.0)]
+    command = [sys.executable, "-c", PRINT.format(lines=lines, seconds=600)]
+    run = run_until_target(LINES["torchvision"], command, tmp_path / "log", limit_s=300)
+    assert [top1 for _, top1 in run["points"]][:2] == [90.0, 95.0]
+    assert run["exit_code"] is None and run["total_s"] < 300
+
+
+def test_a_run_ends_at_its_limit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PRINT.format(lines=[], seconds=600)]
+    run = run_until_target(LINES["timm"], command, tmp_path / "log", limit_s=0.5)
+    assert run["exit_code"] is None and run["points"] == [] and run["total_s"] < 300
 
 
 def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
@@ -42,15 +58,17 @@ def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
     runs = [run("cl_train", [5.0, 90.0], [8.0, 95.0]), run("cl_train", [6.0, 96.0]), run("cl_train", [9.0, 99.0])]
     runs += [run("timm", [16.0, 95.5]), run("timm", [20.0, 95.0]), run("timm", [30.0, 94.9])]
     runs += [run("torchvision", [9.0, 94.0]), run("torchvision"), run("torchvision", [9.0, 99.0])]
-    found = summarize(runs)
+    found = summarize(runs, limit_s=50.0)
     assert [found[name]["median_s"] for name in LINES] == [8.0, 20.0, None]
     assert [found[name]["reached"] for name in LINES] == [3, 2, 1] and found["timm"]["range_s"] == [16.0, 20.0]
-    assert (found["ratio_of_median_s"], found["ratio_of_median_without_start_s"]) == (0.4, round(6 / 18, 3))
+    assert [found[name]["median_best_top1"] for name in LINES] == [96.0, 95.0, 94.0]
+    assert [found[name]["ours_over_theirs"] for name in LINES] == [1.0, 0.4, 0.16]
+    assert [found[name]["is_upper_bound"] for name in LINES] == [False, False, True]
 
 
-@pytest.mark.parametrize("program", LINES)
-def test_every_placeholder_of_a_command_is_filled(program: str) -> None:
-    values = {"data": "D", "size": 32, "resize": 37, "epochs": 2, "seed": 3, "out": "O"}
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_every_placeholder_of_a_command_is_filled(program: Program) -> None:
+    values = {"data": "D", "size": 32, "resize": 37, "epochs": 2, "third": 1, "seed": 3, "out": "O"}
     words = command_of(program, Path("S/train.py"), values)
     assert not any("{" in word for word in words) and str(Path("S/train.py")) in words
 
