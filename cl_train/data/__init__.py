@@ -1,7 +1,7 @@
 """Images: from a folder of JPEGs to normalised batches on the device.
 
 Read `build.py` first: it chooses the source of the images, then the loader. A new source of images is one module with
-`read_<name>(root) -> ImageSource` (the interface is in `source.py`; `folder.py` and `shards.py` implement it) and one
+`read_<name>(root) -> ImageSource` (its splits extend `Split` of `source.py`, as in `folder.py` and `shards.py`) and one
 branch in `build.py`. Nothing else in this package is meant to be extended.
 
 An image passes through `folder.py` or `shards.py` (its bytes), `decode.py` (pixels), `image_reader.py` (crop, resize,

@@ -1,11 +1,11 @@
-"""Automatic policies of torchvision and timm, three-way augmentation, random erasing, MixUp and CutMix, each seeded by
-(seed, epoch, index or batch)."""
+"""Augmentation policies of torchvision and timm, random erasing, MixUp, CutMix; seeded by epoch and image or batch."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -100,33 +100,22 @@ def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
     makers = {"rand": timm.rand_augment_transform, "augm": timm.augment_and_mix_transform}
     make = makers.get(name[:4], timm.auto_augment_transform)
 
-    def build(image_size: int) -> Callable[[Any], Any]:
-        transform: Callable[[Any], Any] = make(
-            name, {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)}
-        )
-        return transform
+    @cache
+    def transform(image_size: int) -> Any:
+        return make(name, {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)})
 
     try:
-        transforms = {0: build(0)}
+        transform(0)
     except Exception as error:
         raise ConfigError(f"augment.timm_policy={name}: timm cannot read it ({error})") from error
-
-    def augment(image: Tensor) -> Tensor:
-        size = image.shape[-1]
-        if size not in transforms:
-            transforms[size] = build(size)
-        return v2.functional.pil_to_tensor(transforms[size](v2.functional.to_pil_image(image)))
-
-    return augment
+    to_pil, to_tensor = v2.functional.to_pil_image, v2.functional.pil_to_tensor
+    return lambda image: to_tensor(transform(image.shape[-1])(to_pil(image)))
 
 
 def label_mix(cfg: AugmentConfig, num_classes: int, seed: int) -> MixLabels | None:
     """MixUp and CutMix (if both are on, one of them at random per batch) for normalised images on the device."""
-    mixes: list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
-    if cfg.mixup > 0:
-        mixes.append(v2.MixUp(alpha=cfg.mixup, num_classes=num_classes))
-    if cfg.cutmix > 0:
-        mixes.append(v2.CutMix(alpha=cfg.cutmix, num_classes=num_classes))
+    kinds = ((v2.MixUp, cfg.mixup), (v2.CutMix, cfg.cutmix))
+    mixes = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha > 0]
     if not mixes:
         return None
 
@@ -135,13 +124,8 @@ def label_mix(cfg: AugmentConfig, num_classes: int, seed: int) -> MixLabels | No
         chosen = mixes[int(generator.integers(len(mixes)))]
         with seeded(int(generator.integers(2**63))):
             mixed, soft = chosen(images, targets)
-        return _like(mixed, images), soft
+        if mixed.stride() != images.stride():  # torchvision's roll may lose the layout
+            mixed = torch.empty_like(images).copy_(mixed)
+        return mixed, soft
 
     return mix
-
-
-def _like(mixed: Tensor, images: Tensor) -> Tensor:
-    """Restore the layout, which torchvision's roll may lose; copies only if it did."""
-    if mixed.stride() == images.stride():
-        return mixed
-    return torch.empty_like(images).copy_(mixed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-ADVICE = "Repair or remove it, or use data.on_bad_image=skip"
-
 
 class BadImageError(RuntimeError):
     """A sample cannot be read (on_bad_image=error), or more than data.max_bad_images cannot (on_bad_image=skip)."""
@@ -27,7 +25,8 @@ class BadImages:
         self.skipped += 1
         self.reasons[name] = reason
         if not self._skip:
-            raise BadImageError(f"'{name}' cannot be decoded: {reason}. {ADVICE}")
+            advice = "Repair or remove it, or use data.on_bad_image=skip"
+            raise BadImageError(f"'{name}' cannot be decoded: {reason}. {advice}")
         if len(self.reasons) > self._limit:
             raise BadImageError(
                 f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self._limit};"

@@ -11,18 +11,15 @@ _STORAGE_SHARE = 0.4  # of the workers' busy time
 _IDLE_PCT = 15
 
 
-def bottleneck_advice(
-    times: WorkerTimes, *, workers: int, seconds: float, data_wait_pct: float, cores: int | None = None
-) -> str | None:
-    """One sentence that names the bottleneck (storage, decoding, workers, transfer) and what to change, or None.
+def bottleneck_advice(times: WorkerTimes, *, workers: int, seconds: float, data_wait_pct: float) -> str | None:
+    """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None.
 
     Args:
         times: time that the workers spent in a window of `seconds`. data_wait_pct: share of it that the step waited.
-        cores: usable cores of this process; counted if None.
     """
     if data_wait_pct <= WORTH_SAYING_PCT or times.images == 0 or seconds <= 0:
         return None
-    cores = cores if cores is not None else len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     busy_s = times.read_s + times.decode_s + times.resize_s
     idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
     rate = f"{times.images / busy_s:.0f} images/s per worker"
@@ -35,7 +32,6 @@ def bottleneck_advice(
         cause = f"too few workers: {max(1, workers)} of {cores} cores ({rate}); use data.workers={cores}"
     else:
         decode_pct = 100 * times.decode_s / busy_s
-        cause = (
-            f"decoding: {decode_pct:.0f} % of the workers' time ({rate}); use a smaller copy (prepare_imagenet resize)"
-        )
+        advice = "use a smaller copy (prepare_imagenet resize)"
+        cause = f"decoding: {decode_pct:.0f} % of the workers' time ({rate}); {advice}"
     return f"the step waits for data {data_wait_pct:.0f} % of its time; the bottleneck is {cause}"

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.data.augment import image_augment, label_mix
+from cl_train.data.augment import label_mix
 from cl_train.data.bad_images import BadImages
-from cl_train.data.crops import CropRange
-from cl_train.data.decode import formats_of
 from cl_train.data.file_check import check_files
 from cl_train.data.folder import FolderLayout, read_folder
-from cl_train.data.image_loader import default_workers
-from cl_train.data.image_reader import ImageReader, ImageSettings
+from cl_train.data.image_reader import ImageReader
 from cl_train.data.imagenette import ensure_imagenette
-from cl_train.data.loader import HostLoader, Loader, LoaderSettings
-from cl_train.data.order import permutation, shard_permutation
+from cl_train.data.loader import HostLoader, Loader, Reader, StreamLoader
+from cl_train.data.order import permutation, repeated, shard_permutation
 from cl_train.data.sample import ensure_sample
 from cl_train.data.shards import read_shards
 from cl_train.data.size_schedule import SizeSchedule
-from cl_train.data.source import ImageSource, Indices
+from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.splits import Data, ImageData, SyntheticData
-from cl_train.data.user_dataset import dataset_loader, load_datasets
+from cl_train.data.user_dataset import BySize, DatasetReader, is_stream, load_datasets
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 
@@ -37,41 +33,20 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     """The data of `cfg` for this rank, in batches of `batch_size` images per rank.
 
     Raises:
-        ConfigError: a missing folder, no or different classes, too few images, not enough memory.
+        ConfigError: a missing folder, no or different classes, too few images, too many repeats, not enough memory.
     """
     sizes = size_schedule(cfg, batch_size)
     if cfg.name == "synthetic":
         return SyntheticData(cfg, sizes, seed=seed, world_size=dist.world_size)
-    settings = LoaderSettings(
-        sizes=sizes,
-        workers=cfg.workers if cfg.workers is not None else default_workers(dist.world_size),
-        prefetch=cfg.prefetch,
-        worker_timeout_s=cfg.worker_timeout_s,
-        pin_memory=dist.device.type == "cuda",
-        rank=dist.rank,
-        world_size=dist.world_size,
-        repeats=augment.repeats,
-    )
-    images = ImageSettings(
-        seed=seed,
-        val_resize=cfg.val_resize,
-        interpolation=cfg.interpolation,
-        val_interpolation=cfg.val_interpolation,
-        crop=CropRange(augment.crop_scale_min, augment.crop_scale_max, augment.crop_ratio_min, augment.crop_ratio_max),
-        flip=augment.flip,
-        decoder=cfg.decoder,
-        formats=formats_of(cfg.extensions),
-        augment=image_augment(augment, cfg.mean),
-    )
+    global_batch = f"one global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
+    if augment.repeats > batch_size * dist.world_size:
+        raise ConfigError(f"augment.repeats={augment.repeats} is more than {global_batch}; raise batch_size")
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-    classes, fingerprint, train, val = _loaders(cfg, images, settings, bad_images, is_main=dist.is_main)
+    classes, fingerprint, train, val = _loaders(cfg, augment, sizes, seed, dist, bad_images)
     if train.batch_count() == 0:
-        raise ConfigError(
-            f"{train.samples} training images are fewer than one global batch of {batch_size * dist.world_size}"
-            f" ({batch_size} x {dist.world_size}); lower batch_size"
-        )
+        raise ConfigError(f"{train.samples} training images are fewer than {global_batch}; lower batch_size")
     mix = label_mix(augment, len(classes), seed)
-    return ImageData(classes, fingerprint, train, val, settings, bad_images, cfg.mean, cfg.std, mix)
+    return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
 
 
 def size_schedule(cfg: DataConfig, batch_size: int) -> SizeSchedule:
@@ -81,37 +56,39 @@ def size_schedule(cfg: DataConfig, batch_size: int) -> SizeSchedule:
 
 
 def _loaders(
-    cfg: DataConfig, images: ImageSettings, settings: LoaderSettings, bad_images: BadImages, *, is_main: bool
+    cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, seed: int, dist: Dist, bad_images: BadImages
 ) -> tuple[tuple[str, ...], str, Loader, Loader]:
     """Classes, fingerprint, and the loaders of both splits."""
-    val_size = cfg.val_size or cfg.image_size
-    val_settings = replace(settings, sizes=SizeSchedule.constant(val_size, settings.sizes.batch_size))
+    val_size, shards = cfg.val_size or cfg.image_size, None
     if cfg.name == "dataset":
-        train_sets, val_sets, classes = load_datasets(cfg.dataset, settings.sizes.image_sizes, val_size)
-        train = dataset_loader(train_sets, "train", len(classes), images, settings, bad_images)
-        val = dataset_loader(val_sets, "val", len(classes), images, val_settings, bad_images)
-        return classes, f"{cfg.dataset}-{train.samples}-{val.samples}", train, val
-    source = _source(cfg)
-    if cfg.on_bad_image == "skip":
-        check_files(source, cfg.max_bad_images)
-    for note in source.notes if is_main else ():
-        log.info("%s", note)
-    shards = source.train_shards if cfg.shuffle == "shards" else None
+        train_images, val_images, classes = load_datasets(cfg.dataset, sizes.image_sizes, val_size)
+        fingerprint = f"{cfg.dataset}-{len(train_images[sizes.image_sizes[0]])}-{len(val_images[val_size])}"
+    else:
+        source = _source(cfg, dist)
+        train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
+        shards = source.train_shards if cfg.shuffle == "shards" else None
 
     def order(epoch: int) -> Indices:
-        if shards:
-            return shard_permutation(images.seed, epoch, shards)
-        return permutation(images.seed, epoch, len(source.train))
+        indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, train.samples)
+        return repeated(indices, augment.repeats, sizes.batch_size_at(epoch) * dist.world_size)
 
-    return (
-        source.classes,
-        source.fingerprint,
-        HostLoader(ImageReader(source.train, images, training=True), settings, bad_images, order),
-        HostLoader(ImageReader(source.val, images, training=False), val_settings, bad_images, None),
-    )
+    def loader(images: Split | BySize, sizes: SizeSchedule, *, training: bool) -> Loader:
+        if isinstance(images, Split):
+            reader: Reader = ImageReader(images, cfg, augment, seed, training=training)
+        elif not is_stream(images):
+            reader = DatasetReader(images, len(classes), cfg, augment, seed, training=training)
+        elif training and augment.repeats > 1:
+            raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
+        else:
+            return StreamLoader(images, sizes, cfg, dist, seed, training=training)
+        return HostLoader(reader, sizes, cfg, dist, bad_images, order if training else None)
+
+    train = loader(train_images, sizes, training=True)
+    val = loader(val_images, SizeSchedule.constant(val_size, sizes.batch_size), training=False)
+    return classes, fingerprint, train, val
 
 
-def _source(cfg: DataConfig) -> ImageSource:
+def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
     if cfg.name == "imagenette":
         root = ensure_imagenette(Path(cfg.root or DATA_DIR / "imagenette").expanduser(), download=cfg.download)
     elif cfg.root is not None:
@@ -121,5 +98,11 @@ def _source(cfg: DataConfig) -> ImageSource:
     else:
         raise ConfigError(f"data={cfg.name} needs data.root=FOLDER")
     if cfg.name == "shards":
-        return read_shards(root)
-    return read_folder(root, FolderLayout(cfg.val_split, cfg.val_fraction, tuple(cfg.extensions)), cache=True)
+        source = read_shards(root)
+    else:
+        source = read_folder(root, FolderLayout(cfg.val_split, cfg.val_fraction, tuple(cfg.extensions)))
+    if cfg.on_bad_image == "skip":
+        check_files(source, cfg.max_bad_images)
+    for note in source.notes if dist.is_main else ():
+        log.info("%s", note)
+    return source

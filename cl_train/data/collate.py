@@ -68,23 +68,21 @@ def _check_alike(members: list[Any]) -> None:
         kind, shape, dtype = type(first), first.shape, first.dtype
         if all(type(member) is kind and member.shape == shape and member.dtype == dtype for member in members):
             return
-    expected = _form(first)
     for index, member in enumerate(members):
-        if (form := _form(member)) != expected:
-            found, wanted = (" ".join(map(str, parts)) for parts in (form, expected))
-            raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {wanted}")
+        if (found := _form(member)) != (expected := _form(first)):
+            raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {expected}")
 
 
-def _form(value: Any) -> tuple[Any, ...]:
+def _form(value: Any) -> str:
     """The properties that must be the same in all samples."""
     if isinstance(value, (Tensor, np.ndarray)):
-        kind = "tensor" if isinstance(value, Tensor) else "array"
-        return (kind, tuple(value.shape), value.dtype) if _is_image(value) else (kind, tuple(value.shape))
+        kind, dtype = "tensor" if isinstance(value, Tensor) else "array", value.dtype if _is_image(value) else ""
+        return f"{kind} {tuple(value.shape)} {dtype}"
     if isinstance(value, Image.Image):
-        return "PIL image", (value.height, value.width, len(value.getbands())), f"mode {value.mode}"
+        return f"PIL image {(value.height, value.width, len(value.getbands()))} mode {value.mode}"
     if isinstance(value, Mapping):
-        return "dict", sorted(map(str, value))
-    return (type(value).__name__, len(value)) if isinstance(value, (tuple, list)) else (type(value).__name__, "()")
+        return f"dict {sorted(map(str, value))}"
+    return f"{type(value).__name__} {len(value) if isinstance(value, (tuple, list)) else '()'}"
 
 
 def _stack(images: list[Any]) -> Tensor:

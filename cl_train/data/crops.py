@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cl_train.config.schema import AugmentConfig
+
 ATTEMPTS = 10
 RANDOM_NUMBERS = 1 + 2 * ATTEMPTS + 2  # flip, (area, ratio) of each attempt, position
 
@@ -22,24 +24,15 @@ class Box(NamedTuple):
     width: int
 
 
-class CropRange(NamedTuple):
-    """The ranges of RandomResizedCrop: share of the area, and width / height."""
-
-    scale_min: float
-    scale_max: float
-    ratio_min: float
-    ratio_max: float
-
-
-def random_resized_crop(height: int, width: int, crop: CropRange, uniform: Sequence[float]) -> Box:
+def random_resized_crop(height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]) -> Box:
     """The crop of torchvision's RandomResizedCrop for `uniform`, `2 * ATTEMPTS + 2` numbers in [0, 1).
 
     Source: Szegedy et al., "Going deeper with convolutions", 2014; torchvision.transforms.v2.RandomResizedCrop.
     """
-    area = height * width
-    log_min, log_max = math.log(crop.ratio_min), math.log(crop.ratio_max)
+    area, least, most = height * width, augment.crop_scale_min, augment.crop_scale_max
+    log_min, log_max = math.log(augment.crop_ratio_min), math.log(augment.crop_ratio_max)
     for attempt in range(ATTEMPTS):
-        target = area * (crop.scale_min + (crop.scale_max - crop.scale_min) * uniform[2 * attempt])
+        target = area * (least + (most - least) * uniform[2 * attempt])
         ratio = math.exp(log_min + (log_max - log_min) * uniform[2 * attempt + 1])
         crop_width = round(math.sqrt(target * ratio))
         crop_height = round(math.sqrt(target / ratio))
@@ -47,16 +40,16 @@ def random_resized_crop(height: int, width: int, crop: CropRange, uniform: Seque
             top = int(uniform[-2] * (height - crop_height + 1))
             left = int(uniform[-1] * (width - crop_width + 1))
             return Box(top, left, crop_height, crop_width)
-    return _widest_centre(height, width, crop)
+    return _widest_centre(height, width, augment)
 
 
-def _widest_centre(height: int, width: int, crop: CropRange) -> Box:
+def _widest_centre(height: int, width: int, augment: AugmentConfig) -> Box:
     """The central crop with an allowed ratio that torchvision falls back to for very long images."""
     crop_height, crop_width = height, width
-    if width / height < crop.ratio_min:
-        crop_height = round(width / crop.ratio_min)
-    elif width / height > crop.ratio_max:
-        crop_width = round(height * crop.ratio_max)
+    if width / height < augment.crop_ratio_min:
+        crop_height = round(width / augment.crop_ratio_min)
+    elif width / height > augment.crop_ratio_max:
+        crop_width = round(height * augment.crop_ratio_max)
     return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
 
 

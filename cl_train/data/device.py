@@ -14,11 +14,12 @@ from cl_train.data.batch import Batch, DeviceFormat
 
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, batch)
 MixBatch = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (images, targets, batch)
+Release = Callable[[], None]  # to be called when a batch's host memory is no longer read
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@dataclass
+@dataclass(frozen=True)
 class HostBatch:
     """A batch in the loader's memory, valid until `release` is called.
 
@@ -28,14 +29,14 @@ class HostBatch:
     images: Tensor
     targets: Tensor
     number: int
-    release: Callable[[], None]
+    release: Release
 
 
 class DevicePrefetcher:
-    """Iterates over a DataLoader's batches on the device, copied and normalised ahead of their use.
+    """Iterates over a DataLoader's batches on the device, copied and normalised in advance.
 
     `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run on a side stream;
-    copies overlap with the computation if the loader pins its memory. On a CPU, batches are prepared when asked for.
+    copies overlap with the computation if the loader pins its memory. On a CPU, nothing is prepared in advance.
 
     Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H, W] with a channel for
     each entry of `mean` are images: they become (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch
@@ -45,7 +46,7 @@ class DevicePrefetcher:
     Args:
         loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
         mean, std: per channel, on the 0-1 scale. Default: ImageNet's.
-        ahead: batches on the device before they are asked for.
+        ahead: batches on the device that are prepared in advance.
 
     Raises:
         ValueError: `mean` and `std` of different length, or a `std` of zero.
@@ -68,8 +69,8 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        jobs = (_Job(batch, self._prepare, lambda: None) for batch in self._loader)
-        return _run(jobs, self._normalise.format.device, self._ahead)
+        batches = ((batch, lambda: None) for batch in self._loader)
+        return _prepared(batches, self._prepare, self._normalise.format.device, self._ahead)
 
     def _prepare(self, batch: Any) -> Any:
         four_dimensional = [tensor for tensor in _tensors(batch) if tensor.ndim == 4]
@@ -130,59 +131,42 @@ def to_device(
     """The loader's batches on the device, normalised; `mix` (MixUp, CutMix) is applied there.
 
     Args:
-        ahead: on CUDA, batches on the device before they are asked for.
+        ahead: on CUDA, batches on the device that are prepared in advance.
     """
     device = normalise.format.device
 
-    def job(host: HostBatch) -> _Job:
-        def prepare(moved: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            images, targets = moved
-            if targets is host.targets:  # on a CPU nothing was moved, and the loader's memory is about to be released
-                targets = targets.clone()
-            images = normalise(images)
-            return mix(images, targets, host.number) if mix else (images, targets)
+    def prepare(moved: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor]:
+        images, targets, number = moved
+        if device.type == "cpu":  # nothing was moved, and the loader's memory is about to be released
+            targets = targets.clone()
+        images = normalise(images)
+        return mix(images, targets, number) if mix else (images, targets)
 
-        return _Job((host.images, host.targets), prepare, host.release)
-
-    for images, targets in _run(map(job, batches), device, ahead):
+    loaded = (((host.images, host.targets, host.number), host.release) for host in batches)
+    for images, targets in _prepared(loaded, prepare, device, ahead):
         yield Batch(images, targets)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A batch on the host; a function for its tensors on the device; a callback when its memory is no longer read."""
-
-    host: Any
-    prepare: Callable[[Any], Any]
-    release: Callable[[], None]
-
-
-def _run(jobs: Iterable[_Job], device: torch.device, ahead: int) -> Iterator[Any]:
+def _prepared(
+    batches: Iterable[tuple[Any, Release]], prepare: Callable[[Any], Any], device: torch.device, ahead: int
+) -> Iterator[Any]:
+    """`prepare` of each batch after its tensors have been moved to the device; then its host memory is released."""
     if device.type == "cuda":
-        yield from _on_side_stream(jobs, device, ahead)
+        yield from _on_side_stream(batches, prepare, device, ahead)
         return
-    for job in jobs:
-        batch = job.prepare(_map_tensors(job.host, lambda tensor: tensor.to(device)))
-        job.release()
+    for host, release in batches:
+        batch = prepare(_map_tensors(host, lambda tensor: tensor.to(device)))
+        release()
         yield batch
 
 
-def _on_side_stream(jobs: Iterable[_Job], device: torch.device, ahead: int) -> Iterator[Any]:
-    """Copy and prepare on a side stream, `ahead` batches before they are asked for."""
+def _on_side_stream(
+    batches: Iterable[tuple[Any, Release]], prepare: Callable[[Any], Any], device: torch.device, ahead: int
+) -> Iterator[Any]:
+    """Copy and prepare on a side stream, `ahead` batches in advance."""
     side = torch.cuda.Stream(device)
     ready: deque[tuple[Any, torch.cuda.Event]] = deque()
-    copying: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
-
-    def start(job: _Job) -> None:
-        with torch.cuda.stream(side):
-            moved = _map_tensors(job.host, lambda tensor: tensor.to(device, non_blocking=True))
-            copied = torch.cuda.Event()
-            copied.record(side)
-            batch = job.prepare(moved)
-            prepared = torch.cuda.Event()
-            prepared.record(side)
-        ready.append((batch, prepared))
-        copying.append((copied, job.release))
+    copying: deque[tuple[torch.cuda.Event, Release]] = deque()
 
     def take() -> Any:
         batch, prepared = ready.popleft()
@@ -194,14 +178,16 @@ def _on_side_stream(jobs: Iterable[_Job], device: torch.device, ahead: int) -> I
         return batch
 
     try:
-        for job in jobs:
-            start(job)
+        for host, release in batches:
+            with torch.cuda.stream(side):
+                moved = _map_tensors(host, lambda tensor: tensor.to(device, non_blocking=True))
+                copying.append((side.record_event(), release))
+                ready.append((prepare(moved), side.record_event()))
             while copying and copying[0][0].query():
                 copying.popleft()[1]()
             if len(copying) > ahead + 1:  # the host waits for the oldest copy: the next batch needs its memory
-                event, release = copying.popleft()
-                event.synchronize()
-                release()
+                copying[0][0].synchronize()
+                copying.popleft()[1]()
             if len(ready) > ahead:
                 yield take()
         while ready:

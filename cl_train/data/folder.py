@@ -5,34 +5,30 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from cl_train.config.schema import ConfigError
-from cl_train.data import folder_index
+from cl_train.data import index_cache
 from cl_train.data.decode import FORMATS, read_file
-from cl_train.data.source import ImageSource, Indices, listed
+from cl_train.data.source import ImageSource, Split, fingerprint, listed, packed
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 _CACHED_FROM = 50_000  # images; listing fewer takes less than a second
+_SETTLED_NS = 2_000_000_000  # a second change within the resolution of modification times would not be noticed
 _SHOWN = 5  # names in a message; a folder can hold a thousand
 
 
 @dataclass(frozen=True)
-class FolderSplit:
-    """The images of one split below `folder`, sorted by class and name; implements `cl_train.data.source.Split`."""
+class FolderSplit(Split):
+    """The images of one split, sorted by class and name. Their names are paths relative to `folder`."""
 
     folder: Path
-    names: bytes  # paths relative to `folder`, one after the other
-    starts: Indices  # [images + 1]
-    labels: Indices  # [images]
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.path(index))
@@ -41,7 +37,7 @@ class FolderSplit:
         return read_file(self.path(index))
 
     def path(self, index: int) -> bytes:
-        return os.path.join(os.fsencode(self.folder), self.names[self.starts[index] : self.starts[index + 1]])
+        return os.path.join(os.fsencode(self.folder), self.stored_name(index))
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,12 @@ class FolderLayout:
 
 @dataclass
 class _Listing:
-    """The image files of each class, relative to `folder`, and what was ignored."""
+    """The image files of each class, relative to `folder`; the folders that were read, and the files ignored."""
 
     folder: Path
-    files: list[list[bytes]]
-    ignored: Counter[str]  # by extension
+    files: list[list[bytes]] = field(default_factory=list)
+    folders: list[bytes] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)  # by extension
     example: str = ""
 
     def note(self) -> str:
@@ -77,39 +74,34 @@ class _Listing:
         )
 
 
-def read_folder(root: Path, layout: FolderLayout = FolderLayout(), *, cache: bool = False) -> ImageSource:
-    """List the images below `root`.
-
-    Args:
-        cache: keep the list of a large data set in the user's cache folder, and use it as long as no folder changes.
+def read_folder(root: Path, layout: FolderLayout = FolderLayout()) -> ImageSource:
+    """List the images below `root`. The list of a large folder is kept in the user's cache folder.
 
     Raises:
         ConfigError: no such folder, no classes, different classes in the splits, or classes without images.
     """
     base, val = _split_folders(root, layout)
-    key = folder_index.index_path(root, repr(layout))
-    if cache and (stored := folder_index.load(key)) is not None:
-        return _image_source(stored, base, val)
-    classes = _class_names(base)
-    _check_classes(classes, base, val)
-    listings = [_list(folder, classes, layout) for folder in dict.fromkeys((base, val))]
+    stored_at = index_cache.cache_path("folder", f"{root.resolve()}{layout}")
+    index = index_cache.load(stored_at, ("names", "starts", "labels")) or _index(base, val, layout, stored_at)
+    splits = FolderSplit(**index.train, folder=base), FolderSplit(**index.val, folder=val)
+    arrays = [array for split in splits for array in (split.names, split.starts, split.labels)]
+    return ImageSource(index.classes, *splits, fingerprint(index.classes, arrays), notes=index.notes)
+
+
+def _index(base: Path, val: Path, layout: FolderLayout, stored_at: Path) -> index_cache.Index:
+    settled_ns = time.time_ns() - _SETTLED_NS
+    classes = _class_names(base, val)
+    listings = {folder: _list(folder, classes, layout) for folder in dict.fromkeys((base, val))}
     if layout.val_fraction is None:
-        splits = [_pack_names(listing.files) for listing in listings]
+        files = listings[base].files, listings[val].files
     else:
-        splits = [_pack_names(files) for files in _divide(listings[0].files, layout.val_fraction)]
-    notes = tuple(note for listing in listings if (note := listing.note()))
-    index = folder_index.FolderIndex(tuple(classes), notes, splits[0], splits[1])
-    if cache and sum(len(labels) for _, _, labels in splits) >= _CACHED_FROM:
-        folder_index.save(key, index, [base, val])
-    return _image_source(index, base, val)
-
-
-def _image_source(index: folder_index.FolderIndex, base: Path, val: Path) -> ImageSource:
-    digest = hashlib.sha256("\0".join(index.classes).encode("utf-8", "surrogateescape"))
-    for names, starts, labels in (index.train, index.val):
-        digest.update(names + starts.tobytes() + labels.tobytes())
-    splits = FolderSplit(base, *index.train), FolderSplit(val, *index.val)
-    return ImageSource(index.classes, *splits, digest.hexdigest()[:16], notes=index.notes)
+        files = _divide(listings[base].files, layout.val_fraction)
+    notes = tuple(note for listing in listings.values() if (note := listing.note()))
+    index = index_cache.Index(tuple(classes), notes, *map(_packed_split, files))
+    if sum(len(names) for split in files for names in split) >= _CACHED_FROM:
+        folders = [folder for listing in listings.values() for folder in listing.folders]
+        index_cache.save(stored_at, index, folders, settled_ns)
+    return index
 
 
 def _split_folders(root: Path, layout: FolderLayout) -> tuple[Path, Path]:
@@ -135,31 +127,42 @@ def _split_folders(root: Path, layout: FolderLayout) -> tuple[Path, Path]:
     )
 
 
-def _class_names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _check_classes(classes: list[str], train: Path, val: Path) -> None:
+def _class_names(train: Path, val: Path) -> list[str]:
+    """The class folders, which must be the same in both splits."""
+    classes: dict[Path, list[str]] = {}
     for folder in (train, val):
-        if not _class_names(folder):
-            files = sorted(entry.name for entry in os.scandir(folder))
-            flat = any(file.startswith("ILSVRC2012_val_") for file in files)
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        classes[folder] = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        if not classes[folder]:
+            found, flat = [entry.name for entry in entries], any(e.name.startswith("ILSVRC2012_val_") for e in entries)
             advice = "; cl-train prepare_imagenet sorts the validation images into classes" if flat else ""
-            raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {listed(files)}{advice}")
-    val_classes = _class_names(val)
-    if classes != val_classes:
-        only = ((train, set(classes) - set(val_classes)), (val, set(val_classes) - set(classes)))
+            raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {listed(found)}{advice}")
+    if classes[train] != classes[val]:
+        only = ((folder, set(classes[folder]) - set(classes[other])) for folder, other in ((train, val), (val, train)))
         parts = [f"only in {folder.name}: {listed(sorted(names))}" for folder, names in only if names]
         raise ConfigError(f"'{train}' and '{val}' have different classes; {'; '.join(parts)}")
+    return classes[train]
 
 
 def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
-    listing = _Listing(folder, [], Counter())
-    suffixes = tuple(os.fsencode(extension.lower()) for extension in layout.extensions)
+    """FIFOs and dangling links with the name of an image are listed as well: the reader reports them."""
+    root, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in layout.extensions)
+    listing = _Listing(folder, folders=[root])
     for name in classes:
-        found: list[bytes] = []
-        _find_images(os.fsencode(folder), os.fsencode(name), suffixes, listing, found)
-        listing.files.append(sorted(found))
+        files, pending = [], [os.fsencode(name)]
+        while pending:
+            below = pending.pop()
+            listing.folders.append(os.path.join(root, below))
+            for entry in os.scandir(listing.folders[-1]):
+                path = os.path.join(below, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif entry.name.lower().endswith(suffixes):
+                    files.append(path)
+                elif not entry.name.startswith(b"."):
+                    listing.ignored[os.fsdecode(os.path.splitext(entry.name)[1].lower())] += 1
+                    listing.example = listing.example or os.fsdecode(path)
+        listing.files.append(sorted(files))
     least = 1 if layout.val_fraction is None else 2
     if empty := [name for name, files in zip(classes, listing.files, strict=True) if len(files) < least]:
         what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(layout.extensions)})"
@@ -167,21 +170,6 @@ def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
             f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {listing.note()}"
         )
     return listing
-
-
-def _find_images(
-    root: bytes, relative: bytes, suffixes: tuple[bytes, ...], listing: _Listing, found: list[bytes]
-) -> None:
-    """Add the images below `root/relative` to `found`, including FIFOs and dangling links, which the reader reports."""
-    for entry in os.scandir(os.path.join(root, relative)):
-        name = os.path.join(relative, entry.name)
-        if entry.is_dir(follow_symlinks=False):
-            _find_images(root, name, suffixes, listing, found)
-        elif entry.name.lower().endswith(suffixes):
-            found.append(name)
-        elif not entry.name.startswith(b"."):
-            listing.ignored[os.fsdecode(os.path.splitext(entry.name)[1].lower())] += 1
-            listing.example = listing.example or os.fsdecode(name)
 
 
 def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[bytes]], list[list[bytes]]]:
@@ -195,8 +183,6 @@ def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[by
     return train, val
 
 
-def _pack_names(files: list[list[bytes]]) -> folder_index.PackedSplit:
-    names = [name for of_class in files for name in of_class]
-    starts = np.cumsum([0, *map(len, names)], dtype=np.int64)
+def _packed_split(files: list[list[bytes]]) -> index_cache.Arrays:
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
-    return b"".join(names), starts, labels
+    return packed([name for of_class in files for name in of_class]) | {"labels": labels}

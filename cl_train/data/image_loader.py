@@ -8,18 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import DeviceFormat
-from cl_train.data.decode import formats_of
 from cl_train.data.device import Normalise, to_device
 from cl_train.data.folder import EXTENSIONS, FolderLayout, read_folder
-from cl_train.data.image_reader import ImageReader, ImageSettings
-from cl_train.data.loader import HostLoader, LoaderSettings
+from cl_train.data.image_reader import ImageReader
+from cl_train.data.loader import HostLoader
 from cl_train.data.order import permutation
 from cl_train.data.size_schedule import SizeSchedule
-from cl_train.system.launcher import cores_of_process
-
-_MOST_WORKERS = 16
+from cl_train.system.distributed import Dist
 
 
 class ImageLoader:
@@ -118,26 +116,16 @@ def image_loader(
     """
     if split not in ("train", "val"):
         raise ValueError(f"split={split!r}: use 'train' or 'val'")
-    source = read_folder(Path(root).expanduser(), FolderLayout(None, val_fraction, tuple(extensions)), cache=True)
+    source = read_folder(Path(root).expanduser(), FolderLayout(None, val_fraction, tuple(extensions)))
     if world_size is None:
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
-    target = torch.device(device) if device is not None else None
-    settings = LoaderSettings(
-        sizes=SizeSchedule.constant(image_size, batch_size),
-        workers=default_workers(world_size) if workers is None else workers,
-        pin_memory=target is not None and target.type == "cuda",
-        rank=rank or 0,
-        world_size=world_size,
-    )
+    cfg = DataConfig(workers=workers, extensions=list(extensions))
+    augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
+    dist = Dist(rank or 0, 0, world_size, torch.device(device or "cpu"))
     training, bad_images = split == "train", BadImages(skip=skip_bad_images, limit=len(source.train) + len(source.val))
-    images = ImageSettings(seed, formats=formats_of(extensions))
-    reader = ImageReader(source.train if training else source.val, images, training=training)
+    reader = ImageReader(source.train if training else source.val, cfg, augment, seed, training=training)
     order = (lambda epoch: permutation(seed, epoch, len(source.train))) if training else None
-    normalise = None if target is None else Normalise(mean, std, DeviceFormat(target, dtype, memory_format))
-    return ImageLoader(HostLoader(reader, settings, bad_images, order), source.classes, bad_images, normalise)
-
-
-def default_workers(world_size: int) -> int:
-    """Usable cores / ranks of this machine, at most 16 and at least 1."""
-    return min(_MOST_WORKERS, cores_of_process(world_size))
+    loader = HostLoader(reader, SizeSchedule.constant(image_size, batch_size), cfg, dist, bad_images, order)
+    form = DeviceFormat(dist.device, dtype, memory_format)
+    return ImageLoader(loader, source.classes, bad_images, Normalise(mean, std, form) if device is not None else None)

@@ -6,7 +6,7 @@ and no memory is allocated per image.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -14,27 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import crops
-from cl_train.data.decode import Encoded, Pixels
+from cl_train.data.augment import image_augment
+from cl_train.data.decode import Encoded, Pixels, formats_of
 from cl_train.data.order import SampleGenerator
 from cl_train.data.source import Split
 
 _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer that is kept
-
-
-@dataclass(frozen=True)
-class ImageSettings:
-    """The transforms of an image."""
-
-    seed: int
-    val_resize: int | None = None  # short side before the centre crop; None = 256/224 of the crop's side
-    interpolation: str = "bilinear"  # or bicubic, of the training crop
-    val_interpolation: str = "bilinear"  # or bicubic
-    crop: crops.CropRange = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
-    flip: float = 0.5  # probability
-    decoder: str = "simplejpeg"  # or pillow
-    formats: tuple[str, ...] = ("JPEG", "PNG")  # formats that Pillow may read
-    augment: Callable[[Tensor, int], Tensor] | None = None  # (uint8 [3, size, size], seed) -> the same
 
 
 @dataclass
@@ -56,46 +43,58 @@ class WorkerTimes:
 class ImageTransform:
     """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last, of any size."""
 
-    def __init__(self, settings: ImageSettings) -> None:
-        self._settings = settings
+    def __init__(self, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
+        self._cfg, self._augment, self._seed, self._training = cfg, augment, seed, training
+        self._operations = image_augment(augment, cfg.mean) if training else None
         self._unflipped = torch.empty(0)
         self._generator = SampleGenerator()
 
-    def train(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
-        """Random resized crop, flip and augmentation, with the random numbers of sample `random_index` in `epoch`."""
-        s = self._settings
-        generator = self._generator.of_sample(s.seed, epoch, random_index)
+    def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
+        """In training with the random numbers of sample `random_index` in `epoch`."""
+        if self._training:
+            self._random_crop(row, pixels, epoch, random_index)
+        else:
+            self._centre_crop(row, pixels)
+
+    def _random_crop(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
+        """Random resized crop, flip and augmentation."""
+        generator = self._generator.of_sample(self._seed, epoch, random_index)
         uniform = generator.random(crops.RANDOM_NUMBERS).tolist()
-        box = crops.random_resized_crop(pixels.shape[0], pixels.shape[1], s.crop, uniform[1:])
-        flip = uniform[0] < s.flip
+        box = crops.random_resized_crop(pixels.shape[0], pixels.shape[1], self._augment, uniform[1:])
+        flip = uniform[0] < self._augment.flip
         out = row.unsqueeze(0)
         if flip and self._unflipped.shape != out.shape:
             self._unflipped = torch.empty_like(out)
-        bicubic = s.interpolation == "bicubic"
+        bicubic = self._cfg.interpolation == "bicubic"
         resized(pixels, box, row.shape[1:], out=self._unflipped if flip else out, bicubic=bicubic)
         if flip:
             torch.ops.aten.flip.out(self._unflipped, (3,), out=out)
-        if s.augment is not None:
-            row.copy_(s.augment(row, int(generator.integers(2**63))))
+        if self._operations is not None:
+            row.copy_(self._operations(row, int(generator.integers(2**63))))
 
-    def validation(self, row: Tensor, pixels: Pixels) -> None:
+    def _centre_crop(self, row: Tensor, pixels: Pixels) -> None:
         """Resize and centre crop with torchvision's arithmetic."""
         side = row.shape[-1]
-        short_side = self._settings.val_resize or crops.default_val_resize(side)
+        short_side = self._cfg.val_resize or crops.default_val_resize(side)
         size = crops.resized_size(pixels.shape[0], pixels.shape[1], short_side)
         box = crops.centre(*size, side)
-        image = resized(pixels, None, size, bicubic=self._settings.val_interpolation == "bicubic")
+        image = resized(pixels, None, size, bicubic=self._cfg.val_interpolation == "bicubic")
         row.copy_(image[0, :, box.top : box.top + side, box.left : box.left + side])
 
 
 class ImageReader:
-    """The images of a split as samples: a `cl_train.data.loader.SampleReader`."""
+    """Reads the images of a split into rows of a batch.
+
+    Attributes:
+        dtype: of the rows.
+        times: seconds spent in `read`; set by the loader.
+    """
 
     dtype = torch.uint8
 
-    def __init__(self, split: Split, settings: ImageSettings, *, training: bool) -> None:
-        self._split, self._training, self._decoder = split, training, (settings.decoder, settings.formats)
-        self._transform = ImageTransform(settings)
+    def __init__(self, split: Split, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
+        self._split, self._decoder = split, (cfg.decoder, formats_of(cfg.extensions))
+        self._transform = ImageTransform(cfg, augment, seed, training=training)
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
         self.times = WorkerTimes()
 
@@ -106,16 +105,14 @@ class ImageReader:
         return self._split.name(index)
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write image `index` into `row`, uint8 [3, size, size]; return its label. Raises BadImage."""
+        """Write image `index` into `row`, uint8 [3, size, size], with the random numbers of `random_index`; return its
+        label. Raises BadImage."""
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
         pixels = Encoded(data, *self._decoder).decode(self._scratch)
         decoded = perf_counter()
-        if self._training:
-            self._transform.train(row, pixels, epoch, random_index)
-        else:
-            self._transform.validation(row, pixels)
+        self._transform(row, pixels, epoch, random_index)
         self.times.add(WorkerTimes(read - begin, decoded - read, perf_counter() - decoded, 1))
         return int(self._split.labels[index])
 

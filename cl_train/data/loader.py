@@ -1,181 +1,148 @@
-"""The loader of one split: sample indices in, NHWC batches in shared memory out."""
+"""The loader of one split, from sample indices to NHWC batches in shared memory; another one for IterableDatasets."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.bad_images import BadImageError, BadImages
+from cl_train.data.collate import channels_last_collate
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
-from cl_train.data.image_reader import WorkerTimes
-from cl_train.data.order import rank_share, repeated
+from cl_train.data.image_reader import ImageReader, WorkerTimes
+from cl_train.data.order import rank_share
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.slots import Slots, slot_bytes
 from cl_train.data.source import Indices
+from cl_train.data.user_dataset import BySize, DatasetReader
 from cl_train.data.workers import WorkerError, Workers
+from cl_train.system.distributed import Dist
+from cl_train.system.launcher import cores_of_process
 from cl_train.system.memory import available_bytes
 
+log = logging.getLogger(__name__)
+Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
+_MOST_WORKERS = 16
 _LEAST_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
 _HELD = 2  # batches that the consumer holds at once: one being copied, one used by the step
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
-class SampleReader(Protocol):
-    """Reads samples of one split into rows of a batch, uint8 or (already normalised) float32. Workers have copies."""
-
-    dtype: torch.dtype
-    times: WorkerTimes  # what `read` spent; set by the loader
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str: ...
-
-    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write sample `index` into `row` [3, size, size], with the random numbers of `random_index`; return its label.
-
-        Raises BadImage.
-        """
-        ...
-
-
-class Loader(Protocol):
-    """One rank's batches of one split in host memory."""
-
-    samples: int  # of all ranks
-    times: WorkerTimes
-
-    def batch_count(self, epoch: int = 0) -> int: ...
-    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]: ...
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class LoaderSettings:
-    sizes: SizeSchedule  # of images and batches
-    workers: int
-    prefetch: int = 3  # batches that the workers together prepare in advance
-    worker_timeout_s: float = 60.0
-    pin_memory: bool = False
-    rank: int = 0
-    world_size: int = 1
-    repeats: int = 1  # repeated augmentation: copies of a training image in a global batch
-
-
 class _Task(NamedTuple):
-    """Rows `first_row`, `first_row + 1`, ... of a slot, to be filled with `indices`."""
+    """Rows `first_row`, `first_row + 1`, ... of a slot, to be filled with the samples `indices`."""
 
     stream: int
     slot: int
     first_row: int
     epoch: int
     image_size: int
-    indices: tuple[int, ...]
+    indices: list[int]
 
 
 @dataclass
 class _Done:
+    """The result of a task."""
+
     bad: list[tuple[str, str]] = field(default_factory=list)  # name, reason
     empty_rows: list[int] = field(default_factory=list)
     times: WorkerTimes = field(default_factory=WorkerTimes)
     error: str | None = None
 
 
-class _Filler:
-    """The function that workers run: reads the samples of a task into their rows."""
-
-    def __init__(self, reader: SampleReader, slots: Slots, attempts: int) -> None:
-        self._reader, self._slots, self._attempts = reader, slots, attempts
-
-    def __call__(self, task: _Task) -> _Done:
-        done = _Done()
-        self._reader.times = done.times
-        worker = get_worker_info()
-        progress = self._slots.progress[worker.id if worker else 0]
-        images = self._slots.images(task.slot, task.image_size)
-        targets = self._slots.targets[task.slot].numpy()  # writing a number into a tensor takes ten times as long
-        try:
-            for row, index in enumerate(task.indices, task.first_row):
-                if self._slots.stream[0] != task.stream:  # the iteration was abandoned
+def _fill(reader: Reader, slots: Slots, attempts: int, task: _Task) -> _Done:
+    """Read the samples of a task into their rows, in a worker."""
+    done = _Done()
+    reader.times = done.times
+    worker = get_worker_info()
+    progress = slots.progress[worker.id if worker else 0]
+    images = slots.images(task.slot, task.image_size)
+    targets = slots.targets[task.slot].numpy()  # writing a number into a tensor takes ten times as long
+    try:
+        for row, index in enumerate(task.indices, task.first_row):
+            if slots.stream[0] != task.stream:  # the iteration was abandoned
+                break
+            for used in range(index, index + attempts):  # the sample, or the first of the following ones that is good
+                used %= len(reader)
+                progress[1] = used
+                progress[0] += 1
+                try:
+                    targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
                     break
-                label = self._read(images[row], index, task.epoch, progress, done)
-                if label is None:
-                    done.empty_rows.append(row)
-                else:
-                    targets[row] = label
-        except Exception as error:  # a bug, or lack of memory: raised again in the parent
-            done.error = f"{type(error).__name__}: {error}"
-        return done
-
-    def _read(self, row: Tensor, index: int, epoch: int, progress: Indices, done: _Done) -> int | None:
-        """Write sample `index`, or the first of the following ones that can be read, into `row`; return its label."""
-        for used in range(index, index + self._attempts):
-            used %= len(self._reader)
-            progress[1] = used
-            progress[0] += 1
-            try:
-                return self._reader.read(row, used, epoch, random_index=index)
-            except BadImage as bad:
-                done.bad.append((self._reader.name(used), str(bad)))
-        return None
+                except BadImage as bad:
+                    done.bad.append((reader.name(used), str(bad)))
+            else:
+                done.empty_rows.append(row)
+    except Exception as error:  # a bug, or lack of memory: raised again in the parent
+        done.error = f"{type(error).__name__}: {error}"
+    return done
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """A batch that workers are filling."""
 
     stream: int
-    slot: int
-    number: int
-    size: int  # images
-    image_size: int
     tasks: int
+    host: HostBatch
 
 
 class HostLoader:
-    """One rank's batches of one split in shared memory, filled by workers that live until `close`."""
+    """One rank's batches of one split in shared memory, filled by workers that live until `close`.
+
+    Attributes:
+        samples: of all ranks.
+        workers: processes; 0 = none.
+        times: seconds that the workers have spent.
+    """
 
     def __init__(
         self,
-        reader: SampleReader,
-        settings: LoaderSettings,
+        reader: Reader,
+        sizes: SizeSchedule,
+        cfg: DataConfig,
+        dist: Dist,
         bad_images: BadImages,
         order: Callable[[int], Indices] | None,
     ) -> None:
-        """`order`: epoch -> the order of the training samples, whose last incomplete batch is dropped and whose bad
-        samples are replaced by the following ones; None = evaluation: each sample once, bad ones are left out.
+        """Args:
+            sizes: of images, and of batches per rank.
+            order: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
+                whose bad samples are replaced by the following ones; None = evaluation: each sample once, bad ones are
+                left out.
 
-        Raises ConfigError if the memory is too small.
+        Raises:
+            ConfigError: the memory is too small.
         """
-        self.reader, self._settings, self._bad_images, self._order = reader, settings, bad_images, order
-        self.samples, self.times = len(reader), WorkerTimes()
-        self._slot_count = settings.prefetch + _HELD + 1
+        self.reader, self._sizes, self._cfg, self._dist = reader, sizes, cfg, dist
+        self._bad_images, self._order = bad_images, order
+        self.samples, self.workers, self.times = len(reader), worker_count(cfg, dist), WorkerTimes()
+        self._slot_count = cfg.prefetch + _HELD + 1
         self._slots: Slots | None = None
         self._workers: Workers[_Task, _Done] | None = None
         self._free: deque[int] = deque()
         self._submitted: deque[_Batch] = deque()
-        need = self._slot_count * slot_bytes(settings.sizes, reader.dtype)
+        need = self._slot_count * slot_bytes(sizes, reader.dtype)
         free = available_bytes(torch.device("cpu"))
         if free is not None and need > free:  # the size of /dev/shm does not matter
             raise ConfigError(
                 f"the loader's batches need {need / 2**30:.1f} GiB of shared memory, and {free / 2**30:.1f} GiB are"
-                f" free: lower batch_size or data.prefetch={settings.prefetch}"
+                f" free: lower batch_size or data.prefetch={cfg.prefetch}"
             )
 
     def batch_count(self, epoch: int = 0) -> int:
-        s = self._settings
-        batch_size = s.sizes.batch_size_at(epoch)
+        batch_size, ranks = self._sizes.batch_size_at(epoch), self._dist.world_size
         if self._order is None:
-            return -(-len(range(s.rank, self.samples, s.world_size)) // batch_size)
-        return self.samples // (batch_size * s.world_size)
+            return -(-len(range(self._dist.rank, self.samples, ranks)) // batch_size)
+        return self.samples // (batch_size * ranks)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
@@ -185,24 +152,24 @@ class HostLoader:
         slots, workers = self._start()
         slots.stream[0] += 1
         stream = int(slots.stream[0])
-        shares = enumerate(self._shares(epoch, first_batch), first_batch)
+        shares = self._shares(epoch, first_batch)
         while True:
             while self._free and (share := next(shares, None)) is not None:
-                self._submit(workers, stream, epoch, *share)
+                self._submit(slots, workers, stream, epoch, *share)
             if not self._submitted:
                 assert self._free, "the consumer has released no batch"
                 return
             batch = self._submitted.popleft()
             empty_rows = self._wait_for(workers, batch, wanted=batch.stream == stream)
             if batch.stream != stream:
-                self._free.append(batch.slot)
+                batch.host.release()
                 continue
-            yield self._host_batch(slots, batch, empty_rows)
+            yield _without(batch.host, empty_rows) if empty_rows else batch.host
             assert stream == slots.stream[0], "another iteration over this loader has begun"
 
     def validation_sample(self, index: int) -> Tensor:
         """Sample `index` as in `batches`, [size, size, 3]. Raises BadImage."""
-        size = self._settings.sizes.image_size_at(0)
+        size = self._sizes.image_size_at(0)
         sample = torch.empty(size, size, 3, dtype=self.reader.dtype)
         self.reader.read(sample.permute(2, 0, 1), index, epoch=0, random_index=index)
         return sample
@@ -214,37 +181,33 @@ class HostLoader:
             self._slots.unpin()
             self._slots = None
 
-    def _shares(self, epoch: int, first_batch: int) -> Iterator[Indices]:
-        """The samples of each of this rank's batches."""
-        s = self._settings
-        batch_size = s.sizes.batch_size_at(epoch)
+    def _shares(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Indices]]:
+        """Number and samples of each of this rank's batches."""
+        batch_size, rank, ranks = self._sizes.batch_size_at(epoch), self._dist.rank, self._dist.world_size
         if self._order is None:
-            mine = np.arange(s.rank, self.samples, s.world_size)
+            indices = np.arange(rank, self.samples, ranks)
+            rank, ranks = 0, 1
         else:
-            mine = repeated(self._order(epoch), s.repeats, batch_size * s.world_size)
+            indices = self._order(epoch)
         for number in range(first_batch, self.batch_count(epoch)):
-            if self._order is None:
-                yield mine[number * batch_size : (number + 1) * batch_size]
-            else:
-                yield rank_share(mine, number, batch_size, s.rank, s.world_size)
+            yield number, rank_share(indices, number, batch_size, rank, ranks)
 
     def _start(self) -> tuple[Slots, Workers[_Task, _Done]]:
-        s = self._settings
         if self._slots is None:
-            self._slots = Slots(self._slot_count, s.sizes, self.reader.dtype, s.workers)
+            self._slots = Slots(self._slot_count, self._sizes, self.reader.dtype, self.workers)
             self._free = deque(range(self._slot_count))
         if self._workers is None:
-            batch_size = s.sizes.batch_size_of(s.sizes.image_sizes[0])  # the largest
+            batch_size = self._sizes.batch_size_of(self._sizes.image_sizes[0])  # the largest
             tasks = self._slot_count * -(-batch_size // self._rows_per_task(batch_size))
             self._workers = Workers(
-                _Filler(self.reader, self._slots, _SUBSTITUTES if self._order else 1),
-                count=s.workers,
-                queued=max(2, -(-tasks // max(1, s.workers))),  # all: a long task of one worker stops no other one
+                partial(_fill, self.reader, self._slots, _SUBSTITUTES if self._order else 1),
+                count=self.workers,
+                queued=max(2, -(-tasks // max(1, self.workers))),  # all: a long task of one worker stops no other one
                 progress=self._slots.progress,
-                timeout_s=s.worker_timeout_s,
+                timeout_s=self._cfg.worker_timeout_s,
                 name_of=self.reader.name,
             )
-        if s.pin_memory:
+        if self._dist.device.type == "cuda":
             self._slots.pin()
         return self._slots, self._workers
 
@@ -254,20 +217,23 @@ class HostLoader:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-        self._free += [batch.slot for batch in self._submitted]
-        self._submitted.clear()
+        while self._submitted:
+            self._submitted.popleft().host.release()
 
     def _rows_per_task(self, batch_size: int) -> int:
-        return max(_LEAST_ROWS, -(-batch_size // max(1, self._settings.workers)))
+        return max(_LEAST_ROWS, -(-batch_size // max(1, self.workers)))
 
-    def _submit(self, workers: Workers[_Task, _Done], stream: int, epoch: int, number: int, indices: Indices) -> None:
-        slot, size, image_size = self._free.popleft(), len(indices), self._settings.sizes.image_size_at(epoch)
+    def _submit(
+        self, slots: Slots, workers: Workers[_Task, _Done], stream: int, epoch: int, number: int, indices: Indices
+    ) -> None:
+        slot, size, image_size = self._free.popleft(), len(indices), self._sizes.image_size_at(epoch)
         rows = self._rows_per_task(size)
         firsts = range(0, size, rows)
         for first in firsts:
-            part = tuple(indices[first : first + rows].tolist())
-            workers.submit(_Task(stream, slot, first, epoch, image_size, part))
-        self._submitted.append(_Batch(stream, slot, number, size, image_size, len(firsts)))
+            workers.submit(_Task(stream, slot, first, epoch, image_size, indices[first : first + rows].tolist()))
+        images, targets = slots.images(slot, image_size)[:size], slots.targets[slot][:size]
+        host = HostBatch(images, targets, number, release=partial(self._free.append, slot))
+        self._submitted.append(_Batch(stream, len(firsts), host))
 
     def _wait_for(self, workers: Workers[_Task, _Done], batch: _Batch, *, wanted: bool) -> list[int]:
         """Wait until the workers have finished the batch; return its empty rows."""
@@ -284,16 +250,64 @@ class HostLoader:
             if wanted and empty_rows and self._order:
                 raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
         except BaseException:  # results would no longer match their batches
-            self._free.append(batch.slot)
+            batch.host.release()
             self._stop_workers()
             raise
         return empty_rows
 
-    def _host_batch(self, slots: Slots, batch: _Batch, empty_rows: list[int]) -> HostBatch:
-        images = slots.images(batch.slot, batch.image_size)[: batch.size]
-        targets = slots.targets[batch.slot][: batch.size]
-        if empty_rows:
-            kept = [row for row in range(batch.size) if row not in empty_rows]
-            images, targets = images[kept].to(memory_format=torch.channels_last), targets[kept]
-        free = self._free
-        return HostBatch(images, targets, batch.number, lambda: free.append(batch.slot))
+
+def _without(batch: HostBatch, rows: list[int]) -> HostBatch:
+    kept = [row for row in range(len(batch.targets)) if row not in rows]
+    return replace(batch, images=batch.images[kept].to(memory_format=torch.channels_last), targets=batch.targets[kept])
+
+
+class StreamLoader:
+    """One rank's batches of an IterableDataset, which controls order, random numbers and shares of workers and ranks.
+
+    It has the public members of `HostLoader`, except for `reader` and `validation_sample`.
+    """
+
+    def __init__(
+        self, datasets: BySize, sizes: SizeSchedule, cfg: DataConfig, dist: Dist, seed: int, *, training: bool
+    ) -> None:
+        self._datasets, self._sizes, self._dist, self._seed, self._training = datasets, sizes, dist, seed, training
+        self.samples = len(next(iter(datasets.values())))
+        self.workers, self.times = worker_count(cfg, dist), WorkerTimes()
+        log.warning(
+            "data.dataset is an IterableDataset: it controls order and random numbers, which depend on data.workers; a"
+            " resumed epoch reads the skipped batches again; it must divide its samples among ranks and workers itself"
+        )
+
+    def batch_count(self, epoch: int = 0) -> int:
+        total = self._sizes.batch_size_at(epoch) * self._dist.world_size
+        return self.samples // total if self._training else -(-self.samples // total)
+
+    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
+        dataset = self._datasets[self._sizes.image_size_at(epoch)]
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        loader = DataLoader(
+            dataset,
+            self._sizes.batch_size_at(epoch),
+            num_workers=self.workers,
+            collate_fn=channels_last_collate,
+            drop_last=self._training,
+            pin_memory=self._dist.device.type == "cuda",
+            generator=torch.Generator().manual_seed(self._seed + epoch),
+        )
+        for number, (images, targets, *_) in enumerate(loader):
+            if self._training and number >= self.batch_count(epoch):
+                return
+            if number >= first_batch:
+                yield HostBatch(images, targets, number, release=lambda: None)
+
+    def close(self) -> None:
+        """Nothing to do: the workers end with the iteration."""
+
+
+def worker_count(cfg: DataConfig, dist: Dist) -> int:
+    """`data.workers`; by default the usable cores / ranks of this machine, at most 16 and at least 1."""
+    return min(_MOST_WORKERS, cores_of_process(dist.world_size)) if cfg.workers is None else cfg.workers
+
+
+Loader = HostLoader | StreamLoader

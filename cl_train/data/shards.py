@@ -12,22 +12,22 @@ the range or contradicts the WordNet id in the key, and a missing sample if only
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import re
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from cl_train.config.schema import ConfigError
 from cl_train.data import index_cache
 from cl_train.data.decode import BadImage
-from cl_train.data.source import ImageSource, Indices, listed
+from cl_train.data.source import ImageSource, Indices, Split, fingerprint, listed, packed
 from cl_train.data.tar import open_tar, read_member, regular_files
 from cl_train.system.process_pool import map_in_processes
 
@@ -36,33 +36,25 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 _SPLIT_NAME = re.compile(r"(?:.*[-_.])?(train|val|valid|validation)(?:[-_.].*)?\.tar")
 _WORDNET_ID = re.compile(r"(?:.*/)?(n\d{8})[_/]")
-_ARRAYS = ("ends", "labels", "shard", "offsets", "sizes")
 _SHOWN = 10
 _MAX_LABEL = 1_000_000
 
 
 @dataclass(frozen=True)
-class ShardSplit:
-    """The images of one split; implements `cl_train.data.source.Split`.
+class ShardSplit(Split):
+    """The images of one split, sorted by label and name.
 
-    `shards` are paths. The arrays hold for each image its label, the number of its shard, its offset and size there in
-    bytes, and where its name ends in `names`.
+    `shards` are paths; `shard`, `offsets` and `sizes` hold for each image the number of its shard, and its place there
+    in bytes.
     """
 
     shards: tuple[str, ...]
-    names: bytes
-    ends: Indices
-    labels: Indices
     shard: Indices
     offsets: Indices
     sizes: Indices
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def name(self, index: int) -> str:
-        start = self.ends[index - 1] if index else 0
-        return f"{self.shards[self.shard[index]]}/{os.fsdecode(self.names[start : self.ends[index]])}"
+        return f"{self.shards[self.shard[index]]}/{super().name(index)}"
 
     def read(self, index: int) -> bytes:
         """Raises BadImage. Opens the shard each time, as a folder's images are opened: workers share no descriptor."""
@@ -87,9 +79,6 @@ class ShardSplit:
         return tuple(np.split(order, np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))[:-1]))
 
 
-_Index = tuple[tuple[str, ...], ShardSplit, ShardSplit]  # classes, train, val
-
-
 def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     """Index the shards below `root`, or take the index from the user's cache if no shard has another size or time.
 
@@ -101,44 +90,19 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
         ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels.
     """
     shards, notes = _find_shards(str(root))
-    paths = shards["train"] + shards["val"]
+    paths = [*shards["train"], *shards["val"]]
     manifest = Path(paths[0]).parent / MANIFEST
-    status = [f"{path}\0{os.stat(path).st_size}\0{os.stat(path).st_mtime_ns}" for path in paths]
-    status.append(manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else "")
-    digest = hashlib.sha256("\0".join(status).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    cache = index_cache.cache_path("shards", os.fsencode(paths[0]))
-    stored = _load(cache, digest, shards)
-    if stored is None:
-        stored = _index(shards, manifest if manifest.is_file() else None, workers)
-        _save(cache, digest, *stored)
-    classes, train, val = stored
-    content = hashlib.sha256("\0".join(classes).encode())
-    for split in (train, val):
-        content.update(split.names + split.labels.tobytes() + split.sizes.tobytes())
-    return ImageSource(classes, train, val, content.hexdigest()[:16], train.by_shard(), notes)
-
-
-def _save(cache: Path, digest: str, classes: tuple[str, ...], train: ShardSplit, val: ShardSplit) -> None:
-    arrays: dict[str, Any] = {"digest": np.array(digest), "classes": np.array(classes)}
-    for name, split in (("train", train), ("val", val)):
-        arrays |= {f"{name}_{field}": getattr(split, field) for field in _ARRAYS}
-        arrays[f"{name}_names"] = np.frombuffer(split.names, np.uint8)
-    index_cache.save(cache, arrays)
-
-
-def _load(cache: Path, digest: str, shards: dict[str, list[str]]) -> _Index | None:
-    """The stored index; None if there is none, or if it belongs to other shards."""
-    split_keys = (f"{name}_{key}" for name in ("train", "val") for key in ("names", *_ARRAYS))
-    stored = index_cache.load(cache, ("digest", "classes", *split_keys))
-    if stored is None or str(stored["digest"]) != digest:
-        return None
-    train, val = (
-        ShardSplit(
-            tuple(shards[name]), stored[f"{name}_names"].tobytes(), *(stored[f"{name}_{key}"] for key in _ARRAYS)
-        )
-        for name in ("train", "val")
-    )
-    return tuple(stored["classes"].tolist()), train, val
+    if manifest.is_file():
+        paths.append(str(manifest))
+    stored_at, started_ns = index_cache.cache_path("shards", paths[0]), time.time_ns()
+    index = index_cache.load(stored_at, ("names", "starts", "labels", "shard", "offsets", "sizes"), paths)
+    if index is None:
+        index = _index(shards, manifest if manifest.is_file() else None, workers)
+        index_cache.save(stored_at, index, paths, started_ns)
+    train = ShardSplit(**index.train, shards=tuple(shards["train"]))
+    val = ShardSplit(**index.val, shards=tuple(shards["val"]))
+    arrays = [array for split in (train, val) for array in (split.names, split.labels, split.sizes)]
+    return ImageSource(index.classes, train, val, fingerprint(index.classes, arrays), train.by_shard(), notes)
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
@@ -149,9 +113,9 @@ def expand_braces(pattern: str) -> list[str]:
     match = re.search(r"\{([^{}]*)\}", pattern)  # the innermost
     if match is None:
         return [pattern]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
-    words = [f"{number:0{len(span[1])}d}" for number in numbers] if span else match[1].split(",")
+    words = match[1].split(",")
+    if span := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
+        words = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
     before, after = pattern[: match.start()], pattern[match.end() :]
     return sorted({path for word in words for path in expand_braces(before + word + after)})
 
@@ -192,50 +156,31 @@ def _gaps(paths: list[str]) -> list[str]:
 
 @dataclass
 class _Content:
-    """One shard. images: (label, name, offset, size). classes: (class, label) -> the first sample with both.
-    problems: each names the shard."""
+    """One shard. images: (label, name, offset, size). classes: (class, label) -> the first sample with both."""
 
     path: str
     images: list[tuple[int, str, int, int]] = field(default_factory=list)
     classes: dict[tuple[str, int], str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: Sequence[str] = ()  # each names the shard
 
 
-def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> _Index:
+def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> index_cache.Index:
     index = partial(index_shard, by_folder=manifest is not None)
     paths = shards["train"] + shards["val"]
     contents = list(map_in_processes(index, paths, workers, description="index shards", unit="shard"))
     _raise_all([problem for content in contents for problem in content.problems])
     count = len(shards["train"])
-    train, val = _split(shards["train"], contents[:count]), _split(shards["val"], contents[count:])
-    return _check(train, contents, manifest), train, val
+    train, val = _sorted(contents[:count]), _sorted(contents[count:])
+    return index_cache.Index(_checked_classes(train["labels"], contents, manifest), (), train, val)
 
 
 def index_shard(path: str, by_folder: bool) -> _Content:
     """`by_folder`: the class of a sample is its folder; else it is the WordNet id in its name, if there is one."""
     content = _Content(path)
-    images: dict[str, tuple[str, int, int]] = {}
-    labels: dict[str, int] = {}
     try:
-        with open_tar(Path(path), path) as archive:
-            for member in regular_files(archive, path):
-                name = member.name.removeprefix("./")
-                key, extension = _key(name, path)
-                if extension in IMAGE_EXTENSIONS:
-                    if key in images:
-                        raise ConfigError(f"{path}: two images for sample '{key}'")
-                    images[key] = (name, member.offset_data, member.size)
-                elif extension in ("cls", "json"):
-                    label = _label(read_member(archive, member, path), extension, f"{path}/{name}")
-                    if labels.setdefault(key, label) != label:
-                        raise ConfigError(f"{path}: sample '{key}' has labels {labels[key]} and {label}")
-        odd = [f"'{key}' has no {'label' if key in images else 'image'}" for key in images.keys() ^ labels.keys()]
-        if odd or not images:
-            raise ConfigError(
-                f"{path}: {f'{len(odd)} incomplete samples: {listed(sorted(odd))}' if odd else 'no samples'}"
-            )
+        images, labels = _samples(path)
     except ConfigError as error:
-        content.problems += error.problems
+        content.problems = error.problems
         return content
     for key, (name, offset, size) in images.items():
         content.images.append((labels[key], name, offset, size))
@@ -243,6 +188,29 @@ def index_shard(path: str, by_folder: bool) -> _Content:
         class_name = name.rpartition("/")[0] if by_folder else found[1] if found else ""
         content.classes.setdefault((class_name, labels[key]), f"{path}/{name}")
     return content
+
+
+def _samples(path: str) -> tuple[dict[str, tuple[str, int, int]], dict[str, int]]:
+    """By key: name, offset and size of the image, and the label. Raises ConfigError."""
+    images: dict[str, tuple[str, int, int]] = {}
+    labels: dict[str, int] = {}
+    with open_tar(Path(path), path) as archive:
+        for member in regular_files(archive, path):
+            name = member.name.removeprefix("./")
+            key, extension = _key(name, path)
+            if extension in IMAGE_EXTENSIONS:
+                if key in images:
+                    raise ConfigError(f"{path}: two images for sample '{key}'")
+                images[key] = (name, member.offset_data, member.size)
+            elif extension in ("cls", "json"):
+                label = _label(read_member(archive, member, path), extension, f"{path}/{name}")
+                if labels.setdefault(key, label) != label:
+                    raise ConfigError(f"{path}: sample '{key}' has labels {labels[key]} and {label}")
+    if odd := [f"'{key}' has no {'label' if key in images else 'image'}" for key in images.keys() ^ labels.keys()]:
+        raise ConfigError(f"{path}: {len(odd)} incomplete samples: {listed(sorted(odd))}")
+    if not images:
+        raise ConfigError(f"{path}: no samples")
+    return images, labels
 
 
 def _key(name: str, path: str) -> tuple[str, str]:
@@ -264,20 +232,19 @@ def _label(text: bytes, extension: str, what: str) -> int:
     return label
 
 
-def _split(shards: list[str], contents: list[_Content]) -> ShardSplit:
-    """All images, sorted by label and name."""
+def _sorted(contents: list[_Content]) -> index_cache.Arrays:
+    """The arrays of a split: all images, sorted by label and name."""
     rows = sorted(
         (label, name, number, offset, size)
         for number, content in enumerate(contents)
         for label, name, offset, size in content.images
     )
-    names = [os.fsencode(row[1]) for row in rows]
-    label, number, offset, size = (np.array([row[column] for row in rows], np.int64) for column in (0, 2, 3, 4))
-    ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-    return ShardSplit(tuple(shards), b"".join(names), ends, label, number, offset, size)
+    columns = {"labels": 0, "shard": 2, "offsets": 3, "sizes": 4}
+    arrays = {key: np.array([row[column] for row in rows], np.int64) for key, column in columns.items()}
+    return packed([os.fsencode(row[1]) for row in rows]) | arrays
 
 
-def _check(train: ShardSplit, contents: list[_Content], manifest: Path | None) -> tuple[str, ...]:
+def _checked_classes(train_labels: Indices, contents: list[_Content], manifest: Path | None) -> tuple[str, ...]:
     """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text.
 
     Raises:
@@ -286,6 +253,7 @@ def _check(train: ShardSplit, contents: list[_Content], manifest: Path | None) -
     """
     pairs = {pair: sample for content in contents for pair, sample in content.classes.items()}
     problems: list[str] = []
+    wrong: list[str] = []
     if manifest is not None:
         classes, problems = _check_manifest(manifest, contents)
         labels = {name: label for label, name in enumerate(classes)}
@@ -296,10 +264,9 @@ def _check(train: ShardSplit, contents: list[_Content], manifest: Path | None) -
         wrong = [f"{sample} has label {pair[1]}" for pair, sample in pairs.items() if uses[pair[0]] + uses[pair[1]] > 2]
     else:
         classes = [str(label) for label in sorted({label for _, label in pairs})]
-        wrong = []
     if wrong:
         problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
-    counts = np.bincount(train.labels, minlength=max(len(classes), *(label + 1 for _, label in pairs)))
+    counts = np.bincount(train_labels, minlength=max(len(classes), *(label + 1 for _, label in pairs)))
     if empty := np.flatnonzero(counts == 0).tolist():
         problems.append(f"no training image has label {listed(empty)}; labels start at 0")
     _raise_all(problems)

@@ -7,25 +7,10 @@ Everything here is a pure function of the epoch, so a resumed run continues with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 GRID = 32  # the total stride of most networks
-
-
-def image_size_at(points: Sequence[Sequence[int]], epoch: int) -> int:
-    """The side of the training images in `epoch`, pixels: linear between `points`, (epoch, size) in ascending order.
-
-    Sizes in between are rounded to a multiple of 32, or of the largest power of two that divides both given sizes if
-    that is smaller: [0, 16], [4, 32] gives 16, 16, 32, 32, 32. The last size remains.
-    """
-    for (first, start), (last, end) in pairwise(points):
-        if epoch < last:
-            grid = math.gcd(GRID, start, end)
-            size = start + (end - start) * (epoch - first) / (last - first)
-            return grid * math.floor(size / grid + 0.5)
-    return points[-1][1]
 
 
 @dataclass(frozen=True)
@@ -50,7 +35,17 @@ class SizeSchedule:
         return tuple(sorted({self.image_size_at(epoch) for epoch in range(self.points[-1][0] + 1)}))
 
     def image_size_at(self, epoch: int) -> int:
-        return image_size_at(self.points, epoch)
+        """The side of the training images in `epoch`, pixels: linear between `points`.
+
+        Sizes in between are rounded to a multiple of 32, or of the largest power of two that divides both given sizes
+        if that is smaller: [0, 16], [4, 32] gives 16, 16, 32, 32, 32. The last size remains.
+        """
+        for (first, start), (last, end) in pairwise(self.points):
+            if epoch < last:
+                grid = math.gcd(GRID, start, end)
+                size = start + (end - start) * (epoch - first) / (last - first)
+                return grid * math.floor(size / grid + 0.5)
+        return self.points[-1][1]
 
     def batch_size_at(self, epoch: int) -> int:
         return self.batch_size_of(self.image_size_at(epoch))

@@ -1,10 +1,12 @@
-"""The source of encoded images: the interface that folders and shards implement."""
+"""The source of encoded images: what folders and shards have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,28 +15,37 @@ _NAMED = 5  # in a message; a folder can hold a thousand
 Indices = npt.NDArray[np.int64]
 
 
-class Split(Protocol):
-    """The encoded images of one split, in a fixed order, with their labels.
+@dataclass(frozen=True)
+class Split:
+    """The encoded images of one split, in a fixed order, with their labels. Subclasses implement `read`.
 
-    Loader workers are forked from the process that created the object. Keep the index in a few arrays: a worker that
-    reads a list of a million Python objects copies its memory page by page. A file that stays open must be read with
-    `pread`, because all workers share its position.
+    Loader workers are forked from the process that created the object. The index is in a few arrays, because a worker
+    that reads a list of a million Python objects copies its memory page by page. A file that stays open must be read
+    with `pread`, because all workers share its position.
+
+    Attributes:
+        names: uint8, the encoded names, one after the other.
+        starts: int64 [images + 1], where each name starts.
+        labels: int64 [images], each in [0, number of classes).
     """
 
-    @property
-    def labels(self) -> Indices:
-        """int64 [images], each in [0, number of classes)."""
-        ...
+    names: npt.NDArray[np.uint8]
+    starts: Indices
+    labels: Indices
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def stored_name(self, index: int) -> bytes:
+        return self.names[self.starts[index] : self.starts[index + 1]].tobytes()
 
     def name(self, index: int) -> str:
         """The name of image `index` in messages: a path, or a path and a member."""
-        ...
+        return os.fsdecode(self.stored_name(index))
 
     def read(self, index: int) -> bytes:
         """The encoded file of image `index`. Raises `cl_train.data.decode.BadImage` if it cannot be read."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,19 @@ class ImageSource:
     fingerprint: str
     train_shards: tuple[Indices, ...] | None = None
     notes: tuple[str, ...] = ()
+
+
+def packed(names: Sequence[bytes]) -> dict[str, npt.NDArray[Any]]:
+    """`names` and `starts` of a `Split`."""
+    starts = np.cumsum([0, *map(len, names)], dtype=np.int64)
+    return {"names": np.frombuffer(b"".join(names), np.uint8), "starts": starts}
+
+
+def fingerprint(classes: Sequence[str], arrays: Iterable[npt.NDArray[Any]]) -> str:
+    digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
+    for array in arrays:
+        digest.update(array)
+    return digest.hexdigest()[:16]
 
 
 def listed(names: Sequence[object]) -> str:

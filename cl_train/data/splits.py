@@ -14,8 +14,9 @@ from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.decode import Pixels
 from cl_train.data.device import MixBatch, MixLabels, Normalise, to_device
 from cl_train.data.image_reader import WorkerTimes
-from cl_train.data.loader import HostLoader, Loader, LoaderSettings
+from cl_train.data.loader import HostLoader, Loader
 from cl_train.data.size_schedule import SizeSchedule
+from cl_train.system.distributed import Dist
 
 
 @dataclass
@@ -29,14 +30,14 @@ class ImageData:
     fingerprint: str  # of the list of files and the classes
     train_loader: Loader
     val_loader: Loader
-    settings: LoaderSettings
+    dist: Dist
     bad_images: BadImages  # found so far by this rank
     mean: list[float]
     std: list[float]
     mix: MixLabels | None = None
 
     def __post_init__(self) -> None:
-        self.num_classes, self.workers = len(self.classes), self.settings.workers
+        self.num_classes, self.workers = len(self.classes), self.train_loader.workers
         self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
 
     def batch_count(self, epoch: int) -> int:
@@ -62,7 +63,7 @@ class ImageData:
         if not isinstance(self.val_loader, HostLoader):
             return []
         bad = self.bad_images.reasons
-        own = range(self.settings.rank, self.val_images, self.settings.world_size)
+        own = range(self.dist.rank, self.val_images, self.dist.world_size)
         return [index for index in own if not bad or self.validation_name(index) not in bad]
 
     def validation_name(self, index: int) -> str:
@@ -85,7 +86,7 @@ class ImageData:
     def _mix_of(self, epoch: int) -> MixBatch | None:
         if self.mix is None:
             return None
-        mix, rank, world_size = self.mix, self.settings.rank, self.settings.world_size
+        mix, rank, world_size = self.mix, self.dist.rank, self.dist.world_size
         return lambda images, targets, number: mix(images, targets, epoch, number * world_size + rank)
 
 

@@ -45,7 +45,7 @@ class Workers(Generic[Task, Result]):
 
     Args:
         work: runs in the workers, which are forked: it is not pickled. It must not raise.
-        count: processes; 0 = tasks run in the caller when their result is asked for.
+        count: processes; 0 = tasks run in the caller when their result is requested.
         queued: tasks that are sent to each worker in advance.
         progress: shared int64 [workers, 3], see `cl_train.data.slots`; `work` writes the first two columns.
         timeout_s: `next_result` raises when no worker has begun another sample for this long.
@@ -67,11 +67,9 @@ class Workers(Generic[Task, Result]):
         # DataLoader draws a seed for its workers; a separate generator keeps the training's random numbers unchanged.
         options: dict[str, Any] = {"batch_size": None, "sampler": _tasks(self._pending), "generator": torch.Generator()}
         if count:
-            options |= {"num_workers": count, "prefetch_factor": queued, "timeout": _POLL_S}
-            options |= {
-                "multiprocessing_context": "fork",
-                "worker_init_fn": partial(_start_worker, progress, os.getpid()),
-            }
+            start = partial(_start_worker, progress, os.getpid())
+            options |= {"num_workers": count, "multiprocessing_context": "fork", "worker_init_fn": start}
+            options |= {"prefetch_factor": queued, "timeout": _POLL_S}
         before = set(multiprocessing.active_children())
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
         try:

@@ -99,8 +99,7 @@ def _unpack_train(archive: Path, folder: Path) -> int:
         if not members:
             raise ConfigError(f"{archive}: no class archives (n01440764.tar, ...); is it ILSVRC2012_img_train.tar?")
         waiting = [(member, match[1]) for member, match in members if done_count(folder / match[1]) is None]
-        unknown = [wnid for _, wnid in waiting if (folder / wnid).exists()]
-        if unknown:
+        if unknown := [wnid for _, wnid in waiting if (folder / wnid).exists()]:
             raise ConfigError(
                 f"{folder} already has {len(unknown)} class folders that this program did not complete, such as"
                 f" {unknown[0]}. They may lack images: move them away, or leave out train= and run verify"
@@ -131,14 +130,15 @@ def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None
 
 def _place_val(source: Path, labels: list[str], folder: Path) -> int:
     """Sort the flat validation images into class folders: copied from the archive, or moved from a folder."""
-    for wnid in sorted(set(labels)):
+    for wnid in set(labels):
         (folder / wnid).mkdir(exist_ok=True)
+    paths = [folder / wnid / f"ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1)]
 
     def target(match: re.Match[str]) -> Path:
         number = int(match[1])
-        if not 1 <= number <= len(labels):
-            raise ConfigError(f"{source}: image number {number}, but there are {len(labels)} labels")
-        return folder / labels[number - 1] / match[0]
+        if not 1 <= number <= len(paths):
+            raise ConfigError(f"{source}: image number {number}, but there are {len(paths)} labels")
+        return paths[number - 1]
 
     if source.is_dir():
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
@@ -147,10 +147,8 @@ def _place_val(source: Path, labels: list[str], folder: Path) -> int:
                 os.rename(entry.path, target(match))
     else:
         _unpack_val(source, target, folder)
-    names = [f"{wnid}/ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1)]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(f"{source}: {len(missing)} of {len(labels)} images are missing, such as {missing[0]}")
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ConfigError(f"{source}: {len(missing)} of {len(paths)} images are missing, such as {missing[0]}")
     (folder / DONE).write_text(f"{len(labels)}\n", encoding="ascii")
     return len(labels)
 

@@ -21,7 +21,6 @@ from cl_train.imagenet.shards import PNG_MAGIC, sample_name, write_shard
 from cl_train.system.files import write_json
 from cl_train.system.process_pool import map_in_processes
 
-_SPLITS = {"train": "train", "val": "val", "validation": "val"}
 _ROWS = 64  # read at once
 
 
@@ -55,7 +54,7 @@ def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None
     """
     files = _files(root, workers)
     classes = _class_names(files)
-    images: dict[str, int] = {}
+    images: Counter[str] = Counter()
     with output_folder(out, {"parquet": [[file.path.name, len(file.labels)] for file in files], "to": to}):
         write = partial(_write_shard if to == "shards" else _write_images, out, classes)
         counts = list(map_in_processes(write, files, workers, description=to, unit="file"))
@@ -63,29 +62,30 @@ def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None
             by_shard = {file.shard: count for file, count in zip(files, counts, strict=True)}
             write_json(out / MANIFEST, {"classes": classes, "images": by_shard})
     for file, count in zip(files, counts, strict=True):
-        images[file.split] = images.get(file.split, 0) + count
+        images[file.split] += count
     return images
 
 
 def _files(root: Path, workers: int | None) -> list[_File]:
-    found = {path: re.match(r"(train|val|validation)\b", path.name) for path in sorted(root.rglob("*.parquet"))}
-    paths = [path for path, match in found.items() if match]
-    if not paths:
+    splits: dict[Path, str] = {}
+    for path in sorted(root.rglob("*.parquet")):
+        if match := re.match(r"(train|val)(idation)?\b", path.name):
+            splits[path] = match[1]
+    if not splits:
         raise ConfigError(f"'{root}' has no files train-*.parquet or validation-*.parquet")
-    contents = list(map_in_processes(_labels_and_names, paths, workers, description="labels", unit="file"))
+    for split, count in Counter(splits.values()).items():
+        first = next(path.name for path, of in splits.items() if of == split)
+        expected = re.search(r"-of-(\d+)", first)
+        if expected and int(expected[1]) != count:
+            raise ConfigError(f"'{root}' has {count} of {int(expected[1])} {split} files")
+    contents = map_in_processes(_labels_and_names, list(splits), workers, description="labels", unit="file")
     files: list[_File] = []
-    for path, (labels, names) in zip(paths, contents, strict=True):
-        match = found[path]
-        assert match is not None
-        split = _SPLITS[match[1]]
-        before = [file for file in files if file.split == split]
-        shard = f"imagenet-{split}-{len(before):06d}.tar"
-        files.append(_File(path, split, shard, sum(len(file.labels) for file in before), labels, names))
-    for split in {file.split for file in files}:
-        of = [file.path.name for file in files if file.split == split]
-        expected = re.search(r"-of-(\d+)", of[0])
-        if expected and int(expected[1]) != len(of):
-            raise ConfigError(f"'{root}' has {len(of)} of {int(expected[1])} {split} files")
+    shards: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
+    for (path, split), (labels, names) in zip(splits.items(), contents, strict=True):
+        files.append(_File(path, split, f"imagenet-{split}-{shards[split]:06d}.tar", rows[split], labels, names))
+        shards[split] += 1
+        rows[split] += len(labels)
     return files
 
 
@@ -106,24 +106,20 @@ def _labels_and_names(path: Path) -> tuple[list[int], list[str]]:
 
 def _class_names(files: list[_File]) -> list[str]:
     """By label. Raises ConfigError if a label has images of two WordNet ids, or an id two labels."""
-    count = 1 + max(max(file.labels) for file in files)
     names: dict[int, str] = {}
+    places: Counter[str] = Counter()
     for file in files:
         for label, name in zip(file.labels, file.names, strict=True):
             wnid = re.search(r"(n\d{8})\.\w+$", name)
             known = names.setdefault(label, wnid[1] if wnid else f"{label:04d}")
             if wnid and known != wnid[1]:
                 raise ConfigError(f"{file.path}: {name} has label {label}, as have images of {known}")
-    classes = [names.get(label, f"{label:04d}") for label in range(count)]
-    if len(set(classes)) < count:
+            if name:
+                places[f"{file.split}/{known}/{_stem(name, known)}"] += 1
+    classes = [names.get(label, f"{label:04d}") for label in range(1 + max(names))]
+    if len(set(classes)) < len(classes):
         raise ConfigError("images of one WordNet id have several labels")
-    places = Counter(
-        f"{file.split}/{classes[label]}/{_stem(name, classes[label])}"
-        for file in files
-        for label, name in zip(file.labels, file.names, strict=True)
-        if name
-    )
-    if twice := [place for place, found in places.items() if found > 1]:
+    if twice := [place for place, count in places.items() if count > 1]:
         raise ConfigError(f"{len(twice)} names belong to two images, such as {twice[0]}")
     return classes
 

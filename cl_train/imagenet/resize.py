@@ -6,6 +6,7 @@ second lossy compression, and small crops are enlarged from fewer pixels, so tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from cl_train.imagenet.output_folder import output_folder
 from cl_train.system.process_pool import map_in_processes
 
 _DEFAULT_MAX_SIDE = 400
-_CHUNK = 32  # files per task
+_CHUNK = 32  # files that are sent to a process at once
 _SHOWN = 5
 
 
@@ -34,10 +35,6 @@ class ResizeReport:
     bytes_in: int = 0
     bytes_out: int = 0
     bad: list[str] = field(default_factory=list)
-
-    def add(self, other: ResizeReport) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
     def __str__(self) -> str:
         lines = [f"{self.written:,} images written, {self.present:,} existed already"]
@@ -78,41 +75,40 @@ def resize_folder(
         problems.append(f"out='{out}' lies inside '{root}'")
     if problems:
         raise ConfigError(problems)
-    settings = {"max_side": max_side or (None if short_side else _DEFAULT_MAX_SIDE), "short_side": short_side}
-    total = ResizeReport()
-    with output_folder(out, settings | {"quality": quality}):
+    if not short_side:
+        max_side = max_side or _DEFAULT_MAX_SIDE
+    report = ResizeReport()
+    with output_folder(out, {"max_side": max_side, "short_side": short_side, "quality": quality}):
         files = (path for path in root.rglob("*") if path.name.lower().endswith(EXTENSIONS))
         names = sorted(str(path.relative_to(root)) for path in files)
-        chunks = [names[first : first + _CHUNK] for first in range(0, len(names), _CHUNK)]
-        resize = partial(_resize_files, root, out, settings["max_side"], short_side, quality)
-        for report in map_in_processes(resize, chunks, workers, description="resize", unit="img", size=len):
-            total.add(report)
-    return total
-
-
-def _resize_files(
-    root: Path, out: Path, max_side: int | None, short_side: int | None, quality: int, names: list[str]
-) -> ResizeReport:
-    report = ResizeReport()
-    for name in names:
-        target = out / name
-        if target.is_file():
-            report.present += 1
-            continue
-        try:
-            data = read_file(root / name)
-            copy = _smaller(data, max_side, short_side, quality)
-        except BadImage as bad:
-            report.bad.append(f"{root / name}: {bad}")
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(target.name + ".part")
-        temporary.write_bytes(copy)
-        temporary.replace(target)
-        report.written += 1
-        report.bytes_in += len(data)
-        report.bytes_out += len(copy)
+        copy = partial(_copy, root, out, partial(_smaller, max_side=max_side, short_side=short_side, quality=quality))
+        for result in map_in_processes(copy, names, workers, description="resize", unit="img", chunk=_CHUNK):
+            if result is None:
+                report.present += 1
+            elif isinstance(result, str):
+                report.bad.append(result)
+            else:
+                report.written += 1
+                report.bytes_in += result[0]
+                report.bytes_out += result[1]
     return report
+
+
+def _copy(root: Path, out: Path, smaller: Callable[[bytes], bytes], name: str) -> tuple[int, int] | str | None:
+    """Bytes of the image and of its copy; or path and reason of a bad image; or None if the copy exists."""
+    target = out / name
+    if target.is_file():
+        return None
+    try:
+        data = read_file(root / name)
+        copy = smaller(data)
+    except BadImage as bad:
+        return f"{root / name}: {bad}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + ".part")
+    temporary.write_bytes(copy)
+    temporary.replace(target)
+    return len(data), len(copy)
 
 
 def _smaller(data: bytes, max_side: int | None, short_side: int | None, quality: int) -> bytes:

@@ -32,12 +32,12 @@ class Report:
 
 
 @dataclass(frozen=True)
-class ClassReport:
-    """One class folder. bad: (path, reason). missing: files deleted since the folder was created."""
+class _Class:
+    """One class folder. bad: files with the reason. missing: files deleted since the folder was created."""
 
     name: str
     images: int
-    bad: list[tuple[str, str]]
+    bad: list[str]
     missing: int
 
 
@@ -56,28 +56,27 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
     if absent:
         raise ConfigError([f"'{root}' has no folder '{name}'" for name in absent])
-    reports: dict[str, list[ClassReport]] = {}
+    found: dict[str, list[_Class]] = {}
     for split in ("train", "val"):
         entries = os.scandir(root / split)
         paths = sorted(entry.path for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-        check = partial(check_class, deep=deep)
-        reports[split] = list(map_in_processes(check, paths, workers, description=split, unit="class"))
-    images = {split: sum(report.images for report in found) for split, found in reports.items()}
-    classes = {split: len(found) for split, found in reports.items()}
-    return Report(images, classes, _problems(reports, official_counts))
+        check = partial(_check_class, deep=deep)
+        found[split] = list(map_in_processes(check, paths, workers, description=split, unit="class"))
+    images = {split: sum(item.images for item in of_split) for split, of_split in found.items()}
+    classes = {split: len(of_split) for split, of_split in found.items()}
+    return Report(images, classes, _problems(found, images, official_counts))
 
 
-def check_class(path: str, deep: bool = False) -> ClassReport:
-    """Check every file below a class folder."""
+def _check_class(path: str, deep: bool) -> _Class:
     images, bad = 0, []
     for folder, folders, names in os.walk(path):
         folders.sort()
         for file in (os.path.join(folder, name) for name in sorted(names) if name != DONE):
             if reason := _why_unusable(file, deep):
-                bad.append((file, reason))
+                bad.append(f"{file}: {reason}")
             else:
                 images += 1
-    return ClassReport(os.path.basename(path), images, bad, max(0, (done_count(Path(path)) or 0) - images - len(bad)))
+    return _Class(os.path.basename(path), images, bad, max(0, (done_count(Path(path)) or 0) - images - len(bad)))
 
 
 def _why_unusable(path: str, deep: bool) -> str | None:
@@ -92,23 +91,22 @@ def _why_unusable(path: str, deep: bool) -> str | None:
     return why_no_image(path, (JPEG_MAGIC, PNG_MAGIC))
 
 
-def _problems(reports: dict[str, list[ClassReport]], official_counts: bool) -> list[str]:
+def _problems(found: dict[str, list[_Class]], images: dict[str, int], official_counts: bool) -> list[str]:
     problems = []
-    names = {split: {report.name for report in found} for split, found in reports.items()}
+    names = {split: {item.name for item in classes} for split, classes in found.items()}
     for split, other, official in (("train", "val", TRAIN_IMAGES), ("val", "train", VAL_IMAGES)):
-        found = reports[split]
-        images = sum(report.images for report in found)
-        if official_counts and (len(found), images) != (CLASSES, official):
+        classes = found[split]
+        if official_counts and (len(classes), images[split]) != (CLASSES, official):
             official_text = f"ILSVRC2012 has {official:,} in {CLASSES:,} (another data set: expect=any)"
-            problems.append(f"{split}: {images:,} images in {len(found):,} classes; {official_text}")
+            problems.append(f"{split}: {images[split]:,} images in {len(classes):,} classes; {official_text}")
         if only := sorted(names[split] - names[other]):
             problems.append(f"{len(only)} classes are in {split} only: {', '.join(only[:_SHOWN])}")
-        if empty := [report.name for report in found if not report.images]:
+        if empty := [item.name for item in classes if not item.images]:
             problems.append(f"{split}: {len(empty)} classes have no image: {', '.join(empty[:_SHOWN])}")
-        if lost := [report for report in found if report.missing]:
-            count = sum(report.missing for report in lost)
+        if lost := [item for item in classes if item.missing]:
+            count = sum(item.missing for item in lost)
             problems.append(f"{split}: {count} files were deleted after unpacking, for example in {lost[0].name}")
-        if bad := [item for report in found for item in report.bad]:
-            listed = [f"\n  {path}: {reason}" for path, reason in bad[:_SHOWN]]
-            problems.append(f"{split}: {len(bad)} files are not usable images:{''.join(listed)}")
+        if bad := [file for item in classes for file in item.bad]:
+            listed = "".join(f"\n  {file}" for file in bad[:_SHOWN])
+            problems.append(f"{split}: {len(bad)} files are not usable images:{listed}")
     return problems

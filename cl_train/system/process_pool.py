@@ -28,7 +28,7 @@ def map_in_processes(
     *,
     description: str,
     unit: str = "file",
-    size: Callable[[Item], int] = lambda item: 1,
+    chunk: int = 1,
 ) -> Iterator[Result]:
     """`function` of each item, in order, in `workers` forked processes (None: as many as cores), with a progress bar.
 
@@ -36,7 +36,7 @@ def map_in_processes(
 
     Args:
         function: of a module, or a `partial` of one, so that it can be pickled.
-        size: of an item, in `unit`s, for the progress bar.
+        chunk: items sent to a process at once; more than 1 if there are many small ones.
 
     Raises:
         RuntimeError: a process died, by a signal or for lack of memory; names the first item without a result.
@@ -48,14 +48,14 @@ def map_in_processes(
         else None
     )
     seconds = 0.1 if sys.stderr.isatty() else 30.0
-    bar = tqdm(desc=description, total=sum(map(size, items)), unit=unit, mininterval=seconds)
+    bar = tqdm(desc=description, total=len(items), unit=unit, mininterval=seconds)
     done = 0
     with bar, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork of a threaded process; the workers start no threads
         try:
-            for result in pool.map(function, items) if pool else map(function, items):
+            for result in pool.map(function, items, chunksize=chunk) if pool else map(function, items):
                 yield result
-                bar.update(size(items[done]))
+                bar.update()
                 done += 1
         except BrokenProcessPool:
             advice = "; if memory is short, use fewer workers"

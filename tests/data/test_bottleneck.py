@@ -1,9 +1,16 @@
 """The advice names the bottleneck and the setting to change."""
 
+import os
+
 import pytest
 
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.data.image_reader import WorkerTimes
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
 
 
 @pytest.mark.parametrize(
@@ -17,11 +24,11 @@ from cl_train.data.image_reader import WorkerTimes
     ],
 )
 def test_each_bottleneck_has_its_setting(times, workers, expected, setting):
-    text = bottleneck_advice(times, workers=workers, seconds=10, data_wait_pct=42.4, cores=8)
+    text = bottleneck_advice(times, workers=workers, seconds=10, data_wait_pct=42.4)
     assert "42 %" in text and expected in text and setting in text
 
 
 def test_no_advice_without_need():
     busy = WorkerTimes(0.5, 16.0, 3.0, 9000)
-    assert bottleneck_advice(busy, workers=2, seconds=10, data_wait_pct=10.0, cores=8) is None
-    assert bottleneck_advice(WorkerTimes(), workers=2, seconds=10, data_wait_pct=50, cores=8) is None
+    assert bottleneck_advice(busy, workers=2, seconds=10, data_wait_pct=10.0) is None
+    assert bottleneck_advice(WorkerTimes(), workers=2, seconds=10, data_wait_pct=50) is None

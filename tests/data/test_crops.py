@@ -1,15 +1,18 @@
 """Crops have torchvision's distribution and arithmetic."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional
 
+from cl_train.config.schema import AugmentConfig
 from cl_train.data import crops
 from cl_train.data.order import sample_generator
 
-RANGE = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
+RANGE = AugmentConfig(crop_scale_min=0.08)
 DRAWS = 6000
 
 
@@ -51,7 +54,7 @@ def test_the_statistic_notices_another_distribution():
     other = np.array(
         [
             crops.random_resized_crop(
-                375, 500, RANGE._replace(scale_min=0.12), sample_generator(1, 0, i).random(22).tolist()
+                375, 500, replace(RANGE, crop_scale_min=0.12), sample_generator(1, 0, i).random(22).tolist()
             )
             for i in range(DRAWS)
         ],
@@ -65,7 +68,7 @@ def test_long_images_take_torchvisions_central_crop(height, width):
     image = torch.empty(3, height, width, dtype=torch.uint8)
     expected = RandomResizedCrop.get_params(image, [0.99, 1.0], [3 / 4, 4 / 3])
     uniform = sample_generator(0, 0, 0).random(22).tolist()
-    assert tuple(crops.random_resized_crop(height, width, RANGE._replace(scale_min=0.99), uniform)) == expected
+    assert tuple(crops.random_resized_crop(height, width, replace(RANGE, crop_scale_min=0.99), uniform)) == expected
 
 
 def test_every_box_lies_in_its_image():

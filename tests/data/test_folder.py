@@ -117,6 +117,12 @@ def test_val_is_preferred_to_test(tmp_path):
     assert len(read_folder(root).val) == 6
 
 
+def test_the_training_images_can_be_the_validation_split_too(tmp_path):
+    root = write_folder(tmp_path, train=4, val=2)
+    source = read_folder(root, FolderLayout(val_split="train"))
+    assert [source.val.name(index) for index in range(4)] == [source.train.name(index) for index in range(4)]
+
+
 @pytest.mark.parametrize("below", ["", "train"])
 def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
     write_folder(tmp_path / "made", train=30, val=0, classes=3)

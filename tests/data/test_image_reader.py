@@ -6,19 +6,19 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from cl_train.config.schema import AugmentConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import crops
 from cl_train.data.folder import read_folder
-from cl_train.data.image_reader import ImageReader, ImageSettings
+from cl_train.data.image_reader import ImageReader
 from cl_train.data.order import sample_generator
 from tests.data.image_folders import encoded, folder_data, noise, train_batches, write_folder
 
-RANGE = crops.CropRange(0.08, 1.0, 3 / 4, 4 / 3)
+AUGMENT = AugmentConfig(crop_scale_min=0.08, flip=0.5)
 
 
 def reader(split, *, training=True, decoder="simplejpeg", interpolation="bilinear"):
-    settings = ImageSettings(seed=0, decoder=decoder, interpolation=interpolation)
-    return ImageReader(split, settings, training=training)
+    cfg = DataConfig(decoder=decoder, interpolation=interpolation)
+    return ImageReader(split, cfg, AUGMENT, seed=0, training=training)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder,
             assert train.read(ours, index, epoch, random_index=index) == 0
             image = pillow_image(folder.train, index)
             uniform = sample_generator(0, epoch, index).random(crops.RANDOM_NUMBERS).tolist()
-            box = crops.random_resized_crop(image.height, image.width, RANGE, uniform[1:])
+            box = crops.random_resized_crop(image.height, image.width, AUGMENT, uniform[1:])
             image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
             image = image.resize((96, 96), Image.Resampling[interpolation.upper()])
             expected = np.asarray(image, dtype=float)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cl_train.config.schema import AugmentConfig
+from cl_train.config.schema import AugmentConfig, ConfigError
 from tests.data.image_folders import (
     CPU,
     FLOAT_CHANNELS_LAST,
@@ -189,3 +189,9 @@ def test_repeated_images_have_their_own_random_numbers_and_a_resumed_epoch_is_th
         assert all(not torch.equal(one, other) for one, other in zip(images[:4], images[4:], strict=True))
     resumed = [host.images.clone() for host in data.train_loader.batches(0, first_batch=2)]
     assert all(torch.equal(one, images) for one, (images, _) in zip(resumed, whole[2:], strict=True))
+
+
+def test_more_repeats_than_images_of_a_global_batch_are_refused(root):
+    assert folder_data(root, augment=AugmentConfig(repeats=8), batch_size=4, world_size=2).batch_count(0) == 6
+    with pytest.raises(ConfigError, match=r"augment\.repeats=9.* 8 "):
+        folder_data(root, augment=AugmentConfig(repeats=9), batch_size=4, world_size=2)

@@ -12,7 +12,7 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import load
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.size_schedule import SizeSchedule, image_size_at
+from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.splits import Data
 from cl_train.system.distributed import Dist
 from tests.data.tar_shards import sound_shards, write
@@ -39,8 +39,9 @@ def data_of(batch_size: int = 8, **settings: Any) -> Data:
     ],
 )
 def test_sizes_by_epoch(points: list[list[int]], sizes: list[int]) -> None:
-    assert [image_size_at(points, epoch) for epoch in range(len(sizes))] == sizes
-    assert all(image_size_at(points, epoch) == size for epoch, size in points), "given sizes are kept"
+    schedule = SizeSchedule(tuple((epoch, size) for epoch, size in points), 8)
+    assert [schedule.image_size_at(epoch) for epoch in range(len(sizes))] == sizes
+    assert all(schedule.image_size_at(epoch) == size for epoch, size in points), "given sizes are kept"
 
 
 def test_batches_of_equal_area() -> None:

@@ -1,4 +1,4 @@
-"""The stored list of a large folder: the same as a fresh one, and never an outdated one."""
+"""The stored index of a large folder: the same as a fresh one, and never an outdated one."""
 
 import os
 import time
@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from cl_train.data import folder, folder_index
+from cl_train.data import folder, index_cache
 from cl_train.data.folder import FolderLayout, read_folder
 from cl_train.system.files import cache_folder
 from tests.data.image_folders import write_folder
@@ -22,6 +22,17 @@ def stored():
     return list(cache_folder().glob("*.npz"))
 
 
+def loaded(path):
+    return index_cache.load(path, ("names", "starts", "labels"))
+
+
+def fresh(root):
+    """Without a stored index."""
+    for path in stored():
+        path.unlink()
+    return read_folder(root)
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A folder whose times lie in the past; small folders are stored too, in a cache of this test."""
@@ -34,22 +45,22 @@ def root(tmp_path, monkeypatch):
 
 
 def test_the_stored_list_is_the_list(root, monkeypatch):
-    listed = read_folder(root, cache=True)
-    assert len(stored()) == 1
+    listed = read_folder(root)
+    assert len(stored()) == 1 and loaded(stored()[0]) is not None
     monkeypatch.setattr(folder, "_list", lambda *arguments: pytest.fail("listed again"))
-    again = read_folder(root, cache=True)
+    again = read_folder(root)
     assert (again.fingerprint, again.classes, again.notes) == (listed.fingerprint, listed.classes, listed.notes)
     assert [again.val.name(i) for i in range(4)] == [listed.val.name(i) for i in range(4)]
 
 
 def test_each_layout_has_a_list_of_its_own(root):
-    assert len(read_folder(root, cache=True).train) == 6
-    assert len(read_folder(root, FolderLayout(extensions=(".jpg", ".txt")), cache=True).train) == 7
+    assert len(read_folder(root).train) == 6
+    assert len(read_folder(root, FolderLayout(extensions=(".jpg", ".txt"))).train) == 7
 
 
 @pytest.mark.parametrize("change", ["added", "removed", "class", "nested"])
 def test_a_changed_folder_is_listed_again(root, change):
-    read_folder(root, cache=True)
+    read_folder(root)
     if change == "added":
         (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
     elif change == "removed":
@@ -60,22 +71,22 @@ def test_a_changed_folder_is_listed_again(root, change):
             (root / split / "class_9" / "a.jpg").write_bytes(b"1")
     else:
         (root / "train" / "class_0" / "deep").mkdir()
-    assert folder_index.load(stored()[0]) is None
-    assert read_folder(root, cache=True).fingerprint == read_folder(root).fingerprint
+    assert loaded(stored()[0]) is None
+    assert read_folder(root).fingerprint == fresh(root).fingerprint
 
 
 def test_a_broken_list_is_not_used(root):
-    listed = read_folder(root, cache=True)
+    listed = read_folder(root)
     path = stored()[0]
     for content in (b"", b"PK broken", path.read_bytes()[:300]):
         path.write_bytes(content)
-        assert folder_index.load(path) is None
-        assert read_folder(root, cache=True).fingerprint == listed.fingerprint
+        assert loaded(path) is None
+        assert read_folder(root).fingerprint == listed.fingerprint
 
 
 def test_a_folder_that_changed_just_now_is_not_stored(root):
     (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
-    read_folder(root, cache=True)
+    read_folder(root)
     assert not stored()
 
 
@@ -87,17 +98,17 @@ def test_a_new_image_behind_a_link_is_seen(root, tmp_path):
         for name in ("class_0", "class_1"):
             (linked / split / name).symlink_to(root / split / name)
     age(linked)
-    assert len(read_folder(linked, cache=True).train) == 6 and len(stored()) == 1
+    assert len(read_folder(linked).train) == 6 and len(stored()) == 1
     (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
-    assert len(read_folder(linked, cache=True).train) == 7
+    assert len(read_folder(linked).train) == 7
 
 
 def test_a_stored_list_that_lacks_an_array_is_replaced(root):
-    listed = read_folder(root, cache=True)
+    listed = read_folder(root)
     (path,) = stored()
     with np.load(path) as file:
         arrays = dict(file)
     np.savez(path, **{key: array for key, array in arrays.items() if key != "val_labels"})
-    assert read_folder(root, cache=True).fingerprint == listed.fingerprint
+    assert read_folder(root).fingerprint == listed.fingerprint
     with np.load(path) as file:
         assert set(file) == set(arrays)
