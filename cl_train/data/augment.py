@@ -17,6 +17,7 @@ from cl_train.config.schema import AugmentConfig, ConfigError
 from cl_train.config.user_function import optional_module
 from cl_train.data.device import MixLabels
 from cl_train.data.order import batch_generator, sample_generator
+from cl_train.system.distributed import Dist
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
     return lambda image: to_tensor(transform(image.shape[-1])(to_pil(image)))
 
 
-def label_mix(cfg: AugmentConfig, num_classes: int, seed: int) -> MixLabels | None:
+def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> MixLabels | None:
     """MixUp and CutMix (if both are on, one of them at random per batch) for normalised images on the device."""
     kinds = ((v2.MixUp, cfg.mixup), (v2.CutMix, cfg.cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha > 0]
@@ -120,7 +121,7 @@ def label_mix(cfg: AugmentConfig, num_classes: int, seed: int) -> MixLabels | No
         return None
 
     def mix(images: Tensor, targets: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-        generator = batch_generator(seed, epoch, batch)
+        generator = batch_generator(seed, epoch, batch * dist.world_size + dist.rank)
         chosen = mixes[int(generator.integers(len(mixes)))]
         with seeded(int(generator.integers(2**63))):
             mixed, soft = chosen(images, targets)

@@ -19,7 +19,7 @@ from cl_train.data.shards import read_shards
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.splits import Data, ImageData, SyntheticData
-from cl_train.data.user_dataset import BySize, DatasetReader, is_stream, load_datasets
+from cl_train.data.user_dataset import BySize, DatasetReader, is_stream, load_datasets, samples_of
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 
@@ -45,7 +45,7 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     classes, fingerprint, train, val = _loaders(cfg, augment, sizes, seed, dist, bad_images)
     if train.batch_count() == 0:
         raise ConfigError(f"{train.samples} training images are fewer than {global_batch}; lower batch_size")
-    mix = label_mix(augment, len(classes), seed)
+    mix = label_mix(augment, len(classes), seed, dist)
     return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
 
 
@@ -59,17 +59,21 @@ def _loaders(
     cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, seed: int, dist: Dist, bad_images: BadImages
 ) -> tuple[tuple[str, ...], str, Loader, Loader]:
     """Classes, fingerprint, and the loaders of both splits."""
-    val_size, shards = cfg.val_size or cfg.image_size, None
+    val_size = cfg.val_size or cfg.image_size
+    train_images: Split | BySize
+    val_images: Split | BySize
+    shards: tuple[Indices, ...] | None = None
     if cfg.name == "dataset":
         train_images, val_images, classes = load_datasets(cfg.dataset, sizes.image_sizes, val_size)
-        fingerprint = f"{cfg.dataset}-{len(train_images[sizes.image_sizes[0]])}-{len(val_images[val_size])}"
+        count = samples_of(train_images)
+        fingerprint = f"{cfg.dataset}-{count}-{samples_of(val_images)}"
     else:
         source = _source(cfg, dist)
         train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
-        shards = source.train_shards if cfg.shuffle == "shards" else None
+        shards, count = source.train_shards if cfg.shuffle == "shards" else None, len(source.train)
 
     def order(epoch: int) -> Indices:
-        indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, train.samples)
+        indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, count)
         return repeated(indices, augment.repeats, sizes.batch_size_at(epoch) * dist.world_size)
 
     def loader(images: Split | BySize, sizes: SizeSchedule, *, training: bool) -> Loader:
@@ -83,8 +87,8 @@ def _loaders(
             return StreamLoader(images, sizes, cfg, dist, seed, training=training)
         return HostLoader(reader, sizes, cfg, dist, bad_images, order if training else None)
 
-    train = loader(train_images, sizes, training=True)
-    val = loader(val_images, SizeSchedule.constant(val_size, sizes.batch_size), training=False)
+    val_sizes = SizeSchedule.constant(val_size, sizes.batch_size)
+    train, val = loader(train_images, sizes, training=True), loader(val_images, val_sizes, training=False)
     return classes, fingerprint, train, val
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cl_train.data.batch import Batch, DeviceFormat
 
-MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, batch)
-MixBatch = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (images, targets, batch)
+MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, number of the batch)
 Release = Callable[[], None]  # to be called when a batch's host memory is no longer read
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -23,13 +22,14 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class HostBatch:
     """A batch in the loader's memory, valid until `release` is called.
 
-    images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in its epoch.
+    images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in `epoch`.
     """
 
     images: Tensor
     targets: Tensor
     number: int
     release: Release
+    epoch: int = 0
 
 
 class DevicePrefetcher:
@@ -126,7 +126,7 @@ class Normalise:
 
 
 def to_device(
-    batches: Iterable[HostBatch], normalise: Normalise, mix: MixBatch | None = None, ahead: int = 1
+    batches: Iterable[HostBatch], normalise: Normalise, mix: MixLabels | None = None, ahead: int = 1
 ) -> Iterator[Batch]:
     """The loader's batches on the device, normalised; `mix` (MixUp, CutMix) is applied there.
 
@@ -135,14 +135,14 @@ def to_device(
     """
     device = normalise.format.device
 
-    def prepare(moved: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor]:
-        images, targets, number = moved
+    def prepare(moved: tuple[Tensor, Tensor, int, int]) -> tuple[Tensor, Tensor]:
+        images, targets, epoch, number = moved
         if device.type == "cpu":  # nothing was moved, and the loader's memory is about to be released
             targets = targets.clone()
         images = normalise(images)
-        return mix(images, targets, number) if mix else (images, targets)
+        return mix(images, targets, epoch, number) if mix else (images, targets)
 
-    loaded = (((host.images, host.targets, host.number), host.release) for host in batches)
+    loaded = (((host.images, host.targets, host.epoch, host.number), host.release) for host in batches)
     for images, targets in _prepared(loaded, prepare, device, ahead):
         yield Batch(images, targets)
 

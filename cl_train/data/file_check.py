@@ -8,12 +8,12 @@ import stat
 import numpy as np
 
 from cl_train.config.schema import ConfigError
+from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC
 from cl_train.data.folder import FolderSplit
 from cl_train.data.source import ImageSource, listed
 
 _CHECKED = 10_000  # files of a split: less than a second on a local disk, ten seconds over a network
-# JPEG, PNG, BMP, TIFF in both byte orders, WEBP
-_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"II*\0", b"MM\0*", b"RIFF")
+_STARTS = (JPEG_MAGIC, PNG_MAGIC, b"BM", b"II*\0", b"MM\0*", b"RIFF")  # BMP, TIFF in both byte orders, WEBP
 
 
 def check_files(source: ImageSource, max_bad_images: int) -> None:

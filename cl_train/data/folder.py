@@ -149,7 +149,8 @@ def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
     root, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in layout.extensions)
     listing = _Listing(folder, folders=[root])
     for name in classes:
-        files, pending = [], [os.fsencode(name)]
+        files: list[bytes] = []
+        pending = [os.fsencode(name)]
         while pending:
             below = pending.pop()
             listing.folders.append(os.path.join(root, below))

@@ -24,7 +24,7 @@ from cl_train.data.order import rank_share
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.slots import Slots, slot_bytes
 from cl_train.data.source import Indices
-from cl_train.data.user_dataset import BySize, DatasetReader
+from cl_train.data.user_dataset import BySize, DatasetReader, samples_of
 from cl_train.data.workers import WorkerError, Workers
 from cl_train.system.distributed import Dist
 from cl_train.system.launcher import cores_of_process
@@ -232,7 +232,7 @@ class HostLoader:
         for first in firsts:
             workers.submit(_Task(stream, slot, first, epoch, image_size, indices[first : first + rows].tolist()))
         images, targets = slots.images(slot, image_size)[:size], slots.targets[slot][:size]
-        host = HostBatch(images, targets, number, release=partial(self._free.append, slot))
+        host = HostBatch(images, targets, number, partial(self._free.append, slot), epoch)
         self._submitted.append(_Batch(stream, len(firsts), host))
 
     def _wait_for(self, workers: Workers[_Task, _Done], batch: _Batch, *, wanted: bool) -> list[int]:
@@ -271,7 +271,7 @@ class StreamLoader:
         self, datasets: BySize, sizes: SizeSchedule, cfg: DataConfig, dist: Dist, seed: int, *, training: bool
     ) -> None:
         self._datasets, self._sizes, self._dist, self._seed, self._training = datasets, sizes, dist, seed, training
-        self.samples = len(next(iter(datasets.values())))
+        self.samples = samples_of(datasets)
         self.workers, self.times = worker_count(cfg, dist), WorkerTimes()
         log.warning(
             "data.dataset is an IterableDataset: it controls order and random numbers, which depend on data.workers; a"
@@ -299,7 +299,7 @@ class StreamLoader:
             if self._training and number >= self.batch_count(epoch):
                 return
             if number >= first_batch:
-                yield HostBatch(images, targets, number, release=lambda: None)
+                yield HostBatch(images, targets, number, lambda: None, epoch)
 
     def close(self) -> None:
         """Nothing to do: the workers end with the iteration."""

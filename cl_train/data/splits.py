@@ -12,7 +12,7 @@ from cl_train.config.schema import DataConfig
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.decode import Pixels
-from cl_train.data.device import MixBatch, MixLabels, Normalise, to_device
+from cl_train.data.device import MixLabels, Normalise, to_device
 from cl_train.data.image_reader import WorkerTimes
 from cl_train.data.loader import HostLoader, Loader
 from cl_train.data.size_schedule import SizeSchedule
@@ -52,7 +52,7 @@ class ImageData:
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
         normalise = Normalise(self.mean, self.std, form)
-        yield from to_device(self.train_loader.batches(epoch, first_batch), normalise, self._mix_of(epoch))
+        yield from to_device(self.train_loader.batches(epoch, first_batch), normalise, self.mix)
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
         """Rank r's images `r::world_size`: no padding, no duplicates. With on_bad_image=skip, bad ones are left out."""
@@ -82,12 +82,6 @@ class ImageData:
         """End the workers and free the shared memory."""
         self.train_loader.close()
         self.val_loader.close()
-
-    def _mix_of(self, epoch: int) -> MixBatch | None:
-        if self.mix is None:
-            return None
-        mix, rank, world_size = self.mix, self.dist.rank, self.dist.world_size
-        return lambda images, targets, number: mix(images, targets, epoch, number * world_size + rank)
 
 
 class SyntheticData:

@@ -55,6 +55,10 @@ def load_datasets(
     return train, val, tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
 
 
+def samples_of(datasets: BySize) -> int:
+    return len(next(iter(datasets.values())))
+
+
 def is_stream(datasets: BySize) -> bool:
     return isinstance(next(iter(datasets.values())), IterableDataset)
 
@@ -85,7 +89,7 @@ class DatasetReader:
                 raise ConfigError(f"data.dataset: {self.name(0)} at {size} px: {_reason(error)}") from error
 
     def __len__(self) -> int:
-        return len(next(iter(self._datasets.values())))
+        return samples_of(self._datasets)
 
     def name(self, index: int) -> str:
         return f"sample {index} of the {'train' if self._training else 'val'} dataset"

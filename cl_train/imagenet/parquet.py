@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError
+from cl_train.data.decode import PNG_MAGIC
 from cl_train.data.shards import MANIFEST
 from cl_train.imagenet.output_folder import output_folder
-from cl_train.imagenet.shards import PNG_MAGIC, sample_name, write_shard
+from cl_train.imagenet.shards import sample_name, write_shard
 from cl_train.system.files import write_json
 from cl_train.system.process_pool import map_in_processes
 

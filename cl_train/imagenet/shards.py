@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cl_train.data.decode import BadImage
+from cl_train.data.decode import PNG_MAGIC, BadImage
 from cl_train.data.folder import read_folder
 from cl_train.data.shards import MANIFEST, index_shard
 from cl_train.data.source import Indices, Split
@@ -20,7 +20,6 @@ from cl_train.imagenet.output_folder import output_folder
 from cl_train.system.files import write_json
 from cl_train.system.process_pool import map_in_processes
 
-PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 Sample = tuple[str, int, bytes]  # name without suffix, label, encoded image
 
 

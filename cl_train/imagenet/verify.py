@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
+from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.file_check import why_no_image
 from cl_train.data.folder import EXTENSIONS
 from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES, done_count
-from cl_train.imagenet.shards import PNG_MAGIC
 from cl_train.system.process_pool import map_in_processes
 
 _SHOWN = 10

@@ -14,6 +14,7 @@ from torchvision.transforms.v2 import functional as F
 
 from cl_train.config.schema import AugmentConfig, ConfigError
 from cl_train.data.augment import image_augment, label_mix, seeded, seeded_everywhere
+from cl_train.system.distributed import Dist
 
 MEAN = [0.485, 0.456, 0.406]
 IMAGE = torch.randint(0, 256, (3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -61,7 +62,7 @@ def test_three_augment_turns_a_third_of_the_images_grey() -> None:
 
 def test_mixup_is_timms() -> None:
     """Two images: torchvision's neighbour is timm's mirrored place."""
-    mix = label_mix(AugmentConfig(mixup=0.8), 4, seed=0)
+    mix = label_mix(AugmentConfig(mixup=0.8), 4, 0, Dist(0, 0, 1, torch.device("cpu")))
     images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
     assert mix is not None
     mixed, targets = mix(images, labels, 0, 0)
