@@ -77,7 +77,7 @@ def packed(names: Sequence[bytes]) -> dict[str, npt.NDArray[Any]]:
 def fingerprint(classes: Sequence[str], arrays: Iterable[npt.NDArray[Any]]) -> str:
     digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
     for array in arrays:
-        digest.update(array)
+        digest.update(array.data)
     return digest.hexdigest()[:16]
 
 
