@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cl_train.comparison.pairs import Pair
 
@@ -43,17 +44,16 @@ def write_chart(pairs: Sequence[Pair], labels: Sequence[str], path: Path) -> boo
     axes.spines[["top", "right", "left"]].set_visible(False)
     plain = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
     for row, pair in enumerate(pairs):
-        colour, interval = COLOURS[pair.verdict], pair.interval
-        if interval is None or not pair.is_comparable:
+        interval, colour = pair.comparable_interval, COLOURS[pair.verdict]
+        style: dict[str, Any] = {"ha": "center", "color": colour, "bbox": plain}
+        if interval is None:
             reason = textwrap.fill(f"not comparable: {pair.notes[0]}", 62, max_lines=2)
-            axes.text(
-                math.sqrt(low * high), row, reason, ha="center", va="center", fontsize=9, color=colour, bbox=plain
-            )
+            axes.text(math.sqrt(low * high), row, reason, va="center", fontsize=9, **style)
             continue
         axes.plot([max(interval.low, low), min(interval.high, high)], [row, row], color=colour, lw=5)
         axes.plot([interval.ratio], [row], "o", color=colour, markersize=11)
         words = f"{interval.ratio:.2f}x [{interval.low:.2f}, {interval.high:.2f}] {pair.verdict.replace('_', ' ')}"
-        axes.text(interval.ratio, row - 0.2, words, ha="center", va="bottom", color=colour, bbox=plain)
+        axes.text(interval.ratio, row - 0.2, words, va="bottom", **style)
     figure.savefig(path)
     return True
 
@@ -69,7 +69,7 @@ def _title(pairs: Sequence[Pair], baseline: str, candidate: str) -> str:
 
 def _limits(pairs: Sequence[Pair]) -> tuple[float, float]:
     """1 and all ratios; an interval that extends beyond half or twice its ratio is clipped."""
-    shown = [pair.interval for pair in pairs if pair.interval and pair.is_comparable]
+    shown = [pair.comparable_interval for pair in pairs if pair.comparable_interval]
     low = min([0.8, *(max(interval.low, interval.ratio / 2) for interval in shown)])
     high = max([1.25, *(min(interval.high, interval.ratio * 2) for interval in shown)])
     return low / 1.15, high * 1.2

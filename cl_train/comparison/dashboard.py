@@ -24,7 +24,7 @@ def write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str,
 
     layout: dict[str, dict[str, list[object]]] = {"speed, images/s": {}, "training loss": {}}
     for label, pair in zip(labels, pairs, strict=True):
-        ratio = f"{pair.interval.ratio:.2f}x, " if pair.interval and pair.is_comparable else ""
+        ratio = f"{pair.comparable_interval.ratio:.2f}x, " if pair.comparable_interval else ""
         title = f"{label}: {pair.candidate} {ratio}{pair.verdict.replace('_', ' ')}"
         for category, kind in zip(layout, ("speed", "loss"), strict=True):
             layout[category][title] = ["Margin", [f"sides/{kind}/{safe_name(label)}/{part}" for part in PARTS]]
@@ -39,13 +39,12 @@ def write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str,
         _list_first(folder / safe_name(side))
         with SummaryWriter(str(folder / safe_name(side))) as writer:
             for label, pair in zip(labels, pairs, strict=True):
-                if side in (pair.baseline, pair.candidate):
-                    runs = pair.baseline_runs if side == pair.baseline else pair.candidate_runs
-                    for kind, points in (("speed", _speed_bands(runs)), ("loss", _loss_bands(runs))):
-                        for step, values in points:
-                            band = statistics.median(values), min(values), max(values)
-                            for part, value in zip(PARTS, band, strict=True):
-                                writer.add_scalar(f"sides/{kind}/{safe_name(label)}/{part}", value, step)
+                runs = {pair.baseline: pair.baseline_runs, pair.candidate: pair.candidate_runs}.get(side, [])
+                for kind, points in (("speed", _speed_bands(runs)), ("loss", _loss_bands(runs))) if runs else ():
+                    for step, values in points:
+                        band = statistics.median(values), min(values), max(values)
+                        for part, value in zip(PARTS, band, strict=True):
+                            writer.add_scalar(f"sides/{kind}/{safe_name(label)}/{part}", value, step)
     _write_table(pairs, folder)
 
 
@@ -77,7 +76,7 @@ def _write_table(pairs: Sequence[Pair], folder: Path) -> None:
 
     rows: dict[Path, tuple[Run, float | None]] = {}
     for pair in pairs:
-        ratio = pair.interval.ratio if pair.interval and pair.is_comparable else None
+        ratio = pair.comparable_interval.ratio if pair.comparable_interval else None
         rows |= {run.folder: (run, ratio) for run in pair.candidate_runs}
         rows |= {run.folder: (run, ratio and 1.0) for run in pair.baseline_runs}
     keys = dict.fromkeys(key for run, _ in rows.values() for key in run.settings)

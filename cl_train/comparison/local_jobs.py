@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep on this machine, one at a time per slot.
+"""Run the jobs of a sweep as processes of this machine, one at a time per slot.
 
 A job that fails or is killed does not affect the others: its exit code, reason and log are kept, and `resume_sweep`
 runs it again.
@@ -6,27 +6,39 @@ runs it again.
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from cl_train.comparison.job_process import LOG_NAME, record_end, request_stop, start_job, training_line
 from cl_train.comparison.run_records import read_run
 from cl_train.comparison.slots import Slot
-from cl_train.comparison.status_lines import StatusLines
 from cl_train.comparison.sweep_plan import Job
+from cl_train.config.command_line import quoted
 from cl_train.config.schema import ConfigError
+from cl_train.system.child_process import end_with_parent
+from cl_train.system.locks import lock_file
+from cl_train.system.signals import STOP_SIGNALS
 
-GRACE_S = 20.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOG_NAME = "job.log"
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.1
 _REFRESH_S = 1.0
+_ERROR_LINE = re.compile(
+    r"^(?:\[rank\d+\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt|Fault|Exit)\b.*|.*\bthe run failed: .*)"
+)
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
 class Stopped(BaseException):
@@ -47,8 +59,9 @@ def raise_stopped(signum: int, frame: FrameType | None) -> None:
 def signals_handled(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers, signals: Sequence[int] = STOP_SIGNALS
 ) -> Iterator[None]:
-    """These signals call `handler` inside the block."""
-    before = {signum: signal.signal(signum, handler) for signum in signals}
+    """These signals call `handler` inside the block; SIGHUP does not under nohup, which ignores it."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before = {signum: signal.signal(signum, handler) for signum in signals if signum not in ignored}
     try:
         yield
     finally:
@@ -56,19 +69,63 @@ def signals_handled(
             signal.signal(signum, earlier)
 
 
-@dataclass
-class _Lane:
-    """A slot, the rest of the group of jobs that runs in it, and the running job."""
+# --- the jobs of a sweep ----------------------------------------------------------------------------------------------
 
-    slot: Slot
-    jobs: deque[Job]
-    job: Job | None = None
-    process: subprocess.Popen[bytes] | None = None
-    started_at: float = 0.0
+
+class Progress:
+    """The console of a sweep: a line for each job that has ended; at the bottom of a terminal, one per running job."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.ended: set[int] = set()  # numbers of jobs
+        self._folder, self._count, self._started_at = folder, count, time.monotonic()
+        self._drawn = 0  # lines on the screen
+
+    def end(self, job: Job, place: str = "") -> None:
+        """Print how a job ended, its speed, and an estimate of the time left."""
+        self._erase()
+        self.ended.add(job.number)
+        line = f"[{len(self.ended)}/{self._count}] {job.name}: {job.status}"
+        line += f" in {_duration(job.seconds)}" if job.seconds is not None else ""
+        line += f" on {place}" if place else ""
+        line += f" ({job.why})" if job.why else ""
+        if job.status == "completed":
+            with suppress(ConfigError):
+                speed = read_run(self._folder / job.name).median_images_per_s
+                line += f", {speed:.1f} images/s" if speed else ""
+        remaining = self._count - len(self.ended)
+        if remaining and job.status != "interrupted":
+            left_s = (time.monotonic() - self._started_at) / len(self.ended) * remaining
+            line += f"; about {_duration(left_s)} left"
+        print(line, flush=True)
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Replace the lines at the bottom; those that do not fit on the screen are left out."""
+        if not sys.stdout.isatty():
+            return
+        columns, rows = shutil.get_terminal_size()
+        self._erase()
+        for line in lines[: rows - 2]:
+            print(line[: columns - 1], flush=True)
+            self._drawn += 1
+
+    def _erase(self) -> None:
+        if self._drawn:
+            print(f"\x1b[{self._drawn}F\x1b[J", end="")
+        self._drawn = 0
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class LocalJobs:
-    """The jobs of `groups`: the next group starts in the slot that is free first."""
+    """The jobs of `groups`: the next group starts in the slot that is free first.
+
+    `program` is what the process of a job runs; `save` is called with each job that has started or ended. After a
+    signal a job may take `grace_s` seconds to save a checkpoint.
+    """
 
     def __init__(
         self,
@@ -77,106 +134,170 @@ class LocalJobs:
         slots: Sequence[Slot],
         program: Sequence[str],
         save: Callable[[Job], None],
-        grace_s: float = GRACE_S,
+        grace_s: float = 20.0,
     ) -> None:
-        """
-        Args:
-            folder: of the sweep; each job has its own folder in it.
-            program: what the process of a job runs.
-            save: called with each job that has started or ended.
-            grace_s: how long a job may take to save a checkpoint after a signal, seconds.
-        """
         self._folder, self._program, self._save, self._grace_s = folder, program, save, grace_s
         self._groups = deque(groups)
-        self._lanes = [_Lane(slot, deque()) for slot in slots]
-        self._count, self._ended = sum(map(len, groups)), 0
-        self._started_at = time.monotonic()
-        self._status = StatusLines()
+        self._lanes = [self._run_groups(slot) for slot in slots]
+        self._running: dict[Slot, tuple[Job, subprocess.Popen[bytes], float]] = {}  # with the time of its start
+        self._progress = Progress(folder, sum(map(len, groups)))
 
     def run(self) -> None:
         """Run all jobs. Raises `Stopped` after a signal; the running jobs have ended by then."""
-        refreshed_at = time.monotonic()
+        drawn_at = time.monotonic()
         try:
-            while any([self._advance(lane) for lane in self._lanes]):
+            while any([next(lane, False) for lane in self._lanes]):
                 time.sleep(_POLL_S)
-                if time.monotonic() >= refreshed_at + _REFRESH_S:
-                    refreshed_at = time.monotonic()
-                    self._draw()
+                if time.monotonic() >= drawn_at + _REFRESH_S:
+                    drawn_at = time.monotonic()
+                    self._progress.draw([self._status_line(job, slot) for slot, (job, *_) in self._running.items()])
         except Stopped as stop:
             self._stop(stop)
             raise
 
-    def _advance(self, lane: _Lane) -> bool:
-        """Record the end of the lane's job and start the next one; False if nothing is left to do in this lane."""
-        if lane.process is not None:
-            if lane.process.poll() is None:
-                return True
-            assert lane.job is not None
-            record_end(lane.job, lane.process.returncode, self._log(lane.job))
-            self._end(lane)
-        if not lane.jobs and self._groups:
-            lane.jobs = deque(self._groups.popleft())
-        if not lane.jobs:
-            return False
-        lane.job, lane.started_at = lane.jobs.popleft(), time.monotonic()
-        lane.process = start_job(lane.job, self._folder / lane.job.name, self._program, lane.slot)
-        self._save(lane.job)
-        if lane.process is None:
-            self._end(lane)
-        return True
+    def _run_groups(self, slot: Slot) -> Iterator[bool]:
+        """Run one group after another in this slot; yields True while a job runs."""
+        while self._groups:
+            for job in self._groups.popleft():
+                try:
+                    process = start_job(job, self._folder / job.name, self._program, slot)
+                except ConfigError as error:
+                    job.status, job.why = "failed", str(error)
+                    self._end(job, slot)
+                    continue
+                self._running[slot] = job, process, time.monotonic()
+                self._save(job)
+                while process.poll() is None:
+                    yield True
+                record_end(job, process.returncode, self._folder / job.name / LOG_NAME)
+                self._end(job, slot)
 
-    def _end(self, lane: _Lane) -> None:
-        job = lane.job
-        assert job is not None
-        self._ended += 1
-        job.seconds = round(time.monotonic() - lane.started_at, 1)
-        lane.job = lane.process = None
+    def _end(self, job: Job, slot: Slot) -> None:
+        if slot in self._running:
+            job.seconds = round(time.monotonic() - self._running.pop(slot)[2], 1)
         self._save(job)
-        place = f" on {lane.slot.name}" if lane.slot.name else ""
-        line = f"[{self._ended}/{self._count}] {outcome_line(job, self._folder, place)}"
-        if self._ended < self._count and job.status != "interrupted":
-            remaining_s = (time.monotonic() - self._started_at) / self._ended * (self._count - self._ended)
-            line += f"; about {duration(remaining_s)} left"
-        self._status.print(line)
+        self._progress.end(job, slot.name)
 
     def _stop(self, stop: Stopped) -> None:
         """Pass the signal on, so that the jobs can save; after `grace_s`, or another signal, kill them."""
-        running = [(lane, lane.job, lane.process) for lane in self._lanes if lane.job and lane.process]
         deadline = time.monotonic() + self._grace_s
-        for lane, _, process in running:
-            request_stop(process, stop.signum, lane.slot)
-        for lane, job, process in running:
+        for slot, (_, process, _) in self._running.items():
+            request_stop(process, stop.signum, slot)
+        for slot, (job, process, _) in list(self._running.items()):
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except (subprocess.TimeoutExpired, Stopped):
                 process.kill()  # its ranks and workers end with it
                 process.wait()
             if process.returncode == 0:  # it ended before the signal reached it
-                record_end(job, 0, self._log(job))
+                job.status, job.exit_code = "completed", 0
             else:
                 job.status, job.why = "interrupted", f"stopped by {stop}"
-            self._end(lane)
+            self._end(job, slot)
 
-    def _log(self, job: Job) -> Path:
-        return self._folder / job.name / LOG_NAME
-
-    def _draw(self) -> None:
-        running = [(f"{lane.slot.name}, " if lane.slot.name else "", lane.job) for lane in self._lanes if lane.job]
-        self._status.draw([f"{place}{job.name}: {training_line(self._log(job))}" for place, job in running])
+    def _status_line(self, job: Job, slot: Slot) -> str:
+        lines = [line for line in _last_lines(self._folder / job.name / LOG_NAME) if line.startswith("Epoch:")]
+        return f"{slot.name} {job.name}: {lines[-1] if lines else 'starting'}".lstrip()
 
 
-def outcome_line(job: Job, folder: Path, place: str = "") -> str:
-    """How a job ended, with its speed, for the console."""
-    time_taken = f" in {duration(job.seconds)}" if job.seconds is not None else ""
-    line = f"{job.name}: {job.status}{time_taken}{place}{f' ({job.why})' if job.why else ''}"
-    if job.status == "completed":
-        with suppress(ConfigError):
-            speed = read_run(folder / job.name).median_images_per_s
-            line += f", {speed:.1f} images/s" if speed else ""
-    return line
+# --- the process of one job -------------------------------------------------------------------------------------------
 
 
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+def start_job(job: Job, folder: Path, program: Sequence[str], slot: Slot) -> subprocess.Popen[bytes]:
+    """Start the process of a job.
+
+    It has its own process group, because Ctrl-C in a terminal must reach it once, from the sweep. It is stopped when
+    this process is killed: a job must not outlive the sweep.
+
+    Raises:
+        ConfigError: `folder` exists, and the sweep has not created it.
+    """
+    if folder.exists() and not job.is_started:
+        raise ConfigError(f"{folder} exists already, and this sweep has not created it")
+    folder.mkdir(exist_ok=True)
+    with lock_file(folder / ".lock", waiting_for=f"the end of an earlier {job.name}"):
+        has_checkpoint = any((folder / "checkpoints").glob("*.pt"))
+    command = [*_launch_command(job.nproc, slot), *program, *continued(job.overrides, folder)]
+    command.append(f"hydra.run.dir={quoted(folder.absolute())}")
+    if has_checkpoint and not any(word.startswith("resume=") for word in job.overrides):
+        command.append("resume=auto")
+    elif job.is_started and not has_checkpoint:
+        command.append("overwrite=true")
+    job.status, job.is_started = "running", True
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
+    with open(folder / LOG_NAME, "ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, **devices},
+            process_group=0,
+            preexec_fn=partial(_prepare_child, slot.cores),
+        )
+
+
+def _launch_command(nproc: int, slot: Slot) -> list[str]:
+    if slot.nodes > 1:
+        cores = [f"--cpus-per-task={slot.cpus_per_task}"] if slot.cpus_per_task else []
+        return ["srun", f"--nodes={slot.nodes}", f"--ntasks={nproc}", "--kill-on-bad-exit=1", *cores, sys.executable]
+    if nproc > 1:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return [sys.executable]
+
+
+def _prepare_child(cores: Sequence[int]) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
+    end_with_parent(signal.SIGTERM)
+
+
+def continued(overrides: Sequence[str], folder: Path) -> list[str]:
+    """`batch_size=auto` is measured once: a job that continues keeps the size in its config.yaml."""
+    config = folder / "config.yaml"
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    found = re.search(r"^batch_size: (\d+)$", text, re.MULTILINE)
+    return [f"batch_size={found[1]}" if found and word == "batch_size=auto" else word for word in overrides]
+
+
+def request_stop(process: subprocess.Popen[bytes], signum: int, slot: Slot) -> None:
+    """Ask a job to save a checkpoint and end."""
+    if slot.nodes > 1:  # srun would kill its tasks; scancel passes the signal on to them
+        subprocess.run(["scancel", "--signal=TERM", own_allocation()], check=False)
+    else:
+        process.send_signal(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+
+
+def own_allocation() -> str:
+    """The Slurm allocation of this process; SLURM_JOB_ID of an element of an array can be the id of the array."""
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array and element else os.environ["SLURM_JOB_ID"]
+
+
+def record_end(job: Job, exit_code: int, log: Path) -> None:
+    """Record the status, the exit code (-n for signal n) and the reason of a failure: the last error in the log."""
+    job.exit_code = exit_code
+    if exit_code == 0:
+        job.status = "completed"
+    elif exit_code in (130, 143):
+        job.status, job.why = "interrupted", f"the job was stopped by a signal (exit code {exit_code})"
+    elif exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = ", often because memory ran out (see dmesg)" if name == "SIGKILL" else ""
+        job.status, job.why = "failed", f"killed by {name}{hint}"
+    else:
+        lines = _last_lines(log)
+        errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
+        last = (errors or lines or ["no output"])[-1]
+        words = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
+        memory = "out of memory: " if any(word in last for word in words) else ""
+        job.status, job.why = "failed", f"{memory}{last[:300]} (exit code {exit_code})"
+
+
+def _last_lines(log: Path) -> list[str]:
+    if not log.is_file():
+        return []
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        return [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]

@@ -11,7 +11,7 @@ from typing import Any
 from cl_train.comparison.run_records import Run
 from cl_train.comparison.statistics import MIN_WINDOWS, SMALLEST_DIFFERENCE, Interval, interval_of_runs, verdict_of
 from cl_train.config.schema import Config
-from cl_train.config.validation import setting_fields
+from cl_train.config.validation import setting_fields, show
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
@@ -20,22 +20,23 @@ MAX_GAP_H = 12.0  # between the end of one run and the start of the other: machi
 _FIELDS = setting_fields(Config)
 # Fields of the summary that must be equal, like the settings with affects="speed".
 _FACTS = ("precision", "device", "device_name", "world_size")
-# Fields that necessarily differ too when runs are compared by a key.
+# Fields that may differ too when runs are compared by a key: they follow from it, or its group sets them.
 _DEPENDENT = {
     "channels_last": ("conversion", "select"),
     "conversion": ("select",),
     "compile": ("compile_mode",),
     "device": ("device_name", "precision", "environment.cuda", "environment.cudnn", "environment.driver"),
     "nproc": ("world_size", "global_batch_size"),
-    "optim.name": ("optim.library",),
+    "optim.name": ("optim.library", "optim.decay_norm_and_bias"),
     "batch_size": ("global_batch_size",),
 }
 # Fields with the value that a run used, for settings that can be `auto`.
 _OUTCOME = {"channels_last": "memory_format", "precision": "precision", "device": "device", "nproc": "world_size"}
-# Fields that the report lists as equal.
-_SHOWN = {name: name for name in ("precision", "device", "compile", "batch_size", "world_size", "device_name")}
-_SHOWN |= {"channels_last": "channels_last", "data.name": "data", "data.image_size": "image_size"}
-_SHOWN |= {"data.workers": "workers"}
+# Fields that the report lists as equal, without the prefix `data.`.
+_SHOWN = [
+    *("precision", "device", "compile", "batch_size", "world_size", "device_name", "channels_last"),
+    *("data.name", "data.image_size", "data.workers"),
+]
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class Pair:
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
 
     @property
-    def is_comparable(self) -> bool:
-        return self.verdict != "not_comparable"
+    def comparable_interval(self) -> Interval | None:
+        """The interval, but None if the runs are not comparable."""
+        return None if self.verdict == "not_comparable" else self.interval
 
 
 def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
@@ -118,38 +120,38 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
     )
 
 
-def differences(first: Run, second: Run, by: str) -> list[tuple[str, Any, Any]]:
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The settings with an effect on speed or loss that the runs do not have in common."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if _affects(key) != "nothing")
+    return [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
+
+
+def _affects(key: str) -> str:
+    """As in `schema.setting`; an unknown setting may affect the speed."""
+    return str(_FIELDS[key].metadata["affects"]) if key in _FIELDS else "speed"
+
+
+def _differences(first: Run, second: Run, by: str) -> list[tuple[str, Any, Any]]:
     """Differences that affect the speed: (name, value of first, value of second)."""
     one, other = _held_equal(first, by), _held_equal(second, by)
     return [(key, one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)]
 
 
-def _settings(run: Run, affects: str) -> dict[str, Any]:
-    """The settings that affect the "speed" (unknown ones may), or the "loss" but not the speed."""
-    return {
-        key: value
-        for key, value in run.settings.items()
-        if (_FIELDS[key].metadata["affects"] if key in _FIELDS else "speed") == affects
-    }
-
-
 def _held_equal(run: Run, by: str) -> dict[str, Any]:
     """Everything that must be equal for speeds to be compared."""
-    values = _settings(run, "speed") | {name: run.summary[name] for name in _FACTS if name in run.summary}
+    values = {key: value for key, value in run.settings.items() if _affects(key) == "speed"}
+    values |= {name: run.summary[name] for name in _FACTS if name in run.summary}
     if "batch_size" not in values:
         values["global_batch_size"] = run.summary.get("global_batch_size")
-    values |= {f"environment.{name}": value for name, value in (run.summary.get("environment") or {}).items()}
+    values |= {f"environment.{name}": value for name, value in run.summary.get("environment", {}).items()}
     return {key: value for key, value in values.items() if key not in (by, "nproc", *_DEPENDENT.get(by, ()))}
 
 
 def _shown(first: Run, second: Run, by: str) -> dict[str, Any]:
     """The few of the equal settings that distinguish one pair from another in a table."""
     shown = {"model": " and ".join(dict.fromkeys(str(run.fact("model")) for run in (first, second)))}
-    return shown | {
-        label: first.fact(name)
-        for name, label in _SHOWN.items()
-        if name != by and first.fact(name) == second.fact(name)
-    }
+    equal = [name for name in _SHOWN if name != by and first.fact(name) == second.fact(name)]
+    return shown | {name.removesuffix(".name").removeprefix("data."): first.fact(name) for name in equal}
 
 
 def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:
@@ -157,8 +159,9 @@ def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run],
 
     A run whose partner failed is left out. Where runs of one side cannot be distinguished, all pair in order.
     """
+    keys = {*differing(baseline), *differing(candidate)}
     one, other = (
-        {json.dumps([run.repeat, _settings(run, "loss")], default=str): run for run in runs}
+        {str([run.repeat, *(run.settings.get(key) for key in keys)]): run for run in runs}
         for runs in (baseline, candidate)
     )
     common = [key for key in one if key in other]
@@ -182,7 +185,7 @@ def _most_similar(single: Sequence[list[Run]], by: str) -> list[tuple[list[Run],
         value, model = baseline[0].settings.get(by), baseline[0].fact("model")
         partners = [runs for runs in rest if runs[0].settings.get(by) != value and runs[0].fact("model") == model]
         if partners:
-            best = min(partners, key=lambda runs: len(differences(baseline[0], runs[0], by)))
+            best = min(partners, key=lambda runs: len(_differences(baseline[0], runs[0], by)))
             rest.remove(best)
             couples.append((baseline, best))
     return couples
@@ -191,9 +194,8 @@ def _most_similar(single: Sequence[list[Run]], by: str) -> list[tuple[list[Run],
 def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     """`contiguous` and `channels_last` for layouts, else `precision=bf16`; equal names get an A and a B."""
     layouts = {"false": "contiguous", "true": "channels_last"} if by == "channels_last" else {}
-    one, other = (
-        layouts.get(value, f"{by}={value}") for value in (_text(run.settings.get(by)) for run in (first, second))
-    )
+    values = [f"{show(run.settings.get(by)):.200}" for run in (first, second)]
+    one, other = (layouts.get(value, f"{by}={value}") for value in values)
     return (one, other) if one != other else (f"{one} A", f"{other} B")
 
 
@@ -202,19 +204,17 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
 
 def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> list[str]:
     """Why the speeds of two sides cannot be compared, one sentence each."""
-    baseline, candidate = first[0], second[0]
-    runs = [*first, *second]
+    baseline, candidate, runs = first[0], second[0], [*first, *second]
     obstacles = list(dict.fromkeys(problem for run in runs for problem in run.problems))
     obstacles += [
-        f"{key} differs: {_text(one)} ({names[0]}) and {_text(other)} ({names[1]})"
-        for key, one, other in differences(baseline, candidate, by)
+        f"{key} differs: {show(one):.200} ({names[0]}) and {show(other):.200} ({names[1]})"
+        for key, one, other in _differences(baseline, candidate, by)
     ]
     unknown = [run.folder.name for run in (baseline, candidate) if by not in run.settings]
-    asked = [run.settings.get(by) for run in (baseline, candidate)]
     used = [run.summary.get(_OUTCOME.get(by, "")) for run in (baseline, candidate)]
     if unknown:
         obstacles.append(f"{by} of {unknown[0]} is unknown")
-    elif asked[0] != asked[1] and used[0] == used[1] is not None:
+    elif baseline.settings[by] != candidate.settings[by] and used[0] == used[1] is not None:
         obstacles.append(f"both sides ran with {_OUTCOME[by]} {used[0]}")
     obstacles += [
         f"{run.folder.name} has {len(run.images_per_s)} windows after warm-up, not {MIN_WINDOWS}: use more steps or a "
@@ -224,8 +224,8 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     ]
     gap_h = max(_gap_h(one, other) for one, other in zip(first, second, strict=True))
     if gap_h > MAX_GAP_H:
-        obstacles.append(f"the runs lie {gap_h:.0f} hours apart: repeat them on the same day")
-    busy = [max((run.others_pct or 0.0) for run in side) for side in (first, second)]
+        obstacles.append(f"the runs are {gap_h:.0f} hours apart: repeat them on the same day")
+    busy = [max(run.others_pct or 0.0 for run in side) for side in (first, second)]
     on_cpu = baseline.fact("device") == "cpu"  # a GPU's speed suffers less; equal load is no problem
     if max(busy) >= TOO_BUSY_PCT and (on_cpu or abs(busy[0] - busy[1]) >= TOO_BUSY_PCT):
         obstacles.append(
@@ -242,13 +242,13 @@ def _gap_h(one: Run, other: Run) -> float:
 
 def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> list[str]:
     """Notes that do not prevent a verdict but help to interpret it."""
-    baseline, candidate = first[0], second[0]
-    runs = [*first, *second]
-    remarks = []
-    one, other = _settings(baseline, "loss"), _settings(candidate, "loss")
-    changed = [key for key in one if key != by and one[key] != other.get(key)]
-    if changed:
-        remarks.append(f"the loss gap is not caused by {by} only: {', '.join(changed)} differs as well")
+    baseline, candidate, runs = first[0], second[0], [*first, *second]
+    changed = differing([baseline, candidate])
+    remarks: list[str] = []
+    if loss_only := [key for key in changed if key != by and _affects(key) == "loss"]:
+        remarks.append(f"the loss gap is not caused by {by} only: {', '.join(loss_only)} differs as well")
+    if dependent := [key for key in changed if key in _DEPENDENT.get(by, ())]:
+        remarks.append(f"{', '.join(dependent)} differs as well, which is allowed when runs are compared by {by}")
     if baseline.settings.get(by) == candidate.settings.get(by):
         remarks.append(f"both sides have the same {by}")
     if by == "channels_last" and baseline.settings.get("compile"):
@@ -258,8 +258,7 @@ def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | 
     busiest = max(run.others_pct or 0.0 for run in runs)
     if BUSY_PCT <= busiest < TOO_BUSY_PCT:
         remarks.append(f"other processes used up to {busiest:.0f} % of the CPU cores during the runs")
-    stopped = [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]
-    if stopped:
+    if stopped := [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]:
         remarks.append(f"interrupted before the end: {', '.join(stopped)}")
     if interval is not None and interval.n == 1 and verdict != "not_comparable":
         remarks.append("one run per side: the interval allows for drift between them; repeats=3 narrows it")
@@ -276,8 +275,3 @@ def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:
         last = steps[-max(1, len(steps) // 4) :] if steps else []
         gaps += [other.losses[step] - one.losses[step] for step in last]
     return statistics.fmean(gaps) if gaps else None
-
-
-def _text(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

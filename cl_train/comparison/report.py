@@ -11,9 +11,9 @@ from typing import Any
 
 from cl_train.comparison.chart import write_chart
 from cl_train.comparison.dashboard import write_dashboard
-from cl_train.comparison.pairs import Pair, compare_runs, compare_two
-from cl_train.comparison.run_records import read_run
-from cl_train.comparison.slurm_queue import allocation_states, record_missing_outcomes
+from cl_train.comparison.pairs import Pair, compare_runs, compare_two, differing
+from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.slurm import allocation_states, record_missing_outcomes
 from cl_train.comparison.sweep_plan import Job, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.system.files import write_json, write_text
@@ -38,6 +38,7 @@ class Report:
     pairs: list[Pair]
     failed: list[FailedJob] = field(default_factory=list)
     by: str = "channels_last"
+    differing: list[str] = field(default_factory=list)  # settings that the runs do not have in common
 
 
 def compare_folders(
@@ -59,38 +60,36 @@ def compare_folders(
     Raises:
         ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
     """
-    first = folders[0]
-    runs, failed = [], []
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")
+    jobs: list[Job] = []
+    runs: list[Run] = []
+    failed: list[FailedJob] = []
     if len(folders) > 1:
         runs = [read_run(folder) for folder in folders]
+    elif (folders[0] / "sweep.json").is_file():
+        sweep = read_sweep(folders[0])
+        if sweep.allocations and (states := allocation_states(sweep)) is not None:
+            record_missing_outcomes(sweep, states)
+        jobs, by = sweep.jobs, by or sweep.compare_by
     else:
-        names = sorted(path.parent.name for path in first.glob("*/metrics.jsonl"))
+        names = sorted(path.parent.name for path in folders[0].glob("*/metrics.jsonl"))
         jobs = [Job(number, name, [name], status="completed") for number, name in enumerate(names)]
-        if (first / "sweep.json").is_file():
-            sweep = read_sweep(first)
-            if sweep.allocations and (states := allocation_states(sweep)) is not None:
-                record_missing_outcomes(sweep, states)
-            jobs, by = sweep.jobs, by or sweep.compare_by
-        elif len(jobs) < 2:
-            raise ConfigError(f"{first}: neither a sweep (sweep.json) nor a folder of two or more runs")
-        for job in jobs:
-            try:
-                if job.status != "completed":
-                    raise ConfigError(job.why or job.status)
-                runs.append(replace(read_run(first / job.name), repeat=job.repeat))
-            except ConfigError as error:
-                failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
+        if len(jobs) < 2:
+            raise ConfigError(f"{folders[0]}: neither a sweep (sweep.json) nor a folder of two or more runs")
+    for job in jobs:
+        try:
+            if job.status != "completed":
+                raise ConfigError(job.why or job.status)
+            runs.append(replace(read_run(folders[0] / job.name), repeat=job.repeat))
+        except ConfigError as error:
+            failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
     by = by or "channels_last"
-    failures = parity_failures or {}
-    runs = [
-        replace(run, problems=[*run.problems, failures[model]]) if (model := run.fact("model")) in failures else run
-        for run in runs
-    ]
+    for model, why in (parity_failures or {}).items():
+        runs = [replace(run, problems=[*run.problems, why]) if run.fact("model") == model else run for run in runs]
     pairs = [compare_two(runs[0], runs[1], by)] if len(folders) == 2 else compare_runs(runs, by)
-    report = Report(pairs, failed, by)
-    target = out or (first if len(folders) == 1 else folders[-1])
+    report = Report(pairs, failed, by, differing(runs))
+    target = out or folders[-1]
     verdict = write_report(report, target)
     for missing in failed:
         print(f"not finished: job {missing.job} ({missing.overrides}): {missing.why}")
@@ -164,7 +163,9 @@ def verdict_sentence(report: Report) -> str:
     pairs, failed = report.pairs, len(report.failed)
     after = f" {failed} job{'s' if failed > 1 else ''} did not finish." if failed else ""
     if not pairs:
-        return f"Nothing to compare: no two runs differ only in {report.by}.{after}"
+        keys = report.differing if report.by not in report.differing else []
+        advice = f"; they differ in {', '.join(keys[:3])}: use compare_by={keys[0]}" if keys else ""
+        return f"Nothing to compare: no two runs differ only in {report.by}{advice}.{after}"
     if len(pairs) == 1:
         return f"{_pair_sentence(pairs[0])}{after}"
     parts = []
@@ -178,27 +179,27 @@ def verdict_sentence(report: Report) -> str:
 
 
 def _pair_sentence(pair: Pair) -> str:
-    precision = pair.held_equal.get("precision")
+    precision, interval = pair.held_equal.get("precision"), pair.comparable_interval
     what = f"{pair.held_equal['model']}{f' ({precision})' if precision else ''}"
-    if not pair.is_comparable or pair.interval is None:
+    if interval is None:
         return f"{what}: {pair.candidate} and {pair.baseline} are not comparable: {pair.notes[0]}."
-    bounds = f"95 % interval {pair.interval.low:.2f} to {pair.interval.high:.2f}"
+    bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
     if pair.verdict == "no_difference":
         return f"{what}: no difference shown between {pair.candidate} and {pair.baseline} ({bounds})."
     warning = f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
-    speed = f"{pair.interval.ratio:.2f} times the speed of {pair.baseline}"
+    speed = f"{interval.ratio:.2f} times the speed of {pair.baseline}"
     return f"{what}: {pair.candidate} is {pair.verdict}, {speed} ({bounds}).{warning}"
 
 
 def _members(chosen: Sequence[Pair], pairs: Sequence[Pair]) -> str:
     """Comparable pairs with their ratios; the others grouped by the reason why they are not."""
-    if chosen[0].is_comparable:
-        ratios = [(label_of(pair, pairs), pair.interval.ratio) for pair in chosen if pair.interval]
-        return ", ".join(f"{label} {ratio:.2f}x" for label, ratio in ratios)
-    by_reason: dict[str, list[str]] = {}
+    ratios, by_reason = [], dict[str, list[str]]()
     for pair in chosen:
-        by_reason.setdefault(pair.notes[0], []).append(label_of(pair, pairs))
-    return "; ".join(f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items())
+        if pair.comparable_interval:
+            ratios.append(f"{label_of(pair, pairs)} {pair.comparable_interval.ratio:.2f}x")
+        else:
+            by_reason.setdefault(pair.notes[0], []).append(label_of(pair, pairs))
+    return ", ".join(ratios) or "; ".join(f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items())
 
 
 def label_of(pair: Pair, pairs: Sequence[Pair]) -> str:
@@ -234,7 +235,7 @@ def as_markdown(report: Report, *, has_chart: bool = False) -> str:
 def _table(pairs: Sequence[Pair]) -> list[str]:
     """One row per pair; the names of both sides are in the header if they are the same for all."""
     names = {(pair.baseline, pair.candidate) for pair in pairs}
-    sides = f": {' / '.join(next(iter(names)))}" if len(names) == 1 else ""
+    sides = f": {' / '.join(names.pop())}" if len(names) == 1 else ""
     cells = [_cells(pair, pairs) for pair in pairs]
     titles = [f"images/s{sides}" if title == "images/s" else title for title in cells[0]]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -243,7 +244,7 @@ def _table(pairs: Sequence[Pair]) -> list[str]:
 
 def _cells(pair: Pair, pairs: Sequence[Pair]) -> dict[str, str]:
     """A row of the table by the titles of its columns."""
-    row, interval = _row(pair), pair.interval if pair.is_comparable else None
+    row, interval = _row(pair), pair.comparable_interval
 
     def both(name: str, digits: int) -> str:
         return " / ".join(_number(row[f"{side}_{name}"], digits) for side in ("baseline", "candidate"))

@@ -33,7 +33,7 @@ class Run:
     steps: list[int]  # at which these windows ended
     data_wait_pct: float  # median over these windows
     losses: dict[int, float]  # training loss by step, without NaN and Inf
-    started_at: float | None  # unix time of the first window; None = unknown
+    started_at: float | None  # unix time of the first window, seconds; None = unknown
     ended_at: float | None  # and of the last
     problems: list[str] = field(default_factory=list)  # why this run cannot be compared with any other
     repeat: int | None = None  # number of the repeat in a sweep
@@ -72,16 +72,15 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{folder} cannot be read as a run folder: {reason[:300]}") from None
     if not windows:
         raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
-    settings = {setting: summary[name] for name, setting in _SETTING_OF.items() if summary.get(name) is not None}
-    settings |= config
+    settings = {setting: summary[name] for name, setting in _SETTING_OF.items() if name in summary} | config
     if summary.get("world_size"):
-        settings["nproc"] = summary["world_size"]  # config.yaml has 1, because torchrun starts the processes
+        settings["nproc"] = summary["world_size"]  # config.yaml has 1: torchrun starts the processes
     measured = [window for window in windows if not window.get("warmup")]
     if config.get("data.size_schedule") and measured:  # growing images: the speed is that of the last size
         settings["data.image_size"] = measured[-1].get("image_size")
         measured = [window for window in measured if window.get("image_size") == measured[-1].get("image_size")]
-    waits_pct = [window["data_wait_pct"] for window in measured if window.get("data_wait_pct") is not None]
-    times = [window["time"] for window in windows if window.get("time") is not None]
+    waits_pct = [window["data_wait_pct"] for window in measured if "data_wait_pct" in window]
+    times = [window["time"] for window in windows if "time" in window]
     problems += _contradictions(summary, config) + _changes(windows)
     return Run(
         folder=folder,
@@ -89,7 +88,7 @@ def read_run(folder: Path) -> Run:
         summary=summary,
         images_per_s=[window["images_per_s"] for window in measured],
         steps=[window["step"] for window in measured],
-        data_wait_pct=statistics.median(waits_pct) if waits_pct else summary.get("data_wait_pct") or 0.0,
+        data_wait_pct=statistics.median(waits_pct) if waits_pct else summary.get("data_wait_pct", 0.0),
         losses={window["step"]: window["loss"] for window in windows if _is_loss(window.get("loss"))},
         started_at=min(times, default=None),
         ended_at=max(times, default=None),
@@ -116,74 +115,70 @@ def _read_summary(path: Path) -> dict[str, Any]:
         summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"summary.json: {error}") from None
-    _check(summary, _SUMMARY, "summary.json")
-    return dict(summary)
+    return _checked(summary, _SUMMARY, "summary.json")
 
 
 def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The records of training, and the unreadable lines but for the last, which a killed process leaves incomplete."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = text.rstrip().splitlines()
     windows, problems = [], []
-    for number, line in lines:
+    for number, line in enumerate(lines, start=1):
         where = f"metrics.jsonl, line {number}"
         try:
-            record = json.loads(line)
+            record = json.loads(line) if line.strip() else {"kind": None}
         except (ValueError, RecursionError):
-            problems += [f"{where} cannot be read"] if number != lines[-1][0] else []
+            problems += [f"{where} cannot be read"] if number < len(lines) else []
             continue
         if not isinstance(record, dict) or record.get("kind", "train") == "train":
-            _check(record, _WINDOW, where, required=("step", "images_per_s"))
-            windows.append(record)
+            windows.append(_checked(record, _WINDOW, where, required=("step", "images_per_s")))
     return windows, problems
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
 
-
-def _is_amount(value: Any, kind: Any = int | float) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= 1e12
+Rule = Callable[[Any], bool]
 
 
-def _is_count(value: Any) -> bool:
-    return _is_amount(value, int)
+def _number(low: float = 0.0, high: float = 1e12, kind: Any = int | float) -> Rule:
+    return lambda value: isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
 
 
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, int | float) and _is_amount(abs(value))
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
 
 
-Rules = Mapping[str, Callable[[Any], bool]]
-_WINDOW: Rules = {
-    "step": _is_count,
-    "image_size": _is_count,
-    "images_per_s": lambda value: _is_amount(value) and value > 1e-9,
-    "data_wait_pct": lambda value: _is_amount(value) and value <= 100,
-    "time": _is_amount,
+_count, _amount, _is_loss = _number(kind=int), _number(), _number(-1e12)
+_WINDOW: dict[str, Rule] = {
+    "step": _count,
+    "image_size": _count,
+    "images_per_s": _number(1e-9),
+    "data_wait_pct": _number(high=100.0),
+    "time": _amount,
     "warmup": lambda value: isinstance(value, bool),
-    "loss": lambda value: isinstance(value, int | float),
+    "loss": lambda value: isinstance(value, int | float),  # also NaN
 }
-_SUMMARY: Rules = {
-    **dict.fromkeys(
-        ("status", "model", "memory_format", "channels_last_requested", "precision", "device", "device_name"),
-        lambda value: isinstance(value, str) and value.isprintable(),
-    ),
-    **dict.fromkeys(("world_size", "global_batch_size", "image_size", "seed", "epochs"), _is_count),
-    **dict.fromkeys(("data_wait_pct", "peak_memory_gib", "others_pct"), _is_amount),
-    "environment": lambda value: isinstance(value, dict) and "".join(map(str, [*value, *value.values()])).isprintable(),
+_SUMMARY: dict[str, Rule] = {
+    **dict.fromkeys(("status", "model", "memory_format", "channels_last_requested"), _is_text),
+    **dict.fromkeys(("precision", "device", "device_name"), _is_text),
+    **dict.fromkeys(("world_size", "global_batch_size", "image_size", "seed", "epochs"), _count),
+    **dict.fromkeys(("data_wait_pct", "peak_memory_gib", "others_pct"), _amount),
+    "environment": lambda value: isinstance(value, dict) and all(map(_is_text, map(str, [*value, *value.values()]))),
 }
 
 
-def _check(document: Any, rules: Rules, where: str, required: Sequence[str] = ()) -> None:
-    """
+def _checked(document: Any, rules: Mapping[str, Rule], where: str, required: Sequence[str] = ()) -> dict[str, Any]:
+    """The document without nulls, which mean unknown.
+
     Raises:
-        ValueError: a value of the wrong type or size; a missing one, or null, is unknown unless it is required.
+        ValueError: a value of the wrong type or size, or a required one is unknown.
     """
     if not isinstance(document, dict):
         raise ValueError(f"{where} is {repr(document)[:80]}")
+    known = {name: value for name, value in document.items() if value is not None}
     for name, is_valid in rules.items():
-        value = document.get(name)
-        if not is_valid(value) and (value is not None or name in required):
-            raise ValueError(f"{where}: {name} is {repr(value)[:80]}")
+        if (name in known or name in required) and not is_valid(known.get(name)):
+            raise ValueError(f"{where}: {name} is {repr(known.get(name))[:80]}")
+    return known
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------

@@ -27,15 +27,11 @@ class Slot:
 def plan_slots(
     gpus: Sequence[str], cores: Sequence[int], runs: Sequence[tuple[Config, int]], groups: int
 ) -> list[Slot]:
-    """Divide GPUs and cores among the jobs that run at the same time.
+    """Divide GPUs and cores among the jobs that run at the same time, at most one per group of jobs.
 
     Cores are not shared between slots: a job chooses its loader workers and threads by the cores that it may use, and
-    the load of a slot does not count as load of other processes in another one.
-
-    Args:
-        cores: in an order in which neighbours share a physical core and a socket, see `own_cores`.
-        runs: settings and number of processes of each job.
-        groups: how many groups of jobs there are; more slots would stay idle.
+    the load of a slot does not count as load of other processes in another one. `cores` are ordered as by `own_cores`;
+    `runs` are the settings and the number of processes of each job.
 
     Raises:
         ConfigError: too few GPUs for a job, or too few cores for its processes and loader workers.
@@ -64,19 +60,13 @@ def _cores_needed(cfg: Config, nproc: int) -> int:
 
 
 def chosen_gpus(asked: Sequence[str], visible: Sequence[str]) -> list[str]:
-    """The GPUs of `launcher.gpus`.
-
-    Raises:
-        ConfigError: there is no GPU, or not the one that was asked for.
-    """
+    """The GPUs of `launcher.gpus`. Raises ConfigError: there is no GPU, or not the one that was asked for."""
     if not visible:
         raise ConfigError("launcher.gpus needs CUDA devices, and this machine has none: leave it out")
-    wrong = [gpu for gpu in asked if gpu not in visible]
-    if list(asked) == ["all"]:
-        return list(visible)
-    if wrong or len(set(asked)) < len(asked):
+    chosen = list(visible if list(asked) == ["all"] else asked)
+    if len(set(chosen) & set(visible)) < len(chosen):
         raise ConfigError(f"launcher.gpus={','.join(asked)}: must be all, or some of {','.join(visible)}, each once")
-    return list(asked)
+    return chosen
 
 
 def visible_gpus() -> list[str]:
@@ -84,8 +74,7 @@ def visible_gpus() -> list[str]:
     import torch
 
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    count = torch.cuda.device_count()
-    return names[:count] if names else [str(number) for number in range(count)]
+    return (names or [str(number) for number in range(torch.cuda.device_count())])[: torch.cuda.device_count()]
 
 
 def own_cores() -> list[int]:

@@ -13,29 +13,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cl_train.comparison.job_process import PACKAGE_ROOT
-from cl_train.comparison.local_jobs import LocalJobs, Stopped, outcome_line, raise_stopped, signals_handled
-from cl_train.comparison.slots import Slot
-from cl_train.comparison.slurm_queue import (
-    active_allocations,
-    allocation_states,
+from cl_train.comparison.local_jobs import (
+    PACKAGE_ROOT,
+    LocalJobs,
+    Progress,
+    Stopped,
     own_allocation,
-    record_missing_outcomes,
+    raise_stopped,
+    signals_handled,
 )
-from cl_train.comparison.status_lines import StatusLines
-from cl_train.comparison.sweep_plan import SLURM_FOLDER, Sweep, outcome_path, read_sweep
+from cl_train.comparison.slots import Slot
+from cl_train.comparison.sweep_plan import SLURM_FOLDER, Sweep, read_sweep
+from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError, LauncherConfig
 
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
 _POLL_S = 5.0
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 
 def check_slurm(sweep: Sweep) -> None:
-    """
+    """Warn if the jobs are meant to run on GPUs and none is requested.
+
     Raises:
         ConfigError: submitit or Slurm is missing, or the processes of a job cannot be spread evenly over the nodes.
     """
@@ -47,6 +50,29 @@ def check_slurm(sweep: Sweep) -> None:
     uneven = [job.nproc for job in sweep.jobs if job.nproc % nodes]
     if uneven:
         raise ConfigError(f"nproc={uneven[0]}: the processes of a job must be a multiple of launcher.nodes={nodes}")
+    devices = (check_command_line(job.overrides)[0].device for group in sweep.pending_groups() for job in group)
+    if sweep.launcher.gpus_per_node is None and any(device != "cpu" for device in devices):
+        print(
+            "warning: launcher.gpus_per_node is not set, so no GPU is requested, and most clusters then run the jobs "
+            "on the CPU: set launcher.gpus_per_node=N, or device=cpu if this is intended",
+            flush=True,
+        )
+
+
+def check_allocations_ended(sweep: Sweep) -> None:
+    """Before a sweep is resumed.
+
+    Raises:
+        ConfigError: Slurm still runs jobs of an earlier submission, or may do so.
+    """
+    if not sweep.allocations:
+        return
+    states = allocation_states(sweep)
+    if states is None:
+        raise ConfigError("squeue does not answer, and Slurm may still run jobs of this sweep: try again later")
+    if active := active_allocations(sweep, states):
+        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(active)}): wait for them, or scancel them")
+    sweep.allocations = {}
 
 
 def submit(sweep: Sweep, program: Sequence[str]) -> None:
@@ -82,15 +108,14 @@ def submit(sweep: Sweep, program: Sequence[str]) -> None:
 def _parameters(launcher: LauncherConfig, nproc: int) -> dict[str, Any]:
     """submitit's names for the options of sbatch."""
     # On one node torchrun is one task with the cores of all processes; on several nodes srun starts a task per process.
-    tasks_per_node = 1 if launcher.nodes == 1 else nproc // launcher.nodes
-    cores = launcher.cpus_per_task and launcher.cpus_per_task * (nproc if launcher.nodes == 1 else 1)
+    tasks, processes_per_task = (1, nproc) if launcher.nodes == 1 else (nproc // launcher.nodes, 1)
     return {
         "job_name": "cl-train",
         "partition": launcher.partition,
         "time": launcher.time_min,
         "nodes": launcher.nodes,
-        "ntasks_per_node": tasks_per_node,
-        "cpus_per_task": cores,
+        "ntasks_per_node": tasks,
+        "cpus_per_task": launcher.cpus_per_task and launcher.cpus_per_task * processes_per_task,
         "gpus_per_node": launcher.gpus_per_node,
         "array_parallelism": launcher.max_parallel or 10_000,
         "setup": [f"export PYTHONPATH={shlex.quote(str(PACKAGE_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}", *launcher.setup],
@@ -133,9 +158,8 @@ def run_allocation(folder: str, numbers: Sequence[int], program: Sequence[str]) 
 def _progress(sweep: Sweep, numbers: Sequence[int]) -> set[str]:
     """Checkpoints and outcomes of the jobs: if none is new, another attempt would get no further."""
     folders = [sweep.folder / sweep.jobs[number].name for number in numbers]
-    return {
-        str(path) for folder in folders for path in [*folder.glob("checkpoints/*.pt"), *folder.glob("summary.json")]
-    }
+    patterns = ("checkpoints/*.pt", "summary.json")
+    return {str(path) for folder in folders for pattern in patterns for path in folder.glob(pattern)}
 
 
 def _requeue() -> None:
@@ -147,35 +171,59 @@ def _requeue() -> None:
         subprocess.run(["scontrol", "requeue", allocation], check=True)
 
 
-# --- outside ----------------------------------------------------------------------------------------------------------
+# --- on the login node ------------------------------------------------------------------------------------------------
 
 
 def wait_for_allocations(sweep: Sweep) -> None:
     """Wait until Slurm has ended all allocations; show the state of each job, and print its outcome once."""
-    status, printed = StatusLines(), set[int]()
+    submitted = [number for numbers in sweep.allocations.values() for number in numbers]
+    progress = Progress(sweep.folder, len(submitted))
     while True:
         states = allocation_states(sweep)
-        _read_outcomes(sweep, printed)
+        outcomes = read_sweep(sweep.folder).jobs
+        # Slurm forgets why an allocation ended, so jobs that have ended are not read again.
+        sweep.jobs = [job if job.number in progress.ended else outcomes[job.number] for job in sweep.jobs]
         if states is not None:
             record_missing_outcomes(sweep, states)
-        jobs = [sweep.jobs[number] for numbers in sweep.allocations.values() for number in numbers]
-        for job in jobs:
-            if job.has_outcome and job.number not in printed:
-                printed.add(job.number)
-                status.print(f"[{len(printed)}/{len(jobs)}] {outcome_line(job, sweep.folder)}")
+        waiting = [job for job in sweep.jobs if job.number in submitted and job.number not in progress.ended]
+        for job in waiting:
+            if job.has_outcome:
+                progress.end(job)
         if states is not None and not active_allocations(sweep, states):
             return
-        status.draw([f"{job.name}: {job.why or job.status}" for job in jobs if job.number not in printed])
+        progress.draw([f"{job.name}: {job.why or job.status}" for job in waiting if not job.has_outcome])
         time.sleep(_POLL_S)
 
 
-def _read_outcomes(sweep: Sweep, known: Set[int]) -> None:
-    """Read the outcomes of the jobs that are not in `known`: Slurm forgets why an allocation ended."""
-    outcomes = read_sweep(sweep.folder).jobs
-    sweep.jobs = [job if job.number in known else outcomes[job.number] for job in sweep.jobs]
+def allocation_states(sweep: Sweep) -> dict[str, str] | None:
+    """Slurm's state of each allocation that it remembers, such as PENDING; None = squeue did not answer.
+
+    squeue, unlike sacct, works on clusters without accounting. It forgets an allocation minutes after its end.
+    """
+    ids = ",".join(sweep.slurm_ids)
+    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={ids}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return None
+    return dict(line.split() for line in done.stdout.splitlines())
 
 
-def remove_outcomes(sweep: Sweep) -> None:
-    """Delete the outcomes of an earlier submission; `sweep.json` has them."""
-    for job in sweep.jobs:
-        outcome_path(sweep.folder, job).unlink(missing_ok=True)
+def active_allocations(sweep: Sweep, states: dict[str, str]) -> list[str]:
+    """The allocations that are queued or running, or will be again."""
+    return [one for one in sweep.allocations if states.get(one, "COMPLETED") not in _ENDED]
+
+
+def record_missing_outcomes(sweep: Sweep, states: dict[str, str]) -> None:
+    """Jobs that have no outcome have failed if their allocation has ended; else `why` gets its state."""
+    active = active_allocations(sweep, states)
+    for allocation, numbers in sweep.allocations.items():
+        state = states.get(allocation, "unknown to Slurm")
+        for job in (sweep.jobs[number] for number in numbers if not sweep.jobs[number].has_outcome):
+            if allocation in active:
+                job.why = f"{job.status}; Slurm job {allocation} is {state}"
+            else:
+                reason = f"{job.why}, " if job.why else ""
+                job.status, job.why = "failed", f"{reason}Slurm job {allocation} ended: {state}"

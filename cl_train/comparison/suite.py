@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +38,18 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
         models.check_model(name)
     if len(settings.layouts) < 2:
         raise ConfigError("layouts: a comparison needs two or more")
-    device = choose_device(settings.device)
+    device, s = choose_device(settings.device), settings
     results = []
-    for name, workload in combinations(settings, device):
-        described: dict[str, Any] = {"model": name, "precision": workload.precision.name}
-        described |= {key: getattr(workload, key) for key in ("mode", "batch_size", "compile", "cuda_graph")}
-        described["image_size"] = workload.input_shape[-1]
+    for name, mode, precision, batch_size, compile, cuda_graph in itertools.product(
+        s.model, s.mode, s.precision, s.batch_size, s.compile, s.cuda_graph
+    ):
+        size = s.image_size or models.usual_image_size(name)
+        workload = Workload(
+            batch_size, (3, size, size), resolve_precision(precision, device), device, mode, compile,
+            cuda_graph=cuda_graph, optim=OptimConfig(name=s.optimizer),
+        )  # fmt: skip
+        described: dict[str, Any] = {"model": name, "precision": workload.precision.name, "mode": mode}
+        described |= {"batch_size": batch_size, "compile": compile, "cuda_graph": cuda_graph, "image_size": size}
         try:
             result = {**described, **_measure(name, workload, settings)}
         except Exception as error:  # a model may raise any exception: keep the results of the others
@@ -60,18 +65,6 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
         "environment": describe_environment(device),
         "results": results,
     }
-
-
-def combinations(settings: BenchmarkSettings, device: torch.device) -> Iterator[tuple[str, Workload]]:
-    s, optim = settings, OptimConfig(name=settings.optimizer)
-    for name, mode, precision, batch_size, compile, graph in itertools.product(
-        s.model, s.mode, s.precision, s.batch_size, s.compile, s.cuda_graph
-    ):
-        size = s.image_size or models.usual_image_size(name)
-        yield name, Workload(
-            batch_size, (3, size, size), resolve_precision(precision, device), device, mode, compile,
-            cuda_graph=graph, optim=optim,
-        )  # fmt: skip
 
 
 def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict[str, Any]:

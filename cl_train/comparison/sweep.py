@@ -6,14 +6,13 @@ import shlex
 from collections.abc import Sequence
 
 from cl_train.comparison import slurm
-from cl_train.comparison.job_process import LOG_NAME
-from cl_train.comparison.local_jobs import LocalJobs, Stopped, raise_stopped, signals_handled
+from cl_train.comparison.local_jobs import LOG_NAME, LocalJobs, Stopped, raise_stopped, signals_handled
 from cl_train.comparison.report import compare_folders
 from cl_train.comparison.slots import Slot, chosen_gpus, own_cores, plan_slots, visible_gpus
-from cl_train.comparison.slurm_queue import active_allocations, allocation_states
-from cl_train.comparison.sweep_plan import Sweep, plan_sweep
+from cl_train.comparison.sweep_plan import Sweep, plan_sweep, setting_of
 from cl_train.config.command_line import check_command_line
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import setting_fields
 from cl_train.system.launcher import read_launch
 from cl_train.system.locks import LockHeld, lock_file
 
@@ -41,16 +40,17 @@ def run_sweep(
         )
     sweep = plan_sweep(arguments)
     is_local = sweep.launcher.name == "local"
-    _check_no_allocation_runs(sweep)
+    slurm.check_allocations_ended(sweep)
     if not is_local:
         slurm.check_slurm(sweep)
     slots = _slots(sweep, gpus)
+    _advise_compare_by(sweep)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     signum = None
     try:
         with lock_file(sweep.folder / ".sweep.lock"):
             sweep.save()
-            slurm.remove_outcomes(sweep)
+            sweep.remove_outcomes()
             try:
                 with signals_handled(raise_stopped):
                     if is_local:
@@ -70,17 +70,6 @@ def run_sweep(
     return 0 if all(job.status == "completed" for job in sweep.jobs) else 1
 
 
-def _check_no_allocation_runs(sweep: Sweep) -> None:
-    if not sweep.allocations:
-        return
-    states = allocation_states(sweep)
-    if states is None:
-        raise ConfigError("squeue does not answer, and Slurm may still run jobs of this sweep: try again later")
-    if active := active_allocations(sweep, states):
-        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(active)}): wait for them, or scancel them")
-    sweep.allocations = {}
-
-
 def _slots(sweep: Sweep, gpus: Sequence[str] | None) -> list[Slot]:
     """The slots of `launcher.gpus`, else one with everything."""
     groups = sweep.pending_groups()
@@ -93,12 +82,20 @@ def _slots(sweep: Sweep, gpus: Sequence[str] | None) -> list[Slot]:
     return slots
 
 
+def _advise_compare_by(sweep: Sweep) -> None:
+    """Warn before the start if all jobs have the same value of the compared setting."""
+    words = [{*job.overrides, f"nproc={job.nproc}"} for job in sweep.jobs]
+    varying = {setting_of(word) for word in set.union(*words) - set.intersection(*words)}
+    is_known = varying <= setting_fields(Config).keys()  # an experiment sets many keys
+    if varying and is_known and sweep.compare_by not in varying:
+        keys = " or ".join(f"compare_by={key}" for key in sorted(varying))
+        print(f"warning: all jobs have the same {sweep.compare_by}, so nothing is compared; use {keys}", flush=True)
+
+
 def _run_locally(sweep: Sweep, slots: Sequence[Slot], program: Sequence[str]) -> None:
     groups = sweep.pending_groups()
-    print(
-        f"sweep of {len(sweep.jobs)} jobs, {sum(map(len, groups))} to run, in {sweep.folder}/<job>/{LOG_NAME}",
-        flush=True,
-    )
+    count = sum(map(len, groups))
+    print(f"sweep of {len(sweep.jobs)} jobs, {count} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
     LocalJobs(sweep.folder, groups, slots, program, lambda job: sweep.save()).run()
 
 
@@ -115,7 +112,7 @@ def _run_on_slurm(sweep: Sweep, program: Sequence[str]) -> bool:
     slurm.wait_for_allocations(sweep)
     sweep.allocations = {}  # they have ended, and Slurm reuses ids
     sweep.save()
-    slurm.remove_outcomes(sweep)
+    sweep.remove_outcomes()
     return True
 
 

@@ -6,12 +6,12 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cl_train.comparison.statistics import MIN_WINDOWS
-from cl_train.config.command_line import MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
+from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
 from cl_train.config.schema import Config, ConfigError, LauncherConfig
 from cl_train.config.validation import from_mapping
 from cl_train.data.sample import PATTERNS, SampleSpec
@@ -66,7 +66,12 @@ class Sweep:
 
     def save_outcome(self, job: Job) -> None:
         """Write the outcome of one job beside `sweep.json`: allocations cannot write the same file."""
-        write_json(outcome_path(self.folder, job), asdict(job))
+        write_json(_outcome_path(self.folder, job), asdict(job))
+
+    def remove_outcomes(self) -> None:
+        """Delete the outcomes of an earlier submission; `sweep.json` has them."""
+        for job in self.jobs:
+            _outcome_path(self.folder, job).unlink(missing_ok=True)
 
     def pending_groups(self) -> list[list[Job]]:
         """The jobs still to run, by group."""
@@ -74,7 +79,7 @@ class Sweep:
         return [list(group) for _, group in itertools.groupby(pending, key=lambda job: job.group)]
 
 
-def outcome_path(folder: Path, job: Job) -> Path:
+def _outcome_path(folder: Path, job: Job) -> Path:
     return folder / SLURM_FOLDER / f"job{job.number}.json"
 
 
@@ -84,30 +89,35 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
     Raises:
         ConfigError: a setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
     """
-    fixed, varying = split_sweep([word for word in arguments if word not in ("-m", "--multirun")])
-    own = {_key(word): word for word in fixed if _is_own(word)}
-    folders = [word for word in fixed if _key(word) == "hydra.sweep.dir"]
-    words = [word for word in fixed if word not in [*own.values(), *folders]]
+    fixed, varying = split_sweep(arguments)
+    own = [word for word in fixed if _is_own(word)]
+    hydra = [word for word in fixed if word.startswith("hydra.")]
+    words = [word for word in fixed if word not in (*own, *hydra)]
     problems = []
     for axis in varying:
         if _is_own(axis[0]) and _key(axis[0]) != "nproc":
             problems.append(f"{_key(axis[0])} belongs to the whole sweep and takes one value")
         if len(set(axis)) < len(axis):
             problems.append(f"{_key(axis[0])}: a value is listed twice; repeats=2 runs every job twice")
-    if any(_key(word) == "hydra.run.dir" for word in fixed):
+    if any(_key(word) == "hydra.run.dir" for word in hydra):
         problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
     if problems:
         raise ConfigError(problems)
-    [settings] = check_command_line(["-m", *own.values()])
+    [settings] = check_command_line(["-m", *own])
     if settings.resume_sweep is not None:
-        if words or varying:
+        others = [word for word in own if not word.startswith(("resume_sweep", "launcher"))]
+        if words or varying or others:
             raise ConfigError("resume_sweep runs what is missing in a sweep: leave out the other settings")
-        sweep = _resumed_sweep(Path(settings.resume_sweep))
-        if any(key.startswith("launcher") for key in own):
+        sweep = read_sweep(Path(settings.resume_sweep))
+        for job in sweep.jobs:
+            job.is_started = job.is_started or job.status != "pending"
+            if job.status != "completed":
+                job.status, job.exit_code, job.why = "pending", None, None
+        if any(word.startswith("launcher") for word in own):
             sweep.launcher = settings.launcher
         return sweep
     jobs = _plan_jobs(words, varying, settings)
-    folder = hydra_folder(folders, "sweep")
+    folder = hydra_folder(hydra, "sweep")
     if (folder / "sweep.json").is_file():
         raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
     taken = [job.name for job in jobs if (folder / job.name).exists()]
@@ -125,14 +135,14 @@ def _key(word: str) -> str:
     return word.partition("=")[0]
 
 
-def _is_compared(word: str, compare_by: str) -> bool:
-    """Whether `word` sets the compared setting; optim=adamw sets optim.name."""
-    return _key(word) in (compare_by, compare_by.removesuffix(".name"))
+def setting_of(word: str) -> str:
+    """The setting that `word` sets; optim=adamw sets optim.name."""
+    return f"{_key(word)}.name" if _key(word) in GROUPS else _key(word)
 
 
 def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings: Config) -> list[Job]:
     """Order: jobs that differ only in the compared key are adjacent, and their repeats alternate: A B B A A B."""
-    compared = [axis for axis in varying if _is_compared(axis[0], settings.compare_by)]
+    compared = [axis for axis in varying if setting_of(axis[0]) == settings.compare_by]
     others = [axis for axis in varying if axis not in compared]
     jobs: list[Job] = []
     names: Counter[str] = Counter()
@@ -148,10 +158,11 @@ def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings:
 
 
 def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> Job:
-    words = [word for word in [*fixed, *chosen] if _key(word) != "nproc"]
-    nproc = next((int(word.partition("=")[2]) for word in chosen if _key(word) == "nproc"), settings.nproc)
+    values = {key: value for key, _, value in (word.partition("=") for word in chosen)}
+    nproc = int(values.get("nproc", settings.nproc))
+    words = [*fixed, *(word for word in chosen if _key(word) != "nproc")]
     [cfg] = check_command_line(words)
-    is_compared = any(_is_compared(word, settings.compare_by) for word in chosen)
+    is_compared = settings.compare_by in map(setting_of, chosen)
     if is_compared and _most_windows(cfg, nproc) < MIN_WINDOWS:
         raise ConfigError(
             f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after "
@@ -159,12 +170,11 @@ def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> 
             "max_steps) or a smaller log_every"
         )
     layout = {"true": "channels_last", "false": "contiguous"}.get(cfg.channels_last, cfg.channels_last)
-    shown = [
-        value if key == "precision" else f"{key.rpartition('.')[2]}={value}"
-        for key, _, value in (word.partition("=") for word in chosen)
-        if key not in ("model", "channels_last")
-    ]
-    return Job(0, "_".join([cfg.model.replace(":", "."), layout, *shown]), words, nproc)
+    shown = [cfg.model.replace(":", "."), layout]
+    for key, value in values.items():
+        if key not in ("model", "channels_last"):
+            shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
+    return Job(0, "_".join(shown), words, nproc)
 
 
 def _most_windows(cfg: Config, nproc: int) -> int:
@@ -179,44 +189,30 @@ def _most_windows(cfg: Config, nproc: int) -> int:
     return sum(start >= cfg.warmup_steps for start in [0, *ends[:-1]])
 
 
-def _resumed_sweep(folder: Path) -> Sweep:
-    sweep = read_sweep(folder)
-    for job in sweep.jobs:
-        job.is_started = job.is_started or job.status != "pending"
-        if job.status != "completed":
-            job.status, job.exit_code, job.why = "pending", None, None
-    return sweep
-
-
 def read_sweep(folder: Path) -> Sweep:
     """The record of a sweep.
 
     Raises:
         ConfigError: the folder has none, or one that cannot be read.
     """
-    path = folder / "sweep.json"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         jobs = [_read_job(job) for job in document["jobs"]]
-        for number, job in enumerate(jobs):
-            outcome = outcome_path(folder, job)
-            jobs[number] = _read_job(json.loads(outcome.read_text(encoding="utf-8"))) if outcome.is_file() else job
+        for number, path in enumerate(_outcome_path(folder, job) for job in jobs):
+            if path.is_file():
+                jobs[number] = _read_job(json.loads(path.read_text(encoding="utf-8")))
         launcher = from_mapping(LauncherConfig, document.get("launcher", {}))
         allocations = {str(one): list(numbers) for one, numbers in document.get("allocations", {}).items()}
         return Sweep(folder, str(document["compare_by"]), jobs, launcher, allocations)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as the record of a sweep: {str(error)[:200]}") from None
+        raise ConfigError(f"{folder}/sweep.json cannot be read as the record of a sweep: {str(error)[:200]}") from None
 
 
 def _read_job(values: Mapping[str, Any]) -> Job:
-    known = {field.name for field in fields(Job)}
-    job = Job(**{name: value for name, value in values.items() if name in known})
-    if (
-        type(job.number) is not int
-        or job.name != safe_name(job.name)
-        or not all(isinstance(word, str) for word in job.overrides)
-    ):
+    job = Job(**values)
+    is_text = all(isinstance(word, str) for word in job.overrides)
+    if type(job.number) is not int or job.name != safe_name(job.name) or not is_text:
         raise ValueError("a job has an impossible name or impossible settings")
     return job

@@ -21,6 +21,15 @@ def test_only_sigint_stops_a_second_time() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_sweep_under_nohup_survives_the_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_handled(raise_stopped):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_that_arrives_during_logging_stops() -> None:
     """submitit logs each SIGCONT that Slurm sends together with SIGTERM."""
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from cl_train.comparison.pairs import compare_pair, compare_runs, compare_two
+from cl_train.config.command_line import check_command_line, group_choices
+from cl_train.config.validation import flatten, to_mapping
 from tests.comparison.run_folders import run_of
 
 
@@ -45,6 +47,20 @@ def test_repeats_are_paired_by_their_number(tmp_path: Path) -> None:
     [pair] = compare_runs(runs)
     assert pair.interval is not None and pair.interval.n == 1
     assert pair.interval.ratio == pytest.approx(1.5, abs=0.01)
+
+
+def test_repeats_are_paired_by_their_number_although_the_sides_have_other_learning_rates(tmp_path: Path) -> None:
+    sides: dict[str, dict[str, Any]] = {
+        "sgd": {"optim__name": "sgd", "optim__lr": 0.1},
+        "adamw": {"optim__name": "adamw", "optim__lr": 1e-3},
+    }
+    table = [("adamw", 1, 90.0), ("adamw", 2, 100.0), ("sgd", 2, 150.0)]
+    runs = [
+        replace(run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **sides[name]), repeat=repeat)
+        for number, (name, repeat, speed) in enumerate(table)
+    ]
+    [pair] = compare_runs(runs, by="optim.name")
+    assert pair.interval is not None and pair.interval.ratio == pytest.approx(1.5, abs=0.01)
 
 
 def test_seeds_are_repeats_too(tmp_path: Path) -> None:
@@ -98,13 +114,27 @@ def test_other_keys_can_be_compared(tmp_path: Path) -> None:
     runs = [run_of(tmp_path, 100.0, batch_size=8), run_of(tmp_path, 150.0, batch_size=128)]
     [pair] = compare_runs(runs, by="batch_size")
     assert (pair.baseline, pair.candidate, pair.verdict) == ("batch_size=8", "batch_size=128", "faster")
-    optimizers = {"lion": "timm", "sgd": "torch"}
-    runs = [run_of(tmp_path, 100.0, optim__name=name, optim__library=optimizers[name]) for name in optimizers]
+    changed = {"optim__library": "timm", "optim__decay_norm_and_bias": False}  # by optim=timm
+    runs = [run_of(tmp_path, optim__name="lion", **changed)]
+    runs.append(run_of(tmp_path, optim__name="sgd", optim__library="torch", optim__decay_norm_and_bias=True))
     [pair] = compare_runs(runs, by="optim.name")
     assert (pair.baseline, pair.candidate, pair.verdict) == ("optim.name=lion", "optim.name=sgd", "no_difference")
+    assert any("optim.decay_norm_and_bias" in note for note in pair.notes), "the note says what else differs"
     runs = [run_of(tmp_path, 100.0, drop_path=None), run_of(tmp_path, 150.0, drop_path=0.1)]
     [pair] = compare_runs(runs, by="drop_path")
     assert (pair.baseline, pair.candidate, pair.verdict) == ("drop_path=null", "drop_path=0.1", "faster")
+
+
+@pytest.mark.parametrize("group", ["optim", "schedule"])
+def test_choices_of_a_group_can_be_compared_by_its_name(group: str, tmp_path: Path) -> None:
+    """What the files of the group change is accepted."""
+    runs = []
+    for choice in group_choices(group):
+        [cfg] = check_command_line([f"{group}={choice}"])
+        runs.append(replace(run_of(tmp_path), settings=dict(flatten(to_mapping(cfg)))))
+    pairs = compare_runs(runs, by=f"{group}.name")
+    assert len(pairs) == len(runs) - 1 > 2
+    assert {pair.verdict for pair in pairs} == {"no_difference"}
 
 
 def test_numbers_of_processes_can_be_compared(tmp_path: Path) -> None:

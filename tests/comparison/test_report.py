@@ -62,6 +62,8 @@ def test_the_verdict_in_words(report: Report) -> None:
         assert part in sentence
     assert "alexnet: batch_size differs" in sentence, "the reason is given"
     assert verdict_sentence(Report([])).startswith("Nothing to compare")
+    assert "compare_by=optim.lr" in verdict_sentence(Report([], differing=["optim.lr", "seed"]))
+    assert "compare_by" not in verdict_sentence(Report([], differing=["model", "channels_last"]))
 
 
 def test_a_comparison_by_precision_names_no_precision(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cl_train.comparison import slurm
-from cl_train.comparison.slurm_queue import active_allocations, own_allocation, record_missing_outcomes
+from cl_train.comparison.local_jobs import own_allocation
+from cl_train.comparison.slurm import active_allocations, record_missing_outcomes
 from cl_train.comparison.sweep import run_sweep
 from cl_train.comparison.sweep_plan import Sweep, plan_sweep, read_sweep
 from cl_train.config.schema import ConfigError, LauncherConfig
@@ -39,7 +40,7 @@ def test_the_record_holds_launcher_allocations_and_outcomes(planned: Sweep) -> N
     assert found.allocations == planned.allocations
     assert [job.status for job in found.jobs] == ["pending", "completed", "pending", "pending"]
     found.save()
-    slurm.remove_outcomes(found)
+    found.remove_outcomes()
     assert read_sweep(planned.folder).jobs == found.jobs
 
 
@@ -86,6 +87,22 @@ def test_processes_are_spread_evenly(planned: Sweep, monkeypatch: pytest.MonkeyP
     planned.launcher = LauncherConfig(name="slurm", nodes=2)
     with pytest.raises(ConfigError, match=r"launcher\.nodes=2"):
         slurm.check_slurm(planned)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_warned"), [([], True), (["device=cpu"], False), (["launcher.gpus_per_node=1"], False)]
+)
+def test_a_missing_request_for_gpus_is_reported(
+    words: list[str],
+    is_warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)  # type: ignore[attr-defined]
+    words = ["-m", "channels_last=true,false", "launcher=slurm", f"hydra.sweep.dir={tmp_path}/a", *words]
+    slurm.check_slurm(plan_sweep(words))
+    assert ("launcher.gpus_per_node" in capsys.readouterr().out) == is_warned
 
 
 def test_a_record_of_an_earlier_version_can_be_read(planned: Sweep) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.comparison import job_process
 from cl_train.comparison import sweep as sweep_module
-from cl_train.comparison.local_jobs import LocalJobs
+from cl_train.comparison.local_jobs import LOG_NAME, LocalJobs, continued
 from cl_train.comparison.report import compare_folders
 from cl_train.comparison.slots import Slot
 from cl_train.comparison.sweep import run_sweep
@@ -87,6 +86,24 @@ def test_jobs_stand_beside_what_they_are_compared_with_and_alternate() -> None:
     ]
     assert planned.jobs[0].overrides == ["epochs=2", "channels_last=true", "model=resnet18"]
     assert planned.folder.parent == Path("multirun")
+
+
+def test_a_setting_that_is_the_same_in_all_jobs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the setting to compare by instead; not where a sweep compares its own setting, or has one job."""
+    cases = {
+        ("optim.lr=0.1,0.2",): "compare_by=optim.lr",
+        ("optim=sgd,adamw",): "compare_by=optim.name",
+        ("nproc=1,2",): "compare_by=nproc",
+        ("seed=1,2", "compare_by=precision"): "compare_by=seed",
+        ("seed=1,2", "channels_last=true,false"): "",
+        ("optim=sgd,adamw", "compare_by=optim.name"): "",
+        ("repeats=2",): "",
+        ("augment=basic,strong", "compare_by=augment.flip"): "",
+    }
+    for words, expected in cases.items():
+        sweep_module._advise_compare_by(plan_sweep(["-m", *words]))
+        output = capsys.readouterr().out
+        assert expected in output and bool(expected) == bool(output), words
 
 
 def test_choices_of_a_group_are_compared_by_its_name() -> None:
@@ -215,6 +232,8 @@ def test_resuming_takes_no_other_settings(stand_in: Path, tmp_path: Path) -> Non
         run_sweep(["-m", "channels_last=true,false", "model=resnet50", f"resume_sweep={folder}"], [str(stand_in)])
     with pytest.raises(ConfigError, match="resume_sweep"):
         sweep(stand_in, folder, "channels_last=true,false", "model=resnet18")
+    with pytest.raises(ConfigError, match="resume_sweep"):
+        run_sweep(["-m", "compare_by=precision", f"resume_sweep={folder}"], [str(stand_in)])
     with pytest.raises(ConfigError, match=r"sweep\.json"):
         run_sweep(["-m", f"resume_sweep={tmp_path}"], [str(stand_in)])
 
@@ -229,7 +248,7 @@ def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tm
     stand_in.write_text("import sys; print(sys.argv)")
     LocalJobs(folder, [planned.jobs[:1]], [Slot()], [str(stand_in)], lambda job: None).run()
     assert job.status == "completed"
-    assert "'resume=auto'" in (folder / job.name / job_process.LOG_NAME).read_text()
+    assert "'resume=auto'" in (folder / job.name / LOG_NAME).read_text()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -269,7 +288,7 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
     planned = plan_sweep(["-m", "nproc=2", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     planned.folder.mkdir()
     LocalJobs(planned.folder, [planned.jobs[:1]], [Slot()], [str(stand_in)], lambda job: None).run()
-    log = (planned.folder / planned.jobs[0].name / job_process.LOG_NAME).read_text()
+    log = (planned.folder / planned.jobs[0].name / LOG_NAME).read_text()
     assert "rank 0 of 2" in log and "rank 1 of 2" in log
 
 
@@ -303,13 +322,15 @@ def test_names_that_come_out_alike_are_told_apart() -> None:
 
 def test_a_measured_batch_size_is_kept_when_a_job_goes_on(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: resnet18\nbatch_size: 96\n")
-    assert job_process._continued(["batch_size=auto", "seed=1"], tmp_path) == ["batch_size=96", "seed=1"]
+    assert continued(["batch_size=auto", "seed=1"], tmp_path) == ["batch_size=96", "seed=1"]
 
 
-def test_a_sweep_by_another_key(stand_in: Path, tmp_path: Path) -> None:
+def test_a_sweep_by_another_key(stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "sweep"
     assert sweep(stand_in, folder, "model=resnet18", "channels_last=true", "precision=bf16,fp32") == 0
+    assert "compare_by=precision" in capsys.readouterr().out.splitlines()[0], "before the start"
     assert compare_folders([folder]).pairs == [], "one layout only"
+    assert "compare_by=precision" in capsys.readouterr().out
     [pair] = compare_folders([folder], "precision").pairs
     assert (pair.baseline, pair.candidate) == ("precision=fp32", "precision=bf16")
 
@@ -339,7 +360,7 @@ def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in: Path, t
     assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 1
     started, foreign = read_sweep(planned.folder).jobs
     assert started.status == "completed"
-    assert "'overwrite=true'" in (planned.folder / started.name / job_process.LOG_NAME).read_text()
+    assert "'overwrite=true'" in (planned.folder / started.name / LOG_NAME).read_text()
     assert foreign.status == "failed" and not any((planned.folder / foreign.name).iterdir())
 
 
