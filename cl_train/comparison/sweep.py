@@ -85,7 +85,7 @@ def _slots(sweep: Sweep, gpus: Sequence[str] | None) -> list[Slot]:
 def _advise_compare_by(sweep: Sweep) -> None:
     """Warn before the start if all jobs have the same value of the compared setting."""
     words = [{*job.overrides, f"nproc={job.nproc}"} for job in sweep.jobs]
-    varying = {setting_of(word) for word in set.union(*words) - set.intersection(*words)}
+    varying = {setting_of(word) for word in words[0].union(*words) - words[0].intersection(*words)}
     is_known = varying <= setting_fields(Config).keys()  # an experiment sets many keys
     if varying and is_known and sweep.compare_by not in varying:
         keys = " or ".join(f"compare_by={key}" for key in sorted(varying))
