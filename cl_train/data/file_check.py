@@ -1,4 +1,4 @@
-"""Before the first step: are too many files of a folder no images? Only their first bytes are read."""
+"""Refuse a folder in which too many files are not images. Only their first bytes are read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STARTS = (JPEG_MAGIC, PNG_MAGIC, b"BM", b"II*\0", b"MM\0*", b"RIFF")  # BMP, TI
 
 
 def check_files(source: ImageSource, max_bad_images: int) -> None:
-    """Refuse a folder that on_bad_image=skip would silently shrink; of a large one, a random part is checked.
+    """For on_bad_image=skip, before training. Of a large folder a random part is checked.
 
     Raises:
-        ConfigError: more than `max_bad_images` files are no images, or a class has no image at all.
+        ConfigError: more than `max_bad_images` files are not images, or a class has no image at all.
     """
     for split in (source.train, source.val):
         if not isinstance(split, FolderSplit):  # shards are checked when they are written
@@ -33,7 +33,7 @@ def check_files(source: ImageSource, max_bad_images: int) -> None:
         problems = []
         if len(bad) > max_bad_images:
             problems.append(
-                f"{len(bad)} of {len(checked)} files are no images, more than data.max_bad_images={max_bad_images}"
+                f"{len(bad)} of {len(checked)} files are not images, more than data.max_bad_images={max_bad_images}"
             )
         if bad and len(checked) == count:
             left = np.delete(split.labels, list(bad))
@@ -48,7 +48,7 @@ def check_files(source: ImageSource, max_bad_images: int) -> None:
 
 
 def why_no_image(path: str | bytes, starts: tuple[bytes, ...] = _STARTS) -> str | None:
-    """The reason why a file cannot be an image, from its kind and first bytes; None if it may be one."""
+    """The reason why a file is not an image, from its kind and first bytes; None if it may be one."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return "not a regular file"

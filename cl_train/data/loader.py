@@ -202,7 +202,7 @@ class HostLoader:
             self._workers = Workers(
                 partial(_fill, self.reader, self._slots, _SUBSTITUTES if self._order else 1),
                 count=self.workers,
-                queued=max(2, -(-tasks // max(1, self.workers))),  # all: a long task of one worker stops no other one
+                queued=max(2, -(-tasks // max(1, self.workers))),  # all: a long task does not delay the other workers
                 progress=self._slots.progress,
                 timeout_s=self._cfg.worker_timeout_s,
                 name_of=self.reader.name,

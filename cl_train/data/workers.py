@@ -27,6 +27,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
+from cl_train.system.child_process import watch_parent
+
 _POLL_S = 1.0
 _CLOSE_S = 2.0
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -170,14 +172,8 @@ def _start_worker(progress: npt.NDArray[np.int64], parent: int, number: int) -> 
     for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
         signal.signal(name, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-
-
-def _end_with_parent(parent: int) -> None:
-    """A killed parent cannot end its workers. (The kernel's signal for this would follow the thread that forked.)"""
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os._exit(1)
+    # A killed parent cannot end its workers. The kernel's signal for this would follow the thread that forked.
+    threading.Thread(target=watch_parent, args=(parent,), daemon=True).start()
 
 
 def _kill(processes: list[BaseProcess]) -> None:

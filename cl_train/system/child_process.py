@@ -32,7 +32,7 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
         if os.getppid() != parent_pid:  # the parent ended before the call
             os.kill(os.getpid(), signum)
         return
-    threading.Thread(target=_watch, args=(parent_pid, signum), name="parent", daemon=True).start()
+    threading.Thread(target=watch_parent, args=(parent_pid, signum), name="parent", daemon=True).start()
 
 
 def end_with_torchrun() -> None:
@@ -51,7 +51,8 @@ def end_with_torchrun() -> None:
         raise ConfigError(f"torchrun does not respond at {host}:{port}: {error}") from None
 
 
-def _watch(parent_pid: int | None, signum: int) -> None:
+def watch_parent(parent_pid: int | None, signum: int = signal.SIGKILL) -> None:
+    """Send this process `signum` when its parent has ended; blocks until then."""
     while os.getppid() == parent_pid:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signum)
