@@ -117,15 +117,19 @@ def image_loader(
     if split not in ("train", "val"):
         raise ValueError(f"split={split!r}: use 'train' or 'val'")
     source = read_folder(Path(root).expanduser(), FolderLayout(None, val_fraction, tuple(extensions)))
-    if world_size is None:
-        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
     cfg = DataConfig(workers=workers, extensions=list(extensions))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    dist = Dist(rank or 0, 0, world_size, torch.device(device or "cpu"))
+    dist = _dist(rank, world_size, torch.device(device or "cpu"))
     training, bad_images = split == "train", BadImages(skip=skip_bad_images, limit=len(source.train) + len(source.val))
     reader = ImageReader(source.train if training else source.val, cfg, augment, seed, training=training)
     order = (lambda epoch: permutation(seed, epoch, len(source.train))) if training else None
     loader = HostLoader(reader, SizeSchedule.constant(image_size, batch_size), cfg, dist, bad_images, order)
     form = DeviceFormat(dist.device, dtype, memory_format)
     return ImageLoader(loader, source.classes, bad_images, Normalise(mean, std, form) if device is not None else None)
+
+
+def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:
+    if world_size is None:
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+    return Dist(rank or 0, 0, world_size, device)
