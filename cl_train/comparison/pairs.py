@@ -246,9 +246,9 @@ def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | 
     changed = differing([baseline, candidate])
     remarks: list[str] = []
     if loss_only := [key for key in changed if key != by and _affects(key) == "loss"]:
-        remarks.append(f"the loss gap is not caused by {by} only: {', '.join(loss_only)} differs as well")
+        remarks.append(f"the loss gap is not caused by {by} only; also different: {', '.join(loss_only)}")
     if dependent := [key for key in changed if key in _DEPENDENT.get(by, ())]:
-        remarks.append(f"{', '.join(dependent)} differs as well, which is allowed when runs are compared by {by}")
+        remarks.append(f"also different, which compare_by={by} allows: {', '.join(dependent)}")
     if baseline.settings.get(by) == candidate.settings.get(by):
         remarks.append(f"both sides have the same {by}")
     if by == "channels_last" and baseline.settings.get("compile"):
