@@ -18,14 +18,13 @@ import simplejpeg
 import torch
 
 from cl_train.comparison.loader_speed import (
-    Load,
     Pipeline,
     deliver,
-    loads_of,
     measure,
     ours,
     table,
     torchvision_reference,
+    with_defaults,
 )
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.validation import settings_from_arguments
@@ -36,12 +35,17 @@ _DECODED_FILES = 256
 
 
 def main(words: list[str]) -> int:
-    settings = settings_from_arguments(LoaderBenchmarkSettings, words)
-    load = loads_of(settings)[-1]
-    pipelines = [torchvision_reference(load), ours(load), ours(load, decoder="pillow"), decoding_only(load)]
+    settings = with_defaults(settings_from_arguments(LoaderBenchmarkSettings, words))
+    workers = settings.workers[-1]
+    pipelines = [
+        torchvision_reference(settings, workers),
+        ours(settings, workers),
+        ours(settings, workers, decoder="pillow"),
+        decoding_only(settings),
+    ]
     missing: dict[str, str] = {}
     try:
-        pipelines.append(timm(load))
+        pipelines.append(timm(settings, workers))
     except Exception as error:  # also a broken installation
         missing["timm"] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
     result = measure(pipelines, settings) | {"missing": missing}
@@ -52,9 +56,9 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def decoding_only(load: Load) -> Pipeline:
+def decoding_only(settings: LoaderBenchmarkSettings) -> Pipeline:
     """libjpeg-turbo on whole files in memory, one core: the upper limit for a loader that decodes whole images."""
-    split = read_folder(load.root).train
+    split = read_folder(Path(str(settings.root))).train
     sources = [split.read(index) for index in range(0, len(split), max(1, len(split) // _DECODED_FILES))]
 
     def run() -> int:
@@ -65,23 +69,23 @@ def decoding_only(load: Load) -> Pipeline:
     return Pipeline("decoding only", 1, run)
 
 
-def timm(load: Load) -> Pipeline:
+def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     """timm's training loader: uint8 batches from its fast_collate, the input of its GPU prefetcher."""
     data, collate = importlib.import_module("timm.data"), importlib.import_module("timm.data.loader").fast_collate
     loader = data.create_loader(
-        data.create_dataset("", str(load.root / "train"), is_training=True),
-        (3, load.image_size, load.image_size),
-        load.batch_size,
+        data.create_dataset("", f"{settings.root}/train", is_training=True),
+        (3, settings.image_size, settings.image_size),
+        settings.batch_size,
         is_training=True,
         use_prefetcher=False,
         collate_fn=collate,
-        num_workers=load.workers,
+        num_workers=workers,
         persistent_workers=True,
         color_jitter=0.0,
         device=torch.device("cpu"),
     )
     loader.dataset.transform.transforms[-2:] = [_as_uint8]  # instead of ToTensor and Normalize
-    return Pipeline("timm", load.workers, lambda: deliver(loader, load.images))
+    return Pipeline("timm", workers, lambda: deliver(loader, settings.images))
 
 
 def _as_uint8(image: Any) -> np.ndarray[Any, Any]:

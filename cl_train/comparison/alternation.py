@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from cl_train.comparison.statistics import Interval, interval_of_rounds
 
 log = logging.getLogger(__name__)
 
-MIN_ROUNDS = 8  # with fewer, an interval that is narrow by chance ends the measurement too soon
-
 
 @dataclass(frozen=True)
 class Alternation:
-    """Timed blocks of the variants that were measured to the end; variants dropped for lack of memory are missing."""
+    """Timed blocks of the variants; those that ran out of memory are missing."""
 
     blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
     seconds: float
@@ -49,7 +47,7 @@ def alternate(
     *,
     target_ci: float = 0.02,
     time_limit_s: float = 60.0,
-    min_rounds: int = MIN_ROUNDS,
+    min_rounds: int = 8,
 ) -> Alternation:
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or time runs out.
 
@@ -59,6 +57,7 @@ def alternate(
     Args:
         blocks: per variant, a function that runs a block of steps and returns the seconds per step.
         time_limit_s: counts from the first block; at least two rounds are run.
+        min_rounds: with fewer, an interval that is narrow by chance would end the measurement too soon.
     """
     times: list[list[float]] = [[] for _ in blocks]
     started_at = time.perf_counter()
@@ -83,12 +82,8 @@ def alternate(
 
 
 def _speed_ratios(times: Sequence[Sequence[float]]) -> list[Interval]:
-    logs = [[math.log(seconds) for seconds in variant] for variant in times]
-    per_round = [[(mine[i] + mine[i + 1]) / 2 for i in range(0, len(mine), 2)] for mine in logs]
-    return [
-        interval_of_rounds([first - mine for first, mine in zip(per_round[0], variant, strict=True)])
-        for variant in per_round
-    ]
+    log_s = np.log(times).reshape(len(times), -1, 2).mean(2)  # [variants, rounds]
+    return [interval_of_rounds((log_s[0] - mine).tolist()) for mine in log_s]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

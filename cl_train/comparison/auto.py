@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch import nn
 from cl_train.comparison.alternation import release_memory
 from cl_train.comparison.paired import Comparison, benchmark_layouts, workload_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, Workload
-from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
+from cl_train.config.validation import suggest
 from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.memory_format.names import name_of
 from cl_train.models.copies import copy_model
 from cl_train.system.environment import describe_environment, device_name
@@ -31,7 +33,6 @@ log = logging.getLogger(__name__)
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
 CPU_BATCH = 8  # images at most in an eager step on a CPU, so that enough steps fit into the time limit
 NOISY_WIDTH = 0.2  # of a ratio's interval: without a significant difference, a wider one is inconclusive
-_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Choice:
         return self.reason
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "memory_format": name_of(self.memory_format)}
+        return {**vars(self), "memory_format": name_of(self.memory_format)}
 
 
 def choose_memory_format(
@@ -89,14 +90,15 @@ def choose_memory_format(
     Raises:
         ConfigError: an impossible argument.
     """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={optimizer}; use {', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}")
     workload = workload_of(
         model, batch_size, image_size, precision, device, compile=compile, compile_mode=compile_mode,
         cuda_graph=cuda_graph, optim=OptimConfig(name=optimizer),
     )  # fmt: skip
     key = _cache_key(model, workload)
     path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
-    cached = _read(path, key)
-    if cached is not None:
+    if cached := _read(path):
         return replace(cached, cached=True, reason=f"{cached.reason} (measured before: {path})")
     log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
     started_at = time.perf_counter()
@@ -119,24 +121,25 @@ def _contiguous(reason: str, *, conclusive: bool = True) -> Choice:
 
 
 def _measure(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
-    convolutions = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    if not any(isinstance(module, convolutions) for module in model.modules()):
+    if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return _contiguous("the model has no convolutions")
     layouts = _layouts(model, workload)
-    is_slow = workload.device.type == "cpu" and not workload.compile
-    measured = replace(workload, batch_size=min(workload.batch_size, CPU_BATCH if is_slow else workload.batch_size))
+    measured = workload
+    if workload.device.type == "cpu" and not workload.compile:
+        measured = replace(workload, batch_size=min(workload.batch_size, CPU_BATCH))
     done = benchmark_layouts(model, measured, layouts, time_limit_s=0.75 * time_limit_s)  # warm-up takes about the rest
-    faster = [speed for speed in done.speeds if speed.verdict == "faster"]
-    best = max(faster, key=lambda speed: speed.images_per_s, default=done.speeds[0])
-    winner = next(layout for layout in layouts if layout.name == best.layout)
     reason = _reason(done, workload.batch_size)
-    is_noisy = any(
+    faster = [speed for speed in done.speeds if speed.verdict == "faster"]
+    if faster:
+        best = max(faster, key=lambda speed: speed.images_per_s)
+        winner = next(layout for layout in layouts if layout.name == best.layout)
+        return Choice(winner.memory_format, winner.conversion, f"{winner.name}: {reason}", 0.0)
+    if any(
         speed.verdict == "not_comparable" or (speed.verdict == "no_difference" and speed.ratio.width > NOISY_WIDTH)
         for speed in done.speeds[1:]
-    )
-    if winner is CONTIGUOUS and is_noisy:
+    ):
         return _contiguous(f"{reason}; too noisy to decide, so the next run measures again", conclusive=False)
-    return Choice(winner.memory_format, winner.conversion, f"{winner.name}: {reason}", 0.0)
+    return _contiguous(reason)
 
 
 def _layouts(model: nn.Module, workload: Workload) -> list[Layout]:
@@ -166,7 +169,7 @@ def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     versions = describe_environment(workload.device)
     return {
-        "format_version": _FORMAT_VERSION,
+        "format_version": 2,
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "modules": hashlib.sha256(f"{model!r} {shapes}".encode()).hexdigest()[:16],
         "batch_size": workload.batch_size,
@@ -180,12 +183,10 @@ def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, key: dict[str, Any]) -> Choice | None:
+def _read(path: Path) -> Choice | None:
     """The cached choice; None if the file is missing or cannot be read: the layouts are measured again."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["key"] != key:
-            return None
         memory_format = CHANNELS_LAST.memory_format if stored["channels_last"] else torch.contiguous_format
         return Choice(memory_format, stored["conversion"], stored["reason"], stored["seconds"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 class EqualRandomness(TorchDispatchMode):
     """While active, random operators draw the same logical values in the same order of calls.
 
-    Fused attention with dropout is the exception: it is seeded, and its kernels generate their own random
-    numbers. The generators of Python and numpy are seeded once, at the start.
+    Fused attention with dropout is seeded only: its kernels generate their own random numbers. The generators of Python
+    and numpy are seeded once, at the start.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,10 +42,9 @@ class EqualRandomness(TorchDispatchMode):
         torch.manual_seed(self.seed)
         if "attention" in func.name():
             return func(*args, **kwargs)
-        drawn_args, drawn_kwargs = tree_map(_plain, args), {name: tree_map(_plain, kwargs[name]) for name in kwargs}
-        drawn_kwargs = {name: value for name, value in drawn_kwargs.items() if name not in _ELSEWHERE}
-        if "device" in kwargs:
-            drawn_kwargs["device"] = CPU
+        drawn_args, drawn_kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
+        for name in ("memory_format", "pin_memory", "layout"):
+            drawn_kwargs.pop(name, None)
         result = func(*args, **kwargs)  # has the right layout, dtype and device; its values are replaced below
         torch.manual_seed(self.seed)
         drawn = func(*drawn_args, **drawn_kwargs)
@@ -58,13 +57,12 @@ class EqualRandomness(TorchDispatchMode):
         return result
 
 
-_ELSEWHERE = ("memory_format", "pin_memory", "layout")
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         dtype = torch.float64 if value.is_floating_point() else None
         return value.detach().to(CPU, dtype, copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
+    if isinstance(value, torch.device):
+        return CPU
     return None if isinstance(value, torch.Generator) else value

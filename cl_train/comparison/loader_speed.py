@@ -1,17 +1,18 @@
-"""Is the loader fast enough? Our loader and torchvision's reference pipeline on the same files.
+"""The speed of our loader and of torchvision's reference pipeline: random resized crops with flips of the same files.
 
-Both deliver batches of random resized crops with flips. Rounds are interleaved, so that other load on the machine
-affects all pipelines; a ratio is the median over rounds of the ratios within a round.
+Rounds are interleaved, so that other load on the machine affects all pipelines alike; a ratio is the median of the
+ratios within a round.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,17 +30,6 @@ from cl_train.system.environment import describe_environment
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a pipeline delivers per round: at least `images` images of `root/train`, in batches."""
-
-    root: Path
-    image_size: int
-    batch_size: int
-    images: int
-    workers: int  # processes
-
-
 @dataclass
 class Pipeline:
     """One way to load: `run` delivers the images of a round and returns their number."""
@@ -51,23 +41,22 @@ class Pipeline:
     rates: list[float] = field(default_factory=list)  # images/s, one per round
 
 
-def loads_of(settings: LoaderBenchmarkSettings) -> list[Load]:
-    """One per number of workers."""
+def with_defaults(settings: LoaderBenchmarkSettings) -> LoaderBenchmarkSettings:
+    """The settings with a folder of images and at least one number of workers."""
     root = Path(settings.root).expanduser() if settings.root else ensure_sample(DATA_DIR / "sample")
     cores = len(os.sched_getaffinity(0))
-    counts = settings.workers or [2**power for power in range(5) if 2**power <= cores]
-    return [Load(root, settings.image_size, settings.batch_size, settings.images, count) for count in counts]
+    workers = settings.workers or [2**power for power in range(5) if 2**power <= cores]
+    return replace(settings, root=str(root), workers=workers)
 
 
 def benchmark(settings: LoaderBenchmarkSettings) -> dict[str, Any]:
     """Measure; returns the content of the JSON file.
 
-    Raises:
-        ConfigError: no such folder, or fewer images than one batch.
+    Raises ConfigError: no such folder, or fewer images than one batch.
     """
-    loads = loads_of(settings)
-    own = [ours(load) for load in loads]  # raises ConfigError for a missing folder
-    result = measure([torchvision_reference(loads[-1]), *own], settings)
+    settings = with_defaults(settings)
+    own = [ours(settings, count) for count in settings.workers]  # raises ConfigError for a missing folder
+    result = measure([torchvision_reference(settings, settings.workers[-1]), *own], settings)
     rows = [row for row in result["rows"] if row["pipeline"] == "cl_train"]
     per_core = max(row["images_per_s"] / min(result["cores"], row["workers"]) for row in rows)
     needed = settings.gpu_images_per_s
@@ -125,39 +114,43 @@ def table(result: dict[str, Any]) -> str:
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def ours(load: Load, decoder: str = "simplejpeg") -> Pipeline:
+def ours(settings: LoaderBenchmarkSettings, workers: int, decoder: str = "simplejpeg") -> Pipeline:
     """uint8 NHWC batches in shared memory, as training receives them before the copy to the device."""
     cfg = DataConfig(
-        name="folder", root=str(load.root), image_size=load.image_size, workers=load.workers, decoder=decoder
+        name="folder", root=settings.root, image_size=settings.image_size, workers=workers, decoder=decoder
     )
-    dist = Dist(0, 0, 1, torch.device("cpu"))
-    data = build_data(cfg, AugmentConfig(crop_scale_min=0.08, flip=0.5), batch_size=load.batch_size, seed=0, dist=dist)
+    dist, augment = Dist(0, 0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
+    data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
     assert isinstance(data, ImageData)
-    epochs = iter(range(10**9))
+    epochs = itertools.count()
 
     def run() -> int:
         images = 0
         for batch in data.train_loader.batches(next(epochs)):
             images += len(batch.targets)
             batch.release()
-            if images >= load.images:
+            if images >= settings.images:
                 break
         return images
 
-    return Pipeline("cl_train" if decoder == "simplejpeg" else f"cl_train, {decoder}", load.workers, run, data.close)
+    return Pipeline("cl_train" if decoder == "simplejpeg" else f"cl_train, {decoder}", workers, run, data.close)
 
 
-def torchvision_reference(load: Load) -> Pipeline:
+def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     """torchvision's references/classification: Pillow, float tensors from the workers, default collate."""
     from torchvision import datasets, transforms
 
-    crop, flip = transforms.RandomResizedCrop(load.image_size), transforms.RandomHorizontalFlip()
+    crop, flip = transforms.RandomResizedCrop(settings.image_size), transforms.RandomHorizontalFlip()
     transform = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    images = datasets.ImageFolder(str(load.root / "train"), transform)
     loader = torch.utils.data.DataLoader(
-        images, load.batch_size, shuffle=True, num_workers=load.workers, drop_last=True, persistent_workers=True
+        datasets.ImageFolder(f"{settings.root}/train", transform),
+        settings.batch_size,
+        shuffle=True,
+        num_workers=workers,
+        drop_last=True,
+        persistent_workers=True,
     )
-    return Pipeline("torchvision reference", load.workers, lambda: deliver(loader, load.images))
+    return Pipeline("torchvision reference", workers, lambda: deliver(loader, settings.images))
 
 
 def deliver(loader: Any, images: int) -> int:

@@ -5,23 +5,21 @@ Each layout has its own copy of the same weights and the same images; see `alter
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from cl_train.comparison.alternation import MIN_ROUNDS, alternate, is_out_of_memory, release_memory
+from cl_train.comparison.alternation import alternate, is_out_of_memory, release_memory
 from cl_train.comparison.statistics import Interval, verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.model_call import explain_failure
+from cl_train.memory_format.model_call import explain_failure, random_state_restored
 from cl_train.models.copies import device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
@@ -66,9 +64,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
-        plain = asdict(self)
-        for speed in plain["speeds"]:
-            del speed["ratio"], speed["verdict"]
+        kept = ("layout", "images_per_s", "step_ms", "peak_memory_gib")
         pairs = [
             {
                 "baseline": self.speeds[0].layout,
@@ -80,7 +76,8 @@ class Comparison:
             }
             for speed in self.speeds[1:]
         ]
-        return {**plain, "speeds": list(plain["speeds"]), "pairs": pairs}
+        speeds = [{name: getattr(speed, name) for name in kept} for speed in self.speeds]
+        return {**vars(self), "speeds": speeds, "pairs": pairs}
 
     def __str__(self) -> str:
         lines = []
@@ -168,7 +165,6 @@ def benchmark_layouts(
     *,
     target_ci: float = 0.02,
     time_limit_s: float = 60.0,
-    min_rounds: int = MIN_ROUNDS,
 ) -> Comparison:
     """As `compare_layouts`, for a given workload and any layouts; the first is the baseline of all ratios."""
     batch_size = workload.batch_size
@@ -176,7 +172,7 @@ def benchmark_layouts(
         try:
             with measurement_state(workload):
                 timed = [TimedModel(model, layout, replace(workload, batch_size=batch_size)) for layout in layouts]
-                return _compare(timed, target_ci, time_limit_s, min_rounds, workload.batch_size)
+                return _compare(timed, target_ci, time_limit_s, workload.batch_size)
         except ConfigError:
             raise
         except Exception as error:  # a user's model may raise any exception
@@ -198,36 +194,23 @@ def measurement_state(workload: Workload) -> Iterator[None]:
     if workload.compile:
         torch._dynamo.reset()  # else the model runs eagerly once the recompile limit is reached
     autotune = not torch.are_deterministic_algorithms_enabled()
-    generators = random.getstate(), np.random.get_state()
-    try:
-        with (
-            torch.random.fork_rng(devices=[workload.device] if workload.device.type == "cuda" else []),
-            kernel_selection(tf32=workload.precision.tf32, autotune=autotune),
-        ):
-            yield
-    finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
+    with random_state_restored(workload.device), kernel_selection(tf32=workload.precision.tf32, autotune=autotune):
+        yield
 
 
-def _compare(
-    timed: list[TimedModel], target_ci: float, time_limit_s: float, min_rounds: int, requested: int
-) -> Comparison:
+def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float, requested: int) -> Comparison:
     steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
     load = MachineLoad()
     # The median step of a block: interruptions on a shared machine are not caused by the layout.
     blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
-    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s, min_rounds=min_rounds)
+    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s)
     workload, others_pct = timed[0].workload, load.others_pct()
     is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
     speeds = []
     for index, ratio in enumerate(done.speed_ratios()):
+        name, peak_gib, step_s = timed[index].layout.name, timed[index].peak_memory_gib(timed), done.median_s(index)
         verdict = "not_comparable" if index and is_too_busy else verdict_of(ratio)
-        step_s, peak_gib = done.median_s(index), timed[index].peak_memory_gib(timed)
-        speed = LayoutSpeed(
-            timed[index].layout.name, workload.batch_size / step_s, 1000 * step_s, peak_gib, ratio, verdict
-        )
-        speeds.append(speed)
+        speeds.append(LayoutSpeed(name, workload.batch_size / step_s, 1000 * step_s, peak_gib, ratio, verdict))
     return Comparison(
         tuple(speeds), workload.precision.name, workload.batch_size, requested, done.rounds, done.seconds,
         done.stopped_by, others_pct,

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from cl_train.comparison.parity_run import Record, Task, run_step
-from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction
+from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction, noise
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.model_call import explain_failure
+from cl_train.memory_format.model_call import explain_failure, failure_explained
 from cl_train.models.copies import copy_model, device_of
 from cl_train.step.precision import Precision, resolve_precision
 from cl_train.system.memory import available_bytes
@@ -44,10 +44,6 @@ class Check:
     contiguous_error: float
     channels_last_error: float
     allowed_error: float
-
-    @property
-    def passed(self) -> bool:
-        return self.channels_last_error <= self.allowed_error
 
     @property
     def share_of_limit(self) -> float:
@@ -138,31 +134,22 @@ def check_parity(
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     device = torch.device(device) if device is not None else device_of(model)
     if batch is None:
-        batch = torch.randn(
-            fitting_shape(model, image_size, batch_size, device), generator=torch.Generator().manual_seed(seed)
-        )
+        batch = noise(fitting_shape(model, image_size, batch_size, device), seed)
     described = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
     task = Task(model, batch, device, loss, output, seed)
-    layout = Layout("channels_last", torch.channels_last, conversion)
     resolved = resolve_precision(precision, device)
-    try:
+    with failure_explained(f"the model does not run on a batch {described}", "give another batch or image_size"):
         plain = run_step(task, CONTIGUOUS, resolved)
-    except ConfigError:
-        raise
-    except Exception as error:  # a user's model may raise any exception
-        raise ConfigError(
-            f"the model does not run on a batch {described}: {explain_failure(error)}; give another batch or image_size"
-        ) from error
-    return _compare_layouts(task, plain, layout, resolved, described)
+    return _compare_layouts(task, plain, Layout("channels_last", torch.channels_last, conversion), resolved, described)
 
 
 def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Precision, batch: str) -> ParityReport:
     report = partial(ParityReport, precision=precision.name, batch=batch)
-    fp32, exact_dtype, exact, note = Precision("fp32"), torch.float64, FLOAT64_LIMIT, ""
+    fp32, exact_dtype, exact_limit, note = Precision("fp32"), torch.float64, FLOAT64_LIMIT, ""
     try:
         reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
     except Exception as error:  # a model that creates or expects fp32 tensors
-        exact_dtype, exact = torch.float32, FLOAT32_LIMIT
+        exact_dtype, exact_limit = torch.float32, FLOAT32_LIMIT
         note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
         reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
     try:
@@ -170,27 +157,31 @@ def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Preci
         rounded = run_step(task, layout, precision)
     except Exception as error:
         return report(False, first_divergence=f"{explain_failure(error)} (it runs contiguous)", note=note)
-    checks = _compare(reference, reference, converted, lambda kind, error: exact, str(exact_dtype))
-    if not all(check.passed for check in checks):
-        repeated = run_step(task, CONTIGUOUS, fp32, exact_dtype)
-        again = _compare(reference, reference, repeated, lambda kind, error: exact, str(exact_dtype))
-        if not all(check.passed for check in again):
-            why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
-            return report(None, note=why)
-    dtype = torch.float16 if precision.name == "tf32" else precision.input_dtype
-    floor = max(MIN_LIMIT, math.sqrt(torch.finfo(dtype).eps))
-    more = _compare(reference, plain, rounded, lambda kind, error: _limit(kind, error, floor), precision.name)
-    visible = [check for check in more if check.contiguous_error <= MAX_BASELINE_ERROR]
-    if len(visible) < len(more):
-        hidden = len(more) - len(visible)
-        note = f"{hidden} of {len(more)} tensors were compared in float64 only: {precision.name} rounds too far"
-    failed = [check for check in checks + visible if not check.passed]
-    worst = max(checks + visible, key=lambda check: check.share_of_limit, default=None)
+    exactly = partial(_compare, reference, reference, computed_in=str(exact_dtype), limit=lambda *_: exact_limit)
+    checks = exactly(converted)
+    if _failed(checks) and _failed(exactly(run_step(task, CONTIGUOUS, fp32, exact_dtype))):
+        why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
+        return report(None, note=why)
+    limit = partial(_limit, precision=precision)
+    rounded_checks = _compare(reference, plain, rounded, limit, precision.name)
+    visible = [check for check in rounded_checks if check.contiguous_error <= MAX_BASELINE_ERROR]
+    if hidden := len(rounded_checks) - len(visible):
+        note += "; " if note else ""
+        note += f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision.name}"
+    checks += visible
+    failed = _failed(checks)
+    worst = max(checks, key=lambda check: check.share_of_limit, default=None)
     first = _first_divergence(failed[0], task.model) if failed else None
     return report(not failed, first_divergence=first, worst=worst, failed=failed, note=note)
 
 
-def _limit(kind: str, contiguous_error: float, floor: float) -> float:
+def _failed(checks: list[Check]) -> list[Check]:
+    return [check for check in checks if check.channels_last_error > check.allowed_error]
+
+
+def _limit(kind: str, contiguous_error: float, precision: Precision) -> float:
+    dtype = torch.float16 if precision.name == "tf32" else precision.input_dtype
+    floor = max(MIN_LIMIT, math.sqrt(torch.finfo(dtype).eps))
     return min(MAX_LIMIT, max(TOLERANCE * contiguous_error, floor, GRADIENT_LIMIT if kind == "gradients" else 0.0))
 
 
@@ -200,35 +191,37 @@ def _compare(
     """Checks in the order in which a difference spreads: forward, results, gradients, statistics."""
     checks: list[Check] = []
     for kind in ("forward", "results", "gradients", "statistics"):
-        lists = [getattr(record, kind) for record in (reference, contiguous, other)]
-        names = [[name for name, _ in tensors] for tensors in lists]
-        if names[0] != names[2]:
-            odd = next((one for one, two in zip(names[2], names[0], strict=False) if one != two), "the last tensor")
+        truths, plain, mine = (getattr(record, kind) for record in (reference, contiguous, other))
+        names = [name for name, _ in truths]
+        if names != [name for name, _ in mine]:
+            odd = next((one for (one, _), two in zip(mine, names, strict=False) if one != two), "the last tensor")
             return [*checks, Check(f"order of calls at {odd}", computed_in, 0.0, math.inf, 0.0)]
-        rows = [
-            (name, _distance(plain, truth, size), _distance(mine, truth, size))
-            for (name, truth), (_, plain), (_, mine), size in zip(*lists, _sizes(lists[0], kind), strict=True)
-        ]
-        typical = statistics.median([row[1] for row in rows]) if rows else 0.0
+        sizes = _sizes([truth for _, truth in truths], kind)
+        plain_errors, errors = (
+            [_distance(tensor, truth, size) for (_, tensor), (_, truth), size in zip(found, truths, sizes, strict=True)]
+            for found in (plain, mine)
+        )
+        typical = statistics.median(plain_errors) if plain_errors else 0.0
         checks += [
-            Check(name, computed_in, plain, mine, limit(kind, max(plain, typical))) for name, plain, mine in rows
+            Check(name, computed_in, plain_error, error, limit(kind, max(plain_error, typical)))
+            for name, plain_error, error in zip(names, plain_errors, errors, strict=True)
         ]
     return checks
 
 
-def _sizes(tensors: list[tuple[str, torch.Tensor]], kind: str) -> list[float]:
+def _sizes(tensors: list[torch.Tensor], kind: str) -> list[float]:
     """L2 norm of each tensor; for gradients plus that of a tensor of typical elements."""
-    elements = sum(tensor.numel() for _, tensor in tensors)
-    squares = sum(float(tensor.square().sum()) for _, tensor in tensors)
+    elements = sum(tensor.numel() for tensor in tensors)
+    squares = sum(float(tensor.square().sum()) for tensor in tensors)
     typical = math.sqrt(squares / elements) if kind == "gradients" and elements else 0.0
-    return [float(tensor.norm()) + typical * math.sqrt(tensor.numel()) for _, tensor in tensors]
+    return [float(tensor.norm()) + typical * math.sqrt(tensor.numel()) for tensor in tensors]
 
 
 def _distance(tensor: torch.Tensor, truth: torch.Tensor, size: float) -> float:
     """L2 distance / size; infinite if the shapes differ or only one is not finite."""
     if tensor.shape != truth.shape:
         return math.inf
-    if torch.equal(tensor, truth) or (tensor.isnan() & truth.isnan() | (tensor == truth)).all():
+    if torch.allclose(tensor, truth, rtol=0, atol=0, equal_nan=True):
         return 0.0
     distance = float((tensor - truth).norm()) / (size or 1.0)
     return distance if math.isfinite(distance) else math.inf
@@ -260,17 +253,14 @@ def fitting_shape(
 
     Only shapes are computed: transformers take one size only, and Inception's auxiliary head has a minimum size.
 
-    Raises:
-        ConfigError: the step needs more memory than there is.
+    Raises ConfigError: the step needs more memory than there is.
     """
     wanted = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:])) if len(wanted) >= 3 else wanted
     shapes_only = copy_model(model, "meta").train()
-    shape, saved = wanted, _saved_bytes(shapes_only, (2, *small))
-    if saved is not None:
-        shape = small
-    elif wanted != small:
-        saved = _saved_bytes(shapes_only, (2, *wanted))
+    shape, saved = small, _saved_bytes(shapes_only, (2, *small))
+    if saved is None:
+        shape, saved = wanted, _saved_bytes(shapes_only, (2, *wanted))
     weights = sum(parameter.numel() for parameter in model.parameters())
     available = available_bytes(device)
     for size in BATCH_SIZES if batch_size is None else (batch_size,):

@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cl_train.comparison.equal_randomness import EqualRandomness
-from cl_train.comparison.timed_model import Layout, LossFunction, model_in_layout, place_batch
-from cl_train.memory_format.model_call import call_model, output_tensors
+from cl_train.comparison.timed_model import Layout, LossFunction, model_in_layout, noise, place_batch
+from cl_train.memory_format.model_call import call_model, output_tensors, random_state_restored
 from cl_train.step.precision import Precision, autocast, kernel_selection
 
 MOST_ELEMENTS = 2**16  # recorded per tensor, to bound memory; a wrong layout changes nearly every element
@@ -59,9 +59,8 @@ def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtyp
     model.train()
     batch = place_batch(task.batch, task.device, dtype or precision.input_dtype, layout.memory_format)
     record, called = Record(), list[str]()
-    cuda = [task.device] if task.device.type == "cuda" else []
     with (
-        torch.random.fork_rng(devices=cuda),
+        random_state_restored(task.device),
         kernel_selection(tf32=precision.tf32 and dtype is None, autotune=False),
         EqualRandomness(task.seed),
     ):
@@ -98,13 +97,12 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
     """A loss for outputs of any shape: fixed random weights, so that the gradients of the elements differ."""
-    terms = [torch.zeros(())]
+    total = torch.zeros((), dtype=torch.float64)
     for tensor in results:
         values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
-        weights = torch.randn(values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        in_layout = torch.empty_like(values).copy_(weights)
-        terms.append((values * in_layout).sum().cpu() / math.sqrt(values.numel() or 1))
-    return torch.stack([term.double() for term in terms]).sum()
+        weights = torch.empty_like(values).copy_(noise(tuple(values.shape)))
+        total = total + (values * weights).sum().cpu() / math.sqrt(values.numel() or 1)
+    return total
 
 
 @contextmanager
@@ -128,17 +126,14 @@ def _watched(model: nn.Module, record: Record, called: list[str]) -> Iterator[No
     def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
         note(f"output of {name}", output)
 
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and name:
-            continue  # its modules are called from TorchScript, which does not run hooks
-        handles.append(module.register_forward_pre_hook(partial(before, name or "the model"), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(after, name or "the model")))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and name:
+                continue  # its modules are called from TorchScript, which does not run hooks
+            named = name or "the model"
+            hooks.callback(module.register_forward_pre_hook(partial(before, named), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(partial(after, named)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _in_backward_order(model: nn.Module, called: list[str]) -> list[tuple[str, nn.Parameter]]:

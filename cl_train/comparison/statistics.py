@@ -1,12 +1,7 @@
-"""Confidence intervals of speed ratios. No torch here.
+"""Confidence intervals of speed ratios, without torch. docs/comparison.md has their error rates.
 
-Two experimental designs are analysed, both on the logarithm of the speed, so that a ratio and its inverse are treated
-alike:
-
-- rounds of alternating blocks A B B A in one process (`paired.py`): `interval_of_rounds`;
-- repeated runs, each in its own process, with windows inside each run (a sweep): `interval_of_runs`.
-
-docs/comparison.md has the error rates of both.
+Of rounds of alternating blocks A B B A in one process (`paired.py`), and of repeated runs, each in its own process,
+with windows inside each run (a sweep). Both use the log of the speed, which treats a ratio and its inverse alike.
 """
 
 from __future__ import annotations
@@ -61,10 +56,7 @@ def student_t(degrees: int) -> float:
 
 
 def interval_of_rounds(log_ratios: Sequence[float]) -> Interval:
-    """The t interval over rounds, each log(candidate / baseline) of one round A B B A.
-
-    A round cancels linear drift, so rounds are nearly independent. With fewer than two the interval is unbounded.
-    """
+    """The t interval over rounds, each log(candidate / baseline) of one round A B B A; unbounded for one round."""
     centre = statistics.fmean(log_ratios)
     count = len(log_ratios)
     if count < 2:
@@ -81,8 +73,7 @@ def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Se
     (of the log medians of four segments, *not* divided by four, plus `PROCESS_SPREAD` squared; `PRIOR_DEGREES` degrees
     of freedom) and between the pairs. One pair has the first only, hence a wide interval.
 
-    Raises:
-        ValueError: unequal numbers of runs, or a run with fewer than `MIN_WINDOWS` windows.
+    Raises ValueError: unequal numbers of runs, or a run with fewer than `MIN_WINDOWS` windows.
     """
     if len(baseline) != len(candidate) or not baseline:
         raise ValueError("both sides need the same number of runs")

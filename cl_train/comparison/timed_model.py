@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.data.batch import Batch
@@ -45,16 +45,10 @@ CHANNELS_LAST_CONV = Layout("channels_last_conv", torch.channels_last, "conv")
 
 @dataclass(frozen=True)
 class Workload:
-    """The input, the loss and the settings of one step.
-
-    `input_shape` is that of one image (C, H, W) or video (C, T, H, W); the batch is normal noise with random labels.
-    `batch` replaces the noise by the user's own input (a tensor, a tuple of inputs, a dict of keyword arguments), and
-    `loss` the cross-entropy by a function of the model's output; `output` selects a part of the output for the default
-    loss, which is the mean square if the output is not logits [N, classes].
-    """
+    """The input, the loss and the settings of one step; `batch`, `loss` and `output` as in `paired.compare_layouts`."""
 
     batch_size: int
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # of one image (C, H, W) or video (C, T, H, W)
     precision: Precision
     device: torch.device
     mode: str = "train"  # or "infer"
@@ -73,27 +67,19 @@ class TimedModel:
     def __init__(self, model: nn.Module, layout: Layout, workload: Workload) -> None:
         self.layout, self.workload = layout, workload
         self.model = model_in_layout(model, layout, workload.precision, workload.device)
-        self.inputs = self._inputs()
-        self._parts: StepParts | None = None
+        batch = workload.batch
+        if batch is None:
+            batch = noise((workload.batch_size, *workload.input_shape))
+        self.inputs = place_batch(batch, workload.device, workload.precision.input_dtype, layout.memory_format)
         self._batch = self._labelled_batch()
         self.model.train(workload.mode == "train")
-        if workload.mode == "train":
-            self._parts = _step_parts(self.model, workload)
+        self._parts = _step_parts(self.model, workload) if workload.mode == "train" else None
         if workload.compile:
             self.model.compile(mode=workload.compile_mode)
         self.step: Callable[[], object] = self.eager_step
         if workload.cuda_graph:
             recorder = Recorder(workload.device)
             self.step = GraphedCall(self._recorded_step, lambda: (), recorder, warm_up=_OUTSIDE_GRAPH)
-
-    def _inputs(self) -> Any:
-        workload = self.workload
-        batch = workload.batch
-        if batch is None:
-            batch = torch.randn(
-                (workload.batch_size, *workload.input_shape), generator=torch.Generator().manual_seed(0)
-            )
-        return place_batch(batch, workload.device, workload.precision.input_dtype, self.layout.memory_format)
 
     def _labelled_batch(self) -> Batch | None:
         """The batch for the training step of classifiers; None for other kinds of models or losses."""
@@ -122,11 +108,8 @@ class TimedModel:
         else:
             with autocast(workload.precision, workload.device):
                 output = call_model(self.model, self.inputs)
-                if workload.loss:
-                    scalar = workload.loss(output)
-                else:
-                    scalar = mean_square(output_tensors(output, workload.output))
-            self._parts.scaler.scale(scalar).backward()
+                loss = workload.loss(output) if workload.loss else mean_square(output_tensors(output, workload.output))
+            self._parts.scaler.scale(loss).backward()
             update_weights(self._parts)
 
     def _recorded_step(self) -> torch.Tensor:
@@ -149,12 +132,9 @@ class TimedModel:
 
     def held_bytes(self) -> int:
         """Weights, buffers, optimizer state and batch, each storage once."""
-        tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
-        tensors += tree_leaves(self.inputs)
+        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self.inputs)]
         if self._parts is not None:
-            optimizer = self._parts.optimizer
-            tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            tensors += [value for state in optimizer.state.values() for value in state.values()]
+            tensors += tree_leaves([self._parts.optimizer.param_groups, list(self._parts.optimizer.state.values())])
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors
@@ -172,16 +152,19 @@ def model_in_layout(model: nn.Module, layout: Layout, precision: Precision, devi
     return copied
 
 
+def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Normal noise of `shape`, float32 on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def place_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format) -> Any:
     """A copy of `batch` on `device`: floating tensors in `dtype`, those with 4 or 5 dimensions in `memory_format`."""
 
-    def place(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def place(value: torch.Tensor) -> torch.Tensor:
         placed = value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
         return to_memory_format(placed, memory_format) if placed.dim() in (4, 5) else placed
 
-    return tree_map(place, batch)
+    return tree_map_only(torch.Tensor, place, batch)
 
 
 def _step_parts(model: nn.Module, workload: Workload) -> StepParts:
@@ -193,5 +176,4 @@ def _step_parts(model: nn.Module, workload: Workload) -> StepParts:
     optimizer = build_optimizer(workload.optim, model, parameters, LEARNING_RATE)
     if workload.cuda_graph:
         make_capturable(optimizer, device)
-    scaler = build_scaler(precision, device)
-    return StepParts(model, optimizer, scaler, precision, device, masters=masters)
+    return StepParts(model, optimizer, build_scaler(precision, device), precision, device, masters=masters)

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import registry as models
 from cl_train.step.loss import loss_of
-from cl_train.step.precision import cast_model, resolve_precision
+from cl_train.step.precision import Precision, cast_model, resolve_precision
 from cl_train.system.files import write_json, write_text
 
 SCHEMA_VERSION = 2
@@ -97,53 +99,47 @@ def measure_model(name: str, settings: ZooSettings) -> dict[str, Any]:
     """One row: conversion, parity, audit, speed and memory of both layouts, and a verdict."""
     started_at = time.perf_counter()
     torch.manual_seed(0)
-    size = image_size_of(name, settings)
-    model = models.build_model(name, num_classes=1000, image_size=224).to(settings.device)
+    size, device = image_size_of(name, settings), torch.device(settings.device)
+    precision = resolve_precision(settings.precision, device)
+    model = models.build_model(name, num_classes=1000, image_size=224).to(device)
     row: dict[str, Any] = {"model": name, "image_size": size}
     try:
         report = check_parity(model, image_size=size, batch_size=2, precision=settings.precision)
         row["parity"] = {"passed": report.passed, "why": str(report)}
     except ConfigError as error:  # too large for this machine's memory
         row["parity"] = {"passed": None, "why": str(error)}
-    if settings.speed:
-        row |= {mode: _speed(model, mode, settings, size) for mode in ("train", "infer")}
-    row |= _convert_and_audit(model, settings, size)
+    for mode in ("train", "infer") if settings.speed else ():
+        workload = Workload(settings.batch_size, (3, size, size), precision, device, mode=mode)
+        row[mode] = _speed(model, workload, settings.time_limit_s)
+    row |= _convert_and_audit(model, precision, size, device)
     row["verdict"] = verdict(row)
     row["seconds"] = round(time.perf_counter() - started_at, 1)
     return row
 
 
-def _convert_and_audit(model: nn.Module, settings: ZooSettings, size: int) -> dict[str, Any]:
-    device = torch.device(settings.device)
-    precision = resolve_precision(settings.precision, device)
+def _convert_and_audit(model: nn.Module, precision: Precision, size: int, device: torch.device) -> dict[str, Any]:
     model = cast_model(model, precision)
     converted = len(convert(model).changed)
-    convolutions = sum(isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d) for module in model.modules())
+    convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
     images = torch.randn(2, 3, size, size).to(device, precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.zeros(2, dtype=torch.int64, device=device)
     report = audit(model, images, precision=precision, loss=lambda output: loss_of(output, targets))
     audited: dict[str, Any] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
-    for way in ("forward", "backward"):
+    for direction in ("forward", "backward"):
         lost: Counter[str] = Counter()
-        for call in report.of("lost", way):
+        for call in report.of("lost", direction):
             lost[call.operator.removeprefix("aten.").partition(".")[0]] += call.count
-        audited[f"lost_{way}"] = dict(lost)
+        audited[f"lost_{direction}"] = dict(lost)
     return {"convolutions": convolutions, "converted": converted, "audit": audited}
 
 
-def _speed(model: nn.Module, mode: str, settings: ZooSettings, size: int) -> dict[str, Any]:
+def _speed(model: nn.Module, workload: Workload, time_limit_s: float) -> dict[str, Any]:
     """On a GPU both layouts run as CUDA graphs, because the host would limit both if they ran eagerly; else eagerly."""
-    device = torch.device(settings.device)
-    precision = resolve_precision(settings.precision, device)
-    workload = Workload(settings.batch_size, (3, size, size), precision, device, mode=mode)
-    for graph in (True, False) if device.type == "cuda" else (False,):
-        try:
-            done = benchmark_layouts(model, replace(workload, cuda_graph=graph), time_limit_s=settings.time_limit_s)
-            return {**done.to_dict(), "cuda_graph": graph}
-        except ConfigError:  # the step cannot be recorded
-            if not graph:
-                raise
-    raise AssertionError
+    if workload.device.type == "cuda":
+        with suppress(ConfigError):  # the step cannot be recorded
+            done = benchmark_layouts(model, replace(workload, cuda_graph=True), time_limit_s=time_limit_s)
+            return {**done.to_dict(), "cuda_graph": True}
+    return {**benchmark_layouts(model, workload, time_limit_s=time_limit_s).to_dict(), "cuda_graph": False}
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -165,8 +161,7 @@ def verdict(row: dict[str, Any]) -> str:
 def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:
     """The table at `path`, to be continued, or a new one.
 
-    Raises:
-        ConfigError: the file was made with other settings, or is not such a table.
+    Raises ConfigError: the file was made with other settings, or is not such a table.
     """
     options = {name: value for name, value in asdict(settings).items() if name in _OPTIONS}
     if not path.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import Call, LayoutReport
-from cl_train.memory_format.layout import CHANNELS_LAST, classify, model_memory_format, refuse_lazy
-from cl_train.memory_format.model_call import call_model, explain_failure, mean_square, output_tensors
+from cl_train.memory_format.layout import CHANNELS_LAST, classify, model_memory_format, refuse_lazy, to_memory_format
+from cl_train.memory_format.model_call import (
+    call_model,
+    failure_explained,
+    mean_square,
+    output_tensors,
+    random_state_restored,
+)
 from cl_train.memory_format.operator_recorder import OperatorRecorder
 from cl_train.step.precision import Precision, autocast
 from cl_train.system.timing import timed_s
@@ -53,7 +60,8 @@ def audit(
     precision = precision or Precision("fp32")
     images = _first_images(batch)
     refuse_lazy(model)
-    device, described = images.device, describe(images)
+    device = images.device
+    described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
 
     def step() -> None:
         with autocast(precision, device), nullcontext() if backward else torch.no_grad():
@@ -61,10 +69,14 @@ def audit(
             if not backward:
                 return
             scalar = loss(result) if loss is not None else mean_square(output_tensors(result, output))
-        _backward(scalar)
+        if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
+            raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
+        if scalar.requires_grad:  # False if all parameters are frozen
+            scalar.backward()
 
     recorder = OperatorRecorder(model, images.dim())
-    with _failure_explained(described), _state_restored(model, device):
+    remedy = "check the shape, dtype and device of the batch"
+    with failure_explained(f"the model failed on {described}", remedy), _state_restored(model, device):
         with recorder.module_hooks(), recorder:
             step()
         step_ms = _median_ms(step, device) if measure else None
@@ -84,18 +96,6 @@ def audit(
     return report
 
 
-def _backward(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
-    if loss.requires_grad:  # False if all parameters are frozen
-        loss.backward()
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """For instance "channels_last float32 [8, 3, 224, 224]"."""
-    return f"{classify(tensor)} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
 def _first_images(batch: Any) -> torch.Tensor:
     """The first tensor of 4 or 5 dimensions of a model's input."""
     for leaf in tree_leaves(batch):
@@ -105,52 +105,36 @@ def _first_images(batch: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _failure_explained(described: str) -> Iterator[None]:
-    """Turn any error of the model, which is the user's code, into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        why = explain_failure(error)
-        raise ConfigError(f"the model failed on {described}; check its shape, dtype and device ({why})") from error
-
-
-@contextmanager
 def _state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore gradients, buffers and the random state at the end."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
+    model.zero_grad(set_to_none=True)
+    try:
+        with random_state_restored(device):
             yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    is_strided = buffer.layout == torch.strided
-                    if not buffer.is_meta and not (is_strided and torch.equal(buffer, value)):
-                        buffer.copy_(value)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                is_strided = buffer.layout == torch.strided
+                if not buffer.is_meta and not (is_strided and torch.equal(buffer, value)):
+                    buffer.copy_(value)
 
 
 def _time_copies(calls: list[Call], device: torch.device) -> None:
     """Time one permuting copy per shape, scaled by bytes, because a weight may have been copied instead."""
-    known: dict[tuple[str, tuple[int, ...]], float] = {}  # milliseconds per byte
+    ms_per_byte: dict[tuple[str, tuple[int, ...]], float] = {}
     for call in calls:
         if not call.moved_bytes or len(call.shape) not in CHANNELS_LAST:
             continue
         key = (call.dtype, call.shape)
-        if key not in known:
-            memory_format = CHANNELS_LAST[len(call.shape)]
-            image = torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device).to(
-                memory_format=memory_format
-            )
-            copy_ms = _median_ms(lambda image=image: image.clone(memory_format=torch.contiguous_format), device)  # type: ignore[misc]
-            known[key] = copy_ms / (2 * image.numel() * image.element_size())
-        call.copy_ms = known[key] * call.moved_bytes
+        if key not in ms_per_byte:
+            image = torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device)
+            copy = partial(to_memory_format(image, torch.channels_last).clone, memory_format=torch.contiguous_format)
+            ms_per_byte[key] = _median_ms(copy, device) / (2 * image.nbytes)
+        call.copy_ms = ms_per_byte[key] * call.moved_bytes
 
 
 def _median_ms(work: Callable[[], object], device: torch.device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 Outcome = Literal["kept", "lost", "restored", "ambiguous", "contiguous"]
@@ -40,17 +41,13 @@ class Call:
     copy_ms: float | None = None
     count: int = 1
 
-    def key(self) -> tuple[object, ...]:
-        place = (self.operator, self.direction, self.outcome, self.module, self.source)
-        return (*place, self.shape, self.dtype, self.inputs)
-
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """The format of a tensor outside the model: a batch, a gradient, optimizer state, an EMA weight."""
+    """Whether gradients, optimizer state or EMA weights have the strides of the parameters."""
 
     what: str
-    outcome: Literal["kept", "lost", "ambiguous", "contiguous", "not checked"]
+    outcome: Literal["kept", "lost", "ambiguous", "not checked"]
     detail: str
 
 
@@ -82,7 +79,7 @@ class LayoutReport:
 
     @property
     def moved_bytes(self) -> int:
-        return sum(call.moved_bytes * call.count for call in self.calls)
+        return _moved_bytes(self.calls)
 
     @property
     def moved_pct(self) -> float:
@@ -92,9 +89,7 @@ class LayoutReport:
     @property
     def copy_ms(self) -> float | None:
         """Milliseconds of a step spent on such copies, each timed separately; None if not measured."""
-        if self.step_ms is None:
-            return None
-        return sum(call.copy_ms * call.count for call in self.calls if call.copy_ms is not None)
+        return None if self.step_ms is None else _copy_ms(self.calls)
 
     def verdict(self) -> list[str]:
         """The conclusions as text, the most expensive loss first."""
@@ -102,18 +97,14 @@ class LayoutReport:
             return ["the model and its input are contiguous, so nothing can be lost; convert the model first"]
         lines = []
         for direction in ("forward", "backward"):
-            by_operator = defaultdict(list)
-            for call in self.of("lost", direction):
-                by_operator[call.operator].append(call)
-            for operator, calls in by_operator.items():
-                lines.append(
-                    f"{self._sum(calls, f'{_short(operator)} ({direction}) returned contiguous')}. {_advice(calls[0])}"
-                )
+            for calls in grouped(self.of("lost", direction), "operator"):
+                what = f"{_short(calls[0].operator)} ({direction}) returned contiguous"
+                lines.append(f"{self._cost(calls, what)}. {_advice(calls[0])}")
         restored = self.of("restored")
         if not lines:
             lines.append("no operator loses channels_last" + ("" if restored else ", and none has to restore it"))
         if restored:
-            lines.append(self._sum(restored, "a contiguous input was converted to channels_last"))
+            lines.append(self._cost(restored, "a contiguous input was converted to channels_last"))
         if self.copy_ms is not None and self.step_ms:
             pct = 100 * self.copy_ms / self.step_ms
             lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
@@ -129,7 +120,7 @@ class LayoutReport:
         cost = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" if lost or restored else ""
         return f"{self.model} {text} operator calls{cost}"
 
-    def _sum(self, calls: list[Call], what: str) -> str:
+    def _cost(self, calls: list[Call], what: str) -> str:
         """The number of calls, their share of the bytes, and the first two lines of code with a module each."""
         places = {call.source or "no Python line": call.module or "(top)" for call in reversed(calls)}
         listed = [f"{source} in {module}" for source, module in reversed(places.items())]
@@ -138,15 +129,13 @@ class LayoutReport:
         return f"{_count(calls)} x {what}: {share} ({'; '.join(listed[:2])}{more})"
 
     def _share_pct(self, calls: list[Call]) -> float:
-        moved = sum(call.moved_bytes * call.count for call in calls)
-        return 100 * moved / self.step_bytes if self.step_bytes else 0.0
+        return 100 * _moved_bytes(calls) / self.step_bytes if self.step_bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
-        plain = {name: value for name, value in vars(self).items() if name not in ("calls", "training_path")}
         return {
             "schema_version": SCHEMA_VERSION,
-            **plain,
+            **vars(self),
             "totals": self.totals,
             "moved_bytes": self.moved_bytes,
             "moved_pct": round(self.moved_pct, 3),
@@ -164,48 +153,38 @@ class LayoutReport:
             f"operator calls: {totals}",
             *(f"- {line}" for line in self.verdict()),
         ]
-        tables = {outcome: _call_rows(self.of(outcome)) for outcome in ("lost", "restored")}
-        tables["outside the model"] = [asdict(check) for check in self.training_path]
-        tables["compiled graphs"] = self.compiled
+        tables = {
+            "lost": _call_rows(self.of("lost")),
+            "restored": _call_rows(self.of("restored")),
+            "outside the model": [asdict(check) for check in self.training_path],
+            "compiled graphs": self.compiled,
+        }
         for title, rows in tables.items():
             if rows:
-                parts += ["", f"{title}:", text_table(rows)]
+                parts += ["", f"{title}:", "", markdown_table(rows)]
         return "\n".join(parts)
 
 
-def text_table(rows: list[dict[str, Any]]) -> str:
-    """Rows with equal keys as aligned columns."""
-    cells = _cells(rows)
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join(lines)
-
-
 def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Rows with equal keys as a Markdown table; empty for no rows."""
+    """Rows with equal keys as a Markdown table with aligned columns; empty for no rows."""
     if not rows:
         return ""
-    head, *body = _cells(rows)
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
-
-def _cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     def cell(value: object) -> str:
-        if value is None:
-            return ""
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
+        text = "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+        return text.replace("|", "\\|")
 
-    return [list(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(text.ljust(width) for text, width in zip(line, widths, strict=True))} |" for line in lines
+    )
 
 
 def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
     """One row for each operator on each line of code."""
-    groups: dict[tuple[str, ...], list[Call]] = defaultdict(list)
-    for call in calls:
-        groups[call.operator, call.direction, call.source, call.copy].append(call)
     rows = []
-    for group in groups.values():
+    for group in grouped(calls, "operator", "direction", "source", "copy"):
         first = group[0]
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
         rows.append(
@@ -213,8 +192,8 @@ def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
                 "count": _count(group),
                 "operator": _short(first.operator),
                 "direction": first.direction,
-                "MiB": sum(call.moved_bytes * call.count for call in group) / 2**20,
-                "ms": sum((call.copy_ms or 0.0) * call.count for call in group),
+                "MiB": _moved_bytes(group) / 2**20,
+                "ms": _copy_ms(group),
                 "copy": first.copy,
                 "module": f"{first.module or '(top)'} {list(first.shape)}{more}",
                 "source": first.source,
@@ -224,8 +203,24 @@ def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
     return rows
 
 
+def grouped(calls: list[Call], *fields: str) -> list[list[Call]]:
+    """Calls in groups that are equal in these fields, in the order of the first call of each."""
+    groups: dict[object, list[Call]] = defaultdict(list)
+    for call in calls:
+        groups[attrgetter(*fields)(call)].append(call)
+    return list(groups.values())
+
+
 def _count(calls: list[Call]) -> int:
     return sum(call.count for call in calls)
+
+
+def _moved_bytes(calls: list[Call]) -> int:
+    return sum(call.moved_bytes * call.count for call in calls)
+
+
+def _copy_ms(calls: list[Call]) -> float:
+    return sum((call.copy_ms or 0.0) * call.count for call in calls)
 
 
 def _short(operator: str) -> str:
@@ -233,7 +228,6 @@ def _short(operator: str) -> str:
 
 
 def _advice(call: Call) -> str:
-    """Advice for a loss."""
     name = _short(call.operator)
     if call.module_type == "Parameter":
         return "The parameter is contiguous and its gradient is not; a gradient takes its parameter's strides."

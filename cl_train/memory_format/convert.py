@@ -12,14 +12,20 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
-from cl_train.memory_format.layout import CHANNELS_LAST, classify, named_tensors, refuse_lazy, to_memory_format
+from cl_train.memory_format.layout import (
+    CHANNELS_LAST,
+    CONVOLUTIONS,
+    classify,
+    named_tensors,
+    refuse_lazy,
+    to_memory_format,
+)
 from cl_train.memory_format.names import name_of
 
 Predicate = Callable[[str, nn.Module], bool]
 
 MODES = ("full", "conv", "select", "none")
-_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
-_CONVOLUTION_NAMES = {kind.__name__ for kind in _CONVOLUTIONS}
+_CONVOLUTION_NAMES = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
 
 
 @dataclass
@@ -86,7 +92,7 @@ def convert(
     report = ConversionReport(mode, memory_format)
     root = _unwrap(model, report)
     refuse_lazy(root)
-    tensors = dict(named_tensors(root))
+    tensors = named_tensors(root)
     selected = _selected(root, tensors, mode, select)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
@@ -136,16 +142,11 @@ def _matching_modules(modules: Mapping[str, nn.Module], patterns: list[str]) -> 
     """Names of the modules that match a shell pattern, and of their children."""
     if not patterns:
         raise ConfigError("conversion=select needs select=<module names>, for instance select='layer1*,layer2*'")
-    found: set[str] = set()
-    problems = []
-    for pattern in patterns:
-        heads = fnmatch.filter(modules, pattern)
-        if not heads:
-            problems.append(f"select={pattern}: the model has no such module{suggest(pattern, modules)}")
-        found.update(name for name in modules if any(name == head or name.startswith(f"{head}.") for head in heads))
-    if problems:
-        raise ConfigError(problems)
-    return found
+    heads = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
+    if unknown := [pattern for pattern in patterns if not heads[pattern]]:
+        raise ConfigError([f"select={name}: the model has no such module{suggest(name, modules)}" for name in unknown])
+    prefixes = tuple(f"{head}." for found in heads.values() for head in found)
+    return {name for name in modules if f"{name}.".startswith(prefixes)}
 
 
 def _owner(tensor_name: str) -> str:
@@ -162,11 +163,12 @@ def _convolution_weights(root: Any) -> set[str]:
         return {inputs[name] for name in _convolved_nodes(root.graph) if name in inputs}
     names = set()
     for prefix, module in root.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        if isinstance(module, _CONVOLUTIONS) or getattr(module, "original_name", "") in _CONVOLUTION_NAMES:
-            names |= {f"{dot}{name}" for name, _ in module.named_parameters() if "bias" not in name}
+        found: list[str] = []
+        if isinstance(module, CONVOLUTIONS) or getattr(module, "original_name", "") in _CONVOLUTION_NAMES:
+            found += [name for name, _ in module.named_parameters() if "bias" not in name]
         if isinstance(module, torch.fx.GraphModule):
-            names |= {f"{dot}{target}" for target in _convolved_nodes(module.graph)}
+            found += _convolved_nodes(module.graph)
+        names |= {f"{prefix}.{name}".removeprefix(".") for name in found}
     return names
 
 
@@ -188,11 +190,10 @@ def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str
         start = tensor.data_ptr()
         if tensor.device != device or start >= end or start == 0:  # meta tensors are all at address 0
             groups.append({})
-            end = start
+            device, end = tensor.device, start
         groups[-1][name] = tensor
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = max(end, start + extent * tensor.element_size() if tensor.numel() else start)
-        device = tensor.device
     position = {name: index for index, name in enumerate(tensors)}
     return sorted(groups, key=lambda group: min(position[name] for name in group))
 

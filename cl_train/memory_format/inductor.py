@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+_CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 
 
 def compiled_graphs(
@@ -16,10 +16,8 @@ def compiled_graphs(
 ) -> list[dict[str, Any]]:
     """Trace `step(model)`, which returns a scalar, and ask inductor for its decision on each graph.
 
-    The rows have `graph`, `direction` (forward, backward, or inference without gradients), `nodes`, `convolutions` and
-    `channels_last`.
-
-    The graphs run without code generation, so no compiler is needed. Inference has other rules than training.
+    Graphs run without code generation, so no compiler is needed. The rows have `graph`, `direction` (forward, backward,
+    or inference without gradients, which has rules of its own), `nodes`, `convolutions` and `channels_last`.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -29,21 +27,22 @@ def compiled_graphs(
 
     found: list[dict[str, Any]] = []
 
-    def compiler(direction: str) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
-        def compile_graph(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-            nodes = list(graph.graph.nodes)
-            convolutions = sum(str(node.target) in CONVOLUTIONS for node in nodes)
-            chosen = bool(GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference"))
-            row = {"graph": len(found), "direction": direction, "nodes": len(nodes), "convolutions": convolutions}
-            found.append(row | {"channels_last": chosen})
-            return make_boxed_func(graph.forward)
-
-        return compile_graph
+    def traced(direction: str, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        nodes = graph.graph.nodes
+        row = {
+            "graph": len(found),
+            "direction": direction,
+            "nodes": len(nodes),
+            "convolutions": sum(str(node.target) in _CONVOLUTIONS for node in nodes),
+            "channels_last": bool(GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference")),
+        }
+        found.append(row)
+        return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
-        fw_compiler=compiler("forward"),
-        bw_compiler=compiler("backward"),
-        inference_compiler=compiler("inference"),
+        fw_compiler=lambda graph, _: traced("forward", graph),
+        bw_compiler=lambda graph, _: traced("backward", graph),
+        inference_compiler=lambda graph, _: traced("inference", graph),
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()

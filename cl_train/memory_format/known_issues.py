@@ -5,12 +5,13 @@ Most depend on the version of PyTorch or cuDNN, so every line ends with the comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.step.precision import VOLTA
 
 MEASURE = "measure: channels_last=auto"
@@ -25,27 +26,27 @@ def known_issues(model: nn.Module, *, device: torch.device | str, precision_name
         precision_name: a resolved name, never "auto" (see `precision.resolve_precision`).
     """
     device = torch.device(device)
-    reasons = _model_issues(model, device) + _device_issues(device, precision_name)
-    return [f"{reason}; {MEASURE}" for reason in reasons]
+    return [f"{reason}; {MEASURE}" for reason in _model_issues(model, device) + _device_issues(device, precision_name)]
 
 
 def _model_issues(model: nn.Module, device: torch.device) -> list[str]:
-    def names(condition: Callable[[Any], bool], modules: Iterable[tuple[str, nn.Module]]) -> str:
-        found = [name or "(top)" for name, module in modules if condition(module)]
+    def names(condition: Callable[[Any], bool], modules: dict[str, nn.Module]) -> str:
+        found = [name or "(top)" for name, module in modules.items() if condition(module)]
         return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
 
-    modules = list(model.named_modules())
-    kinds = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
-    convolutions = [(name, module) for name, module in modules if isinstance(module, kinds)]
+    modules = dict(model.named_modules())
+    convolutions: dict[str, Any] = {
+        name: module for name, module in modules.items() if isinstance(module, CONVOLUTIONS)
+    }
     reasons = []
     if not convolutions:
         reasons.append(f"the model has no convolutions, and other operators do not get faster ({_UTILITY})")
-    elif all(_is_patch_embedding(module) for _, module in convolutions):
+    elif all(map(_is_patch_embedding, convolutions.values())):
         found = names(_is_patch_embedding, convolutions)
         reasons.append(f"the only convolutions are patch embeddings ({found}); the rest is attention ({_UTILITY})")
-    elif convolutions[0][1].in_channels == 1:
+    elif next(iter(convolutions.values())).in_channels == 1:
         reasons.append("a batch with one channel is ambiguous: it is in both formats (pytorch/pytorch#24090)")
-    if grouped := names(_is_grouped, convolutions):
+    if grouped := names(lambda module: 1 < module.groups < module.in_channels, convolutions):
         reasons.append(
             f"grouped convolutions with more than one channel per group ({grouped}) were up to 40 times slower in "
             "cuDNN's channels_last kernels; conversion=select can leave them contiguous (pytorch/pytorch#34977)"
@@ -68,10 +69,6 @@ def _model_issues(model: nn.Module, device: torch.device) -> list[str]:
 
 def _is_patch_embedding(module: Any) -> bool:
     return tuple(module.kernel_size) == tuple(module.stride) and max(module.kernel_size) > 1
-
-
-def _is_grouped(module: Any) -> bool:
-    return bool(1 < module.groups < module.in_channels)
 
 
 def _computes_its_weight(module: nn.Module) -> bool:

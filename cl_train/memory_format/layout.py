@@ -9,7 +9,7 @@ torch calls the second one `channels_last_3d`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from cl_train.config.schema import ConfigError
 Layout = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
 def classify(tensor: torch.Tensor) -> Layout:
@@ -70,40 +71,33 @@ def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -
     return tensor.clone(memory_format=memory_format)
 
 
-def memory_format_of(tensors: Iterable[torch.Tensor]) -> Literal["channels_last", "contiguous", "mixed"]:
-    """The common memory format of the tensors with 4 or 5 dimensions; if all are ambiguous, their strides decide."""
-    images = [
-        t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in CHANNELS_LAST
-    ]
-    found = {classify(tensor) for tensor in images}
-    if found <= {"ambiguous"}:
-        marked = any(to_memory_format(tensor, torch.contiguous_format) is not tensor for tensor in images)
-        return "channels_last" if marked else "contiguous"
-    found -= {"ambiguous"}
-    if found == {"channels_last"}:
-        return "channels_last"
-    return "contiguous" if found == {"contiguous"} else "mixed"
+def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
+    """The format that all tensors of 4 or 5 dimensions have, or "mixed"; if all are ambiguous, their strides decide."""
+    images = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in (4, 5)]
+    found = {classify(tensor) for tensor in images} - {"ambiguous"}
+    if found:
+        return found.pop() if found in ({"channels_last"}, {"contiguous"}) else "mixed"
+    is_marked = any(to_memory_format(tensor, torch.contiguous_format) is not tensor for tensor in images)
+    return "channels_last" if is_marked else "contiguous"
 
 
-def model_memory_format(model: Any) -> Literal["channels_last", "contiguous", "mixed"]:
-    """The memory format of a module's parameters, or of an exported program's state."""
+def model_memory_format(model: Any) -> str:
+    """The memory format of a module's parameters, or of an exported program's state; or "mixed"."""
     is_exported = isinstance(model, torch.export.ExportedProgram)
     return memory_format_of(model.state_dict.values() if is_exported else model.parameters())
 
 
-def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a module or an exported program; tied tensors appear under each of their names."""
     if isinstance(model, torch.export.ExportedProgram):
-        yield from model.state_dict.items()
-        yield from ((name, value) for name, value in model.constants.items() if isinstance(value, torch.Tensor))
-        return
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+        named = {**model.state_dict, **model.constants}
+        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def refuse_lazy(model: Any) -> None:
     """Raises ConfigError if a tensor of the model has no shape yet."""
-    lazy = next((name for name, tensor in named_tensors(model) if nn.parameter.is_lazy(tensor)), None)
+    lazy = next((name for name, tensor in named_tensors(model).items() if nn.parameter.is_lazy(tensor)), None)
     if lazy:
         raise ConfigError(f"{lazy} is lazy and has no shape yet: run one batch through the model first")
 
@@ -111,7 +105,7 @@ def refuse_lazy(model: Any) -> None:
 def layout_digest(model: nn.Module) -> str:
     """A hash of the name, shape and strides of every parameter and buffer: equal on ranks whose layouts agree."""
     digest = hashlib.sha256()
-    for name, tensor in named_tensors(model):
+    for name, tensor in named_tensors(model).items():
         strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
         digest.update(f"{name} {tuple(tensor.shape)} {strides}\n".encode())
     return digest.hexdigest()
@@ -130,7 +124,7 @@ def to_contiguous_state(state: Mapping[str, Any]) -> dict[str, Any]:
         key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         if value.numel() == 0 or key not in copies:
             plain = to_memory_format(value.detach(), torch.contiguous_format)
-            is_slice = plain.untyped_storage().nbytes() != plain.numel() * plain.element_size()
+            is_slice = plain.untyped_storage().nbytes() != plain.nbytes
             copies[key] = plain.clone() if is_slice else plain  # torch.save writes the whole storage of a slice
         return copies[key]
 

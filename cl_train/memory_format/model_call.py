@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import linecache
+import random
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -31,8 +34,7 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
         output: what the model returned: a tensor; tuples, lists, dicts and dataclasses (as of Hugging Face) of tensors.
         key: selects one entry of the output: a dict's key, an attribute's name, or a tuple's index.
 
-    Raises:
-        ConfigError: the output has no such entry, or no floating-point tensor.
+    Raises ConfigError: the output has no such entry, or no floating-point tensor.
     """
     selected = _entry(output, key) if key is not None else output
     tensors = [leaf for leaf in _tensors_in(selected) if leaf.is_floating_point() or leaf.is_complex()]
@@ -51,8 +53,20 @@ def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]).sum()
 
 
+@contextmanager
+def random_state_restored(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, numpy, torch's CPU and `device` at the end."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Subclasses of dict and dataclasses count as containers, as nested as they are."""
+    """Also of subclasses of dict and of dataclasses, at any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -75,8 +89,21 @@ def _entry(output: Any, key: str | int) -> Any:
         raise ConfigError(f"output={key}: the model's output has no such entry (it is {known})") from None
 
 
+@contextmanager
+def failure_explained(what: str, remedy: str) -> Iterator[None]:
+    """Turn any exception of a model, which is the user's code, into a ConfigError: "`what`: reason; `remedy`"."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {explain_failure(error)}; {remedy}") from error
+
+
 def explain_failure(error: BaseException) -> str:
     """One line about an exception raised while a model ran: its message, the line of the model's code, a remedy."""
+    if isinstance(error, ConfigError):
+        return str(error)
     first, *_ = str(error).strip().splitlines() or [type(error).__name__]
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

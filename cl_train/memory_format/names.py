@@ -17,11 +17,7 @@ def name_of(memory_format: torch.memory_format) -> str:
 
 
 def memory_format_named(name: str) -> torch.memory_format:
-    """The inverse of `name_of`.
-
-    Raises:
-        ValueError: no memory format has this name.
-    """
+    """The inverse of `name_of`. Raises ValueError: no memory format has this name."""
     for memory_format, known in _NAMES.items():
         if known == name:
             return memory_format

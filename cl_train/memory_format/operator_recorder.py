@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cl_train.memory_format.audit_report import Call, Outcome
+from cl_train.memory_format.audit_report import Call, Outcome, grouped
 from cl_train.memory_format.layout import Layout, classify
 from cl_train.memory_format.model_call import short_path
 
@@ -28,8 +28,9 @@ Images = list[tuple[torch.Tensor, Layout]]
 
 @dataclass(frozen=True)
 class _Origin:
-    """The location of a forward call; backward calls of its autograd node are attributed to the same location."""
+    """The location of a call; a backward call has that of the forward call whose autograd node it belongs to."""
 
+    direction: Literal["forward", "backward"]
     module: str = ""
     module_type: str = ""
     source: str = ""
@@ -76,13 +77,12 @@ class OperatorRecorder(TorchDispatchMode):
         images = [(tensor, classify(tensor)) for tensor in inputs if tensor.dim() == self._rank]
         result = function(*args, **(kwargs or {}))
         outputs = _strided_tensors(result)
-        node = torch._C._current_autograd_node()
-        origin = self._origin(node, images)
+        origin = self._origin(torch._C._current_autograd_node(), images)
         if _is_view(function):
             self._follow_view(images, outputs)
         elif "empty" not in function._schema.name:  # the call that writes into the allocation is recorded instead
             self.step_bytes += sum(map(_bytes, (*inputs, *outputs)))
-            self._record(function, node is not None, origin, inputs, images, outputs)
+            self._record(function, origin, inputs, images, outputs)
         return result
 
     def _origin(self, node: Any, images: Images) -> _Origin:
@@ -90,11 +90,12 @@ class OperatorRecorder(TorchDispatchMode):
         if node is not None:
             parameter = getattr(node, "variable", None)
             if parameter is not None:  # an AccumulateGrad node
-                return _Origin(self._parameters.get(id(parameter), ""), "Parameter", "accumulating gradients")
-            origin = self._origins.get(node._sequence_nr(), _Origin())
+                name = self._parameters.get(id(parameter), "")
+                return _Origin("backward", name, "Parameter", "accumulating gradients")
+            origin = replace(self._origins.get(node._sequence_nr(), _Origin("backward")), direction="backward")
             return replace(origin, source=source, line=line) if source else origin  # a custom function's own backward
         self._channels_last_shapes |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
-        origin = _Origin(*(self._modules[-1] if self._modules else ("", "")), source, line)
+        origin = _Origin("forward", *(self._modules[-1] if self._modules else ("", "")), source, line)
         # Autograd created this call's node just before dispatching it. A call without its own node (inside a custom
         # autograd function) belongs to the previous node.
         newest = torch._C._autograd._get_sequence_nr() - 1
@@ -103,26 +104,20 @@ class OperatorRecorder(TorchDispatchMode):
         return origin
 
     def _record(
-        self,
-        function: Any,
-        backward: bool,
-        origin: _Origin,
-        inputs: list[torch.Tensor],
-        images: Images,
-        outputs: list[torch.Tensor],
+        self, function: Any, origin: _Origin, inputs: list[torch.Tensor], images: Images, outputs: list[torch.Tensor]
     ) -> None:
         for tensor in outputs:
             for known in (self._image_formats, self._copies, self._undecided):
                 known.pop(_storage(tensor), None)
         produced = [tensor for tensor in outputs if tensor.dim() == self._rank]
         if not produced:
-            self._record_regrouping_copy(function, backward, origin, inputs, outputs)
+            self._record_regrouping_copy(function, origin, inputs, outputs)
             return
         self._image_formats.update((_storage(tensor), classify(tensor)) for tensor in produced)
-        outcome = _outcome(images, produced, self._channels_last_shapes if backward else set())
+        outcome = _outcome(images, produced, self._channels_last_shapes if origin.direction == "backward" else set())
         if outcome is None:
             return
-        call = _call(function, backward, origin, outcome, images, produced[0])
+        call = _call(function, origin, outcome, images, produced[0])
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         call.moved_bytes = sum(2 * _bytes(tensor) for tensor, layout in images if layout == permuted)
         if call.moved_bytes:
@@ -137,7 +132,7 @@ class OperatorRecorder(TorchDispatchMode):
     # once it is viewed as a contiguous image whose shape was channels_last before.
 
     def _record_regrouping_copy(
-        self, function: Any, backward: bool, origin: _Origin, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+        self, function: Any, origin: _Origin, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
         if function._schema.name not in _COPIES or not inputs or not outputs:
             return
@@ -145,7 +140,7 @@ class OperatorRecorder(TorchDispatchMode):
         known = self._image_formats.get(_storage(source))
         if source.is_contiguous() or not copied.is_contiguous() or known not in ("channels_last", None):
             return
-        call = _call(function, backward, origin, "lost", [(source, known or "other")], copied)
+        call = _call(function, origin, "lost", [(source, known or "other")], copied)
         call.copy, call.moved_bytes = "explicit", 2 * _bytes(source)
         self._copies[_storage(copied)] = call
         if known == "channels_last":
@@ -165,38 +160,29 @@ class OperatorRecorder(TorchDispatchMode):
 
     def merged_calls(self) -> list[Call]:
         """Equal calls merged and counted, in the order of their first occurrence."""
-        merged: dict[tuple[object, ...], Call] = {}
-        for call in self.calls:
-            known = merged.setdefault(call.key(), call)
-            if known is not call:
-                known.count += call.count
-        return list(merged.values())
+        same = ("operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs")
+        return [replace(group[0], count=len(group)) for group in grouped(self.calls, *same)]
 
 
 def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple[int, ...]]) -> Outcome | None:
     """`activations`: in backward, the shapes that were channels_last in forward."""
-    before = [layout for _, layout in images]
+    before = {layout for _, layout in images}
     after = {classify(tensor) for tensor in outputs}
     if "contiguous" in after:
-        if "channels_last" in before:
+        is_known_image = any(tuple(t.shape) in activations for t in outputs if classify(t) == "contiguous")
+        if "channels_last" in before or (is_known_image and "contiguous" not in before):
             return "lost"
-        gradients = any(tuple(t.shape) in activations and classify(t) == "contiguous" for t in outputs)
-        if gradients and "contiguous" not in before:
-            return "lost"
-        return "ambiguous" if before and set(before) == {"ambiguous"} else "contiguous"
+        return "ambiguous" if before == {"ambiguous"} else "contiguous"
     if "channels_last" in after:
         return "restored" if "contiguous" in before else "kept"
     if "ambiguous" in after:
-        return "ambiguous" if "channels_last" in before or "ambiguous" in before else "contiguous"
+        return "ambiguous" if before & {"channels_last", "ambiguous"} else "contiguous"
     return None
 
 
-def _call(
-    function: Any, backward: bool, origin: _Origin, outcome: Outcome, images: Images, shown: torch.Tensor
-) -> Call:
+def _call(function: Any, origin: _Origin, outcome: Outcome, images: Images, shown: torch.Tensor) -> Call:
     return Call(
         operator=str(function),
-        direction="backward" if backward else "forward",
         outcome=outcome,
         **vars(origin),
         shape=tuple(shown.shape),

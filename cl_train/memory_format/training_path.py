@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -12,10 +12,8 @@ from torch import nn
 from cl_train.memory_format.audit_report import LayoutCheck
 from cl_train.step.precision import MasterWeights
 
-StrideMatch = Literal["equal", "spurious", "real"]
 
-
-def stride_match(state: torch.Tensor, parameter: torch.Tensor) -> StrideMatch:
+def stride_match(state: torch.Tensor, parameter: torch.Tensor) -> Literal["equal", "spurious", "real"]:
     """How the strides of `state` (a gradient, a moment, an EMA weight) differ from those of its parameter.
 
     "spurious": only in size-1 dimensions, so that the bytes are in the same order; DDP warns about such gradients of
@@ -31,20 +29,18 @@ def stride_match(state: torch.Tensor, parameter: torch.Tensor) -> StrideMatch:
 def compare_strides(
     what: str, states: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> LayoutCheck:
-    """One check of tensors that should have their parameters' strides; tensors of other shapes are ignored."""
-    found: dict[str, StrideMatch] = {
-        name: stride_match(state, parameters[name])
-        for name, state in states.items()
-        if name in parameters and state.shape == parameters[name].shape and state.layout == torch.strided
+    """One check of tensors that should have their parameters' strides; sparse ones are ignored."""
+    found = {
+        name: stride_match(state, parameters[name]) for name, state in states.items() if state.layout == torch.strided
     }
-    counts = Counter(found.values())
     real = [name for name, match in found.items() if match == "real"]
-    detail = f"{counts['real']} mismatches in {len(found)} tensors"
-    if counts["spurious"]:
-        detail += f", and {counts['spurious']} in size-1 dimensions only, which cost nothing"
+    spurious = list(found.values()).count("spurious")
+    detail = f"{len(real)} mismatches in {len(found)} tensors"
+    if spurious:
+        detail += f", and {spurious} in size-1 dimensions only, which cost nothing"
     if real:
         return LayoutCheck(what, "lost", f"{detail}: {', '.join(real[:3])}{' ...' if len(real) > 3 else ''}")
-    return LayoutCheck(what, "ambiguous" if counts["spurious"] else "kept", detail)
+    return LayoutCheck(what, "ambiguous" if spurious else "kept", detail)
 
 
 def check_training_path(
@@ -55,13 +51,12 @@ def check_training_path(
     optimizer: torch.optim.Optimizer | None = None,
     masters: MasterWeights | None = None,
 ) -> list[LayoutCheck]:
-    """Run one training step and check the state around the model. Changes weights and optimizer state.
+    """Run one training step and check the state outside the model. Changes weights and optimizer state.
 
     Args:
         step: runs the model and returns the loss, a scalar.
         ema: the module that holds the moving average of the weights.
-        optimizer: over the model's parameters, or over `masters`, with or without state.
-        masters: the fp32 weights of `precision=fp16_o2`.
+        optimizer: over the model's parameters, or over `masters`, the fp32 weights of `precision=fp16_o2`.
     """
     step().backward()
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())

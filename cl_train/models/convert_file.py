@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
@@ -26,9 +26,7 @@ HALF_TOLERANCE = 2e-2
 
 @dataclass
 class FileConversion:
-    """`difference`: the largest difference of the outputs, relative to the largest output; None: not compared.
-    `problems`: why equal outputs are not confirmed.
-    """
+    """What was converted, and whether values and outputs are the same."""
 
     kind: str
     taken: str
@@ -36,16 +34,13 @@ class FileConversion:
     stored_before: str
     memory_format: str
     values_equal: bool
-    difference: float | None = None
+    difference: float | None = None  # the largest difference of the outputs / the largest output; None: not compared
     tolerance: float | None = None
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # why equal outputs are not confirmed
 
     @property
     def passed(self) -> bool:
         return not self.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
 
     def __str__(self) -> str:
         lines = [
@@ -88,37 +83,38 @@ def convert_file(
     """
     if target.resolve() == source.resolve():
         raise ConfigError(f"{target}: the converted file must have another name than the original")
+    recorded = name_of(memory_format)
     before = _read(source, trust, entry, prefix)
     if before.program is None or target.suffix == ".safetensors":
-        write_weights(before, target, name_of(memory_format))
+        write_weights(before, target, recorded)
         after = read_weights(target)
     else:
-        write_program(before.program, target, name_of(memory_format))
+        write_program(before.program, target, recorded)
         after = read_program(target, before.kind)
-    result = FileConversion(
-        before.kind,
-        before.taken,
-        len(after.tensors),
-        before.stored,
-        name_of(memory_format),
-        _same_values(before.tensors, after.tensors),
-    )
-    if not result.values_equal:
+    is_equal = _same_values(before.tensors, after.tensors)
+    result = FileConversion(before.kind, before.taken, len(after.tensors), before.stored, recorded, is_equal)
+    if not is_equal:
         result.problems.append("not converted: the values read back differ")
     if not any(tensor.dim() in CHANNELS_LAST for tensor in after.tensors.values()):
         result.problems.append(
             "not converted: the file has no tensor of 4 or 5 dimensions (a frozen program holds its weights as "
             "constants; convert it before torch.jit.freeze)"
         )
-    _compare_outputs(result, before, after, model_name, input_shape, output)
+    own_name = before.metadata.get("model")
+    if model_name is None and isinstance(own_name, str) and ":" not in own_name:
+        model_name = own_name  # only the user, not the file, may name a function to import
+    pair = [_runnable(saved, model_name, input_shape[-1]) for saved in (before, after)]
+    if pair[0] is None or pair[1] is None:
+        result.problems.append("outputs not compared: give model=<name>, the model that these weights belong to")
+    else:
+        _compare_outputs(result, pair[0], pair[1], memory_format, _random_inputs(before, input_shape, pair[0]), output)
     return result
 
 
 def load_model(path: Path, model_name: str | None = None, *, trust: bool = False) -> nn.Module:
     """The model of a file, in eval mode, in the memory format recorded in the file (contiguous if there is none).
 
-    Raises:
-        ConfigError: see `read_weights` and `read_program`; a file of weights without `model_name`.
+    Raises ConfigError: see `read_weights` and `read_program`; a file of weights without `model_name`.
     """
     saved = _read(path, trust)
     model = _runnable(saved, model_name)
@@ -137,44 +133,34 @@ def _read(path: Path, trust: bool, entry: str | None = None, prefix: str | None 
 
 def _same_values(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
     """Equality where NaN equals NaN, because a diverged model is copied exactly too."""
-
-    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-
-    return before.keys() == after.keys() and all(same(value, after[name]) for name, value in before.items())
+    return before.keys() == after.keys() and all(
+        (one.dtype, one.shape) == (other.dtype, other.shape)
+        and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+        for one, other in ((value, after[name]) for name, value in before.items())
+    )
 
 
 def _compare_outputs(
     result: FileConversion,
-    before: SavedModel,
-    after: SavedModel,
-    model_name: str | None,
-    input_shape: tuple[int, ...],
+    reference: nn.Module,
+    converted: nn.Module,
+    memory_format: torch.memory_format,
+    inputs: tuple[Any, dict[str, Any]],
     output: str | int | None,
 ) -> None:
     """Fill in the difference of the outputs, or the problem."""
-    recorded = before.metadata.get("model")
-    # only the user, not the file, may name a function to import
-    is_zoo_model = isinstance(recorded, str) and ":" not in recorded
-    name = model_name or (recorded if is_zoo_model else None)
-    reference, converted = (_runnable(saved, name, input_shape[-1]) for saved in (before, after))
-    if reference is None or converted is None:
-        result.problems.append("outputs not compared: give model=<name>, the model that these weights belong to")
-        return
-    dtype = next((p.dtype for p in reference.parameters() if p.is_floating_point()), torch.float32)
-    batch = _random_inputs(before, input_shape, dtype)
     outputs = []
-    for model, memory_format in ((reference, "contiguous"), (converted, result.memory_format)):
+    for model, layout in ((reference, torch.contiguous_format), (converted, memory_format)):
         try:
-            outputs.append(_outputs(model, batch, memory_format_named(memory_format), output))
+            outputs.append(_outputs(model, inputs, layout, output))
         except Exception as error:  # a model may raise any exception for unsuitable images
-            why = str(error) if isinstance(error, ConfigError) else explain_failure(error)
-            shape = f"{memory_format} {list(input_shape)}"
-            result.problems.append(f"outputs not compared: the model fails on {shape}: {why}; input=N,C,H,W sets it")
+            shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+            result.problems.append(
+                f"outputs not compared: the {name_of(layout)} model fails on {shapes}: {explain_failure(error)}; "
+                "input=N,C,H,W sets the shape"
+            )
             return
-    result.tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE)
+    result.tolerance = TOLERANCES.get(_dtype_of(reference), HALF_TOLERANCE)
     result.difference = max(
         ((one - other).abs().max() / one.abs().max().clamp_min(1e-30)).item()
         for one, other in zip(*outputs, strict=True)
@@ -201,7 +187,11 @@ def _runnable(saved: SavedModel, model_name: str | None, image_size: int | None 
     return model.eval()
 
 
-def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _random_inputs(saved: SavedModel, shape: tuple[int, ...], model: nn.Module) -> tuple[Any, dict[str, Any]]:
     """Positional and named inputs; an exported program uses the shapes of its example inputs."""
     generator = torch.Generator().manual_seed(0)
 
@@ -209,19 +199,18 @@ def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype
         is_float = isinstance(example, torch.Tensor) and example.is_floating_point()
         return torch.randn(example.shape, generator=generator).to(example.dtype) if is_float else example
 
-    examples: Any = getattr(saved.program, "example_inputs", None) or ((torch.empty(shape, dtype=dtype),), {})
-    arguments, named = tree_map(random_like, examples)
+    images = torch.empty(shape, dtype=_dtype_of(model))
+    arguments, named = tree_map(random_like, getattr(saved.program, "example_inputs", None) or ((images,), {}))
     return arguments, named
 
 
 def _outputs(
-    model: nn.Module, batch: tuple[Any, dict[str, Any]], memory_format: torch.memory_format, output: str | int | None
+    model: nn.Module, inputs: tuple[Any, dict[str, Any]], memory_format: torch.memory_format, output: str | int | None
 ) -> list[torch.Tensor]:
-    def formatted(value: Any) -> Any:
-        is_image = isinstance(value, torch.Tensor) and value.dim() in CHANNELS_LAST
-        return to_memory_format(value, memory_format) if is_image else value
+    def formatted(value: torch.Tensor) -> torch.Tensor:
+        return to_memory_format(value, memory_format) if value.dim() in CHANNELS_LAST else value
 
     convert(model, memory_format=memory_format)
-    arguments, named = tree_map(formatted, batch)
+    arguments, named = tree_map_only(torch.Tensor, formatted, inputs)
     with torch.no_grad():
         return output_tensors(model(*arguments, **named), output)

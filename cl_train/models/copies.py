@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
+from cl_train.memory_format.layout import refuse_lazy
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -24,13 +25,10 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
     an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy` refuses, is copied as a constant; the
     module computes it anew in each forward pass. A compiled model gives an eager copy.
 
-    Raises:
-        ConfigError: lazy modules that have not seen a batch, or an attribute that cannot be copied.
+    Raises ConfigError: lazy modules that have not seen a batch, or an attribute that cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for tensor in tensors):
-        raise ConfigError("the model has lazy modules without shapes: run it on one batch first")
+    refuse_lazy(model)
     memo: dict[int, object] = {}
     try:
         for module in model.modules():

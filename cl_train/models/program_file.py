@@ -26,11 +26,7 @@ _EXECUTED_MEMBERS = ("custom_obj", "opaque_obj", "aotinductor")
 
 
 def read_program(path: Path, kind: Kind) -> SavedModel:
-    """Load a program to the CPU.
-
-    Raises:
-        ConfigError: damaged, larger than the file, or with members that torch would unpickle or execute.
-    """
+    """Load a program to the CPU. Raises ConfigError: damaged, or with members that torch would unpickle or execute."""
     extra: dict[str, Any] = {RECORD: ""}
     _check_members(path)
     try:
@@ -43,7 +39,7 @@ def read_program(path: Path, kind: Kind) -> SavedModel:
     except Exception as error:  # RuntimeError, KeyError, AssertionError and others
         raise ConfigError(f"{path}: cannot be read as {kind}: {str(error)[:300]}") from error
     record = extra[RECORD].decode() if isinstance(extra[RECORD], bytes) else extra[RECORD]
-    return SavedModel(kind, dict(named_tensors(program)), record or None, program=program)
+    return SavedModel(kind, named_tensors(program), record or None, program=program)
 
 
 def write_program(program: Any, path: Path, memory_format: str) -> None:

@@ -32,11 +32,7 @@ def usual_image_size(name: str) -> int:
 
 
 def check_model(name: str, weights: str | None = None) -> None:
-    """Refuse an unknown model or weights before anything else runs.
-
-    Raises:
-        ConfigError: with the nearest known names.
-    """
+    """Raises ConfigError: unknown model or weights, with the nearest known names."""
     if ":" in name:
         user_function("model", name)
     elif name.startswith("timm/"):
@@ -80,8 +76,7 @@ def build_model(
             depth", 2016); None = the model's default. A function of yours gets the keyword `drop_path` if it is set.
         keep_classifier: refuse weights with another number of classes, because a new classifier cannot be evaluated.
 
-    Raises:
-        ConfigError: unknown names, with suggestions; weights that do not fit.
+    Raises ConfigError: unknown names, with suggestions; weights that do not fit.
     """
     check_model(name, weights)
     file = Path(weights) if weights is not None and is_file(weights) else None
@@ -115,12 +110,9 @@ def build_model(
 
 
 def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *, training: bool = True) -> None:
-    """Refuse an image size (or a batch of one) that a zoo model cannot take, without allocating memory.
+    """Raises ConfigError, with torch's reason: a zoo model cannot take images of this size (or a batch of one).
 
     Only shapes are computed, on the meta device; a user's own model may not run there and is not checked.
-
-    Raises:
-        ConfigError: with torch's reason.
     """
     if ":" in name:
         return
@@ -136,13 +128,12 @@ def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *
 def _build_timm_model(
     name: str, num_classes: int, pretrained: bool, image_size: int | None, drop_path: float | None
 ) -> nn.Module:
-    timm = import_timm(name)
+    timm, own_name = import_timm(name), name.removeprefix("timm/")
     options: dict[str, Any] = {} if drop_path is None else {"drop_path_rate": drop_path}
-    pretrained_cfg = timm.get_pretrained_cfg(name[5:], allow_unregistered=True)
+    pretrained_cfg = timm.get_pretrained_cfg(own_name, allow_unregistered=True)
     if image_size is not None and pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
         options["img_size"] = image_size
-    model = timm.create_model(name[5:], pretrained=pretrained, num_classes=num_classes, **options)
-    assert isinstance(model, nn.Module)
+    model: nn.Module = timm.create_model(own_name, pretrained=pretrained, num_classes=num_classes, **options)
     return model
 
 
@@ -180,44 +171,34 @@ def torchvision_weights(name: str, weights: str) -> Any:
 
 
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
-    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it already has them.
-
-    A classifier is the last Linear, or the 1x1 Conv2d of SqueezeNet; Inception and GoogLeNet have auxiliary ones.
-    """
+    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it already has them."""
     heads = _classifiers(model)
-    pretrained_classes = _output_features(heads[0][2])
-    for owner, name, layer in heads:
-        if _output_features(layer) != pretrained_classes or pretrained_classes == num_classes:
+    pretrained_classes = len(next(iter(heads.values())).weight)
+    if pretrained_classes == num_classes:
+        return
+    for path, layer in heads.items():
+        if len(layer.weight) != pretrained_classes:
             continue
         if isinstance(layer, nn.Linear):
-            setattr(owner, name, nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None))
+            model.set_submodule(path, nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None))
         else:
-            assert isinstance(layer, nn.Conv2d)
-            setattr(owner, name, nn.Conv2d(layer.in_channels, num_classes, kernel_size=1))
+            model.set_submodule(path, nn.Conv2d(layer.in_channels, num_classes, kernel_size=1))
     if hasattr(model, "num_classes"):
         model.num_classes = num_classes  # type: ignore[assignment] # a plain number; nn.Module declares another type
 
 
-def _classifiers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """The module that owns each classifier, its name there, and the classifier; empty if the model has none."""
-    auxiliary = ("AuxLogits", "aux1", "aux2")
+def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    """The last Linear, or the last 1x1 Conv2d of SqueezeNet, by its path; then the auxiliary classifiers of Inception
+    and GoogLeNet.
+    """
     is_squeezenet = type(model).__name__ == "SqueezeNet"
-    found: dict[str, str] = {}  # the last one of each part of the model, by the auxiliary's name; "": the main part
+    last: dict[str, tuple[str, nn.Linear | nn.Conv2d]] = {}  # by the auxiliary part of the model; "": the main part
     for path, module in model.named_modules():
-        part = path.split(".")[0] if path.split(".")[0] in auxiliary else ""
+        part = path.split(".")[0] if path.startswith(("AuxLogits.", "aux1.", "aux2.")) else ""
         is_pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)
         if isinstance(module, nn.Linear) or (is_squeezenet and is_pointwise):
-            found[part] = path
-    heads = []
-    for part in ("", *auxiliary):
-        if part in found:
-            owner, _, name = found[part].rpartition(".")
-            heads.append((model.get_submodule(owner), name, model.get_submodule(found[part])))
-    return heads
-
-
-def _output_features(layer: nn.Module) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else int(layer.out_channels)  # type: ignore[arg-type]
+            last[part] = path, module
+    return dict(last[part] for part in sorted(last))
 
 
 def is_file(weights: str) -> bool:
@@ -227,20 +208,18 @@ def is_file(weights: str) -> bool:
 def load_weights_file(model: nn.Module, path: Path) -> bool:
     """Load a file of weights into `model`; its memory format does not change.
 
-    Returns:
-        Whether the classifier has another number of classes than the file, and kept its initialisation.
-
-    Raises:
-        ConfigError: see `read_weights`; or the shapes do not fit.
+    Returns whether the classifier has another number of classes than the file, and kept its initialisation.
+    Raises ConfigError: see `read_weights`; or the shapes do not fit.
     """
     weights = read_weights(path)
     if weights.taken:
         log.info("weights=%s: %s", path, weights.taken)
-    state, own = weights.state, model.state_dict()
+    own = model.state_dict()
     other_shape = {name for name, value in weights.tensors.items() if name in own and own[name].shape != value.shape}
-    new_head = other_shape & _classifier_parameters(model) if other_shape else set()
-    if new_head == other_shape:
-        state = {name: value for name, value in state.items() if name not in new_head}
+    classifiers = _classifiers(model).items()
+    head = {f"{prefix}.{name}".removeprefix(".") for prefix, layer in classifiers for name in layer.state_dict()}
+    new_head = other_shape if other_shape <= head else set[str]()
+    state = {name: value for name, value in weights.state.items() if name not in new_head}
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
@@ -256,11 +235,6 @@ def load_weights_file(model: nn.Module, path: Path) -> bool:
     if new_head:
         log.info("weights=%s: new classifier, the number of classes differs (%s)", path, ", ".join(sorted(new_head)))
     return bool(new_head)
-
-
-def _classifier_parameters(model: nn.Module) -> set[str]:
-    owned = {id(parameter) for _, _, layer in _classifiers(model) for parameter in layer.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
 
 
 def import_timm(name: str) -> Any:

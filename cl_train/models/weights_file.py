@@ -1,9 +1,7 @@
-"""Files of weights: read without running code, extracted from checkpoints of training scripts, and written.
+"""Files of weights: read without running code, written with contiguous tensors, so that equal weights are equal bytes.
 
 Readable are files of `torch.save` (a state dict, or a checkpoint that holds one), checkpoints of cl_train, and
-safetensors. Tensors are written contiguous, so that equal weights are equal bytes; the model's intended memory format
-is recorded with them. Programs (TorchScript, `torch.export`) run code when they are loaded; they are
-refused here, see `program_file.py`.
+safetensors. Programs (TorchScript, `torch.export`) run code when they are loaded: see `program_file.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from cl_train.config.schema import ConfigError
+from cl_train.config.user_function import optional_module
 from cl_train.config.validation import suggest
 from cl_train.memory_format.layout import memory_format_of, to_contiguous_state
 from cl_train.system import checkpoint_file
@@ -32,19 +31,14 @@ PREFIXES = ("module.", "_orig_mod.")  # of DDP and of torch.compile
 
 @dataclass
 class SavedModel:
-    """The content of a file.
-
-    `state`: parameters, buffers and the modules' extra state, by name. `recorded`: the memory format that the file
-    names, if any. `taken`: the entry and the prefix that were removed, for messages. `metadata`: of a checkpoint of
-    cl_train. `program`: a ScriptModule or an ExportedProgram.
-    """
+    """The content of a file."""
 
     kind: Kind
-    state: dict[str, Any]
-    recorded: str | None = None
-    taken: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    program: Any = None
+    state: dict[str, Any]  # parameters, buffers and the modules' extra state, by name
+    recorded: str | None = None  # the memory format that the file names
+    taken: str = ""  # the entry and the prefix that were removed, for messages
+    metadata: dict[str, Any] = field(default_factory=dict)  # of a checkpoint of cl_train
+    program: Any = None  # a ScriptModule or an ExportedProgram
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -82,17 +76,16 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
         entry: of a file with several entries, the one that holds the weights; None: the first of `ENTRIES` in the file.
         prefix: take only the names that begin with it, and remove it; None: remove `module.` and `_orig_mod.`.
 
-    Raises:
-        ConfigError: no such file, a program, more than tensors and plain types, a damaged file, no such entry.
+    Raises ConfigError: no such file, a program, more than tensors and plain types, a damaged file, no such entry.
     """
     kind = kind_of(path)
+    if kind in PROGRAMS:
+        raise ConfigError(
+            f"{path}: a program ({kind}), whose code runs when it is loaded. If you trust its source, take its "
+            f"weights with: cl-train convert {path} out=weights.safetensors trust=true"
+        )
     metadata: dict[str, Any] = {}
     try:
-        if kind in PROGRAMS:
-            raise ConfigError(
-                f"{path}: a program ({kind}), whose code runs when it is loaded. If you trust its source, take its "
-                f"weights with: cl-train convert {path} out=weights.safetensors trust=true"
-            )
         if kind == "safetensors":
             content, recorded = _read_safetensors(path)
         else:
@@ -120,23 +113,16 @@ def write_weights(saved: SavedModel, path: Path, memory_format: str) -> None:
     if len(saved.tensors) < len(saved.state):
         raise ConfigError(f"{path}: safetensors cannot hold the extra state of a module; write a .pth file")
     untied = {name: value.clone() for name, value in to_contiguous_state(saved.tensors).items()}
-    _safetensors(path).torch.save_file(untied, path, metadata={"format": "pt", RECORD: memory_format})
-
-
-def _safetensors(path: Path) -> Any:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ConfigError(f"{path}: safetensors is not installed; pip install safetensors") from None
-    return safetensors
+    safetensors = optional_module("safetensors.torch", str(path))
+    safetensors.save_file(untied, path, metadata={"format": "pt", RECORD: memory_format})
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], str | None]:
-    safetensors = _safetensors(path)
+    safetensors = optional_module("safetensors.torch", str(path))
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             recorded = (file.metadata() or {}).get(RECORD)
-        return safetensors.torch.load_file(path), recorded
+        return safetensors.load_file(path), recorded
     except Exception as error:  # SafetensorError, and others for headers with odd types or sizes
         raise UnreadableFile(str(error)[:200]) from error
 

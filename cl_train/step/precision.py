@@ -22,6 +22,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import suggest
+
 VOLTA = (7, 0)  # compute capability of the first GPUs with tensor cores
 
 
@@ -63,6 +66,8 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
 
     auto: fp16 on CUDA with compute capability >= 7.0 (tensor cores), bf16 on a CPU with native bf16, else fp32.
     """
+    if name not in (*_RESOLVED, "auto"):
+        raise ConfigError(f"precision={name}; use auto, {', '.join(_RESOLVED)}{suggest(name, _RESOLVED)}")
     if name != "auto":
         return _RESOLVED[name]
     if device.type == "cuda":

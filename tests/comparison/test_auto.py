@@ -155,6 +155,15 @@ def test_what_cannot_be_measured_means_contiguous_and_is_said(outcome: dict[str,
     assert not choose(network()).cached, "the next run tries again"
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"), [({"optimizer": "sdg"}, "did you mean sgd"), ({"precision": "fp61"}, "did you mean fp16")]
+)
+def test_wrong_arguments_are_refused(outcome: dict[str, Any], change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        choose(network(), **change)
+    assert outcome["calls"] == 0
+
+
 def test_a_choice_becomes_json(outcome: dict[str, Any]) -> None:
     values = json.loads(json.dumps(choose(network()).to_dict()))
     assert (values["memory_format"], values["conversion"], values["cached"]) == ("channels_last", "full", False)

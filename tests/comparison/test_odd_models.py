@@ -230,7 +230,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
     "dropout": (lambda: With(lambda x: pooled(F.dropout(x, 0.5, True))), {}, True),
     "reads strides": (lambda: nn.Sequential(body(), ReadsStrides(), nn.Flatten()), {}, False),
     "view": (Viewing, {"image_size": 16}, False),
-    "lazy": (lambda: nn.Sequential(nn.LazyConv2d(8, 3), nn.Flatten()), {}, "run it on one batch"),
+    "lazy": (lambda: nn.Sequential(nn.LazyConv2d(8, 3), nn.Flatten()), {}, "run one batch"),
     "quantised": (quantised, {}, "quantized"),
     "wrong channels": (lambda: nn.Conv2d(1, 8, 3), {}, "image_size"),
     "attribute that cannot be copied": (uncopyable, {}, "copied"),

@@ -25,7 +25,7 @@ from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.precision import resolve_precision
 
 CPU = torch.device("cpu")
-QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.2, "min_rounds": 2}
+QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.2}
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +191,8 @@ def test_a_model_that_does_not_run_is_refused_in_one_line() -> None:
     assert len(error.value.problems) == 1
     with pytest.raises(ConfigError, match="mode"):
         compare_layouts(network(), 4, mode="trian")
+    with pytest.raises(ConfigError, match=r"precision=fp61; use .*did you mean fp16"):
+        compare_layouts(network(), 4, precision="fp61")
 
 
 class SlowInChannelsLast(nn.Module):

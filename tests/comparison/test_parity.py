@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,12 +70,14 @@ def network(middle: nn.Module) -> nn.Module:
 def test_a_sound_model_agrees(precision: str) -> None:
     model = network(nn.Identity())
     before = copy.deepcopy(model.state_dict())
-    generator = torch.get_rng_state()
+    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     report = check_parity(model, image_size=12, precision=precision)
     assert report.passed, str(report)
     assert report.first_divergence is None and report.worst is not None
     assert json.loads(json.dumps(report.to_dict()))["passed"] is True
-    assert torch.equal(torch.get_rng_state(), generator)
+    assert random.getstate() == generators[0]
+    assert np.array_equal(np.random.get_state()[1], generators[1])
+    assert torch.equal(torch.get_rng_state(), generators[2])
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
 
 
