@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
         command = importlib.import_module(f"cl_train.commands.{name}")
         if {"-h", "--help"} & set(rest) and hasattr(command, "SETTINGS"):
-            print(help_page(name, command))
+            print(command_help(f"cl-train {name} {command.USAGE}", command.__doc__ or "", command.SETTINGS))
             return 0
         code: int = command.main(rest)
         return code
@@ -54,11 +54,6 @@ def usage() -> str:
     commands = COMMANDS | {"completion": 'tab completion in bash: eval "$(cl-train completion)"'}
     lines = [f"  {name:<18}{meaning}" for name, meaning in commands.items()]
     return "\n".join(["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "settings: cl-train COMMAND --help"])
-
-
-def help_page(name: str, command: Any) -> str:
-    """From the command's docstring (a summary, then examples), USAGE and SETTINGS."""
-    return command_help(f"cl-train {name} {command.USAGE}", command.__doc__, command.SETTINGS)
 
 
 # --- console ----------------------------------------------------------------------------------------------------------

@@ -10,14 +10,12 @@ Exit codes: 0 done, 2 wrong usage or a model that does not run.
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cl_train.commands.json_result import print_result
 from cl_train.config.schema import CONVERSIONS, DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 
@@ -62,25 +60,29 @@ SETTINGS = {"settings": AuditSettings}
 
 def main(words: list[str]) -> int:
     settings = settings_from_arguments(AuditSettings, words)
-    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
+
+    def measure() -> tuple[dict[str, Any], str]:
         report = audit_model(settings)
-        print(report)
-        print(f"\n{report.summary()}")
-    if settings.json:
-        print(json.dumps(report.to_dict()))
+        return report.to_dict(), f"{report}\n\n{report.summary()}"
+
+    print_result(measure, out=settings.out, as_json=settings.json)
     return 0
 
 
 def audit_model(settings: AuditSettings) -> LayoutReport:
-    """Build, convert and audit the model of the settings; write the report to `out`."""
+    """Build, convert and audit the model of the settings.
+
+    Raises ConfigError: the model cannot be built or run, or not be traced for `compile`.
+    """
     import torch
 
     from cl_train.memory_format.audit import audit
     from cl_train.memory_format.convert import convert
+    from cl_train.memory_format.inductor import compiled_graphs
+    from cl_train.memory_format.model_call import explain_failure, mean_square, output_tensors
     from cl_train.models import registry as models
-    from cl_train.step.precision import cast_model, resolve_precision
+    from cl_train.step.precision import autocast, cast_model, resolve_precision
     from cl_train.system.distributed import choose_device
-    from cl_train.system.files import write_json
 
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision, device)
@@ -93,7 +95,12 @@ def audit_model(settings: AuditSettings) -> LayoutReport:
     cast_model(model, precision).train(settings.backward)
     if settings.channels_last:
         print(convert(model, settings.conversion, settings.select))
-    images = _images(settings, device, precision)
+    images = _images(settings, device, precision.input_dtype)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        with autocast(precision, device):
+            return mean_square(output_tensors(model(images), settings.output_entry))
+
     report = audit(
         model,
         images,
@@ -104,37 +111,27 @@ def audit_model(settings: AuditSettings) -> LayoutReport:
         name=settings.model,
     )
     if settings.compile:
-        report.compiled = _compiled_graphs(settings, model, images, precision)
+        try:
+            report.compiled = compiled_graphs(model, loss, settings.backward)
+        except Exception as error:  # torch.compile cannot trace every model
+            raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error
     if settings.backward:
-        report.training_path = _check_training_path(settings, model, images, precision)
-    if settings.out:
-        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(settings.out), report.to_dict())
+        report.training_path = _check_training_path(model, partial(loss, model), precision)
     return report
 
 
-def _images(settings: AuditSettings, device: torch.device, precision: Precision) -> torch.Tensor:
+def _images(settings: AuditSettings, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     frames = [settings.frames] if settings.frames else []
     shape = (settings.batch_size, settings.input_channels, *frames, settings.image_size, settings.image_size)
-    images = torch.randn(shape).to(device, precision.input_dtype)
+    images = torch.randn(shape).to(device, dtype)
     if settings.channels_last and settings.input_channels_last:
         images = images.to(memory_format=torch.channels_last_3d if settings.frames else torch.channels_last)
     return images
 
 
-def _loss(settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision) -> torch.Tensor:
-    from cl_train.memory_format.model_call import mean_square, output_tensors
-    from cl_train.step.precision import autocast
-
-    with autocast(precision, images.device):
-        return mean_square(output_tensors(model(images), settings.output_entry))
-
-
-def _check_training_path(
-    settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision
-) -> list[LayoutCheck]:
+def _check_training_path(model: nn.Module, step: Callable[[], torch.Tensor], precision: Precision) -> list[LayoutCheck]:
     """Trains `model` for one step, with the optimizer and the EMA of a run."""
     from cl_train.config.schema import OptimConfig
     from cl_train.memory_format.audit_report import LayoutCheck
@@ -147,20 +144,6 @@ def _check_training_path(
     try:
         masters = MasterWeights(model) if precision.master_weights else None
         optimizer = build_optimizer(OptimConfig(), model, trainable_parameters(model, masters), lr=1e-3)
-        ema = EMA(model, 0.99).module
-        step = partial(_loss, settings, model, images, precision)
-        return check_training_path(model, step, ema=ema, optimizer=optimizer, masters=masters)
+        return check_training_path(model, step, ema=EMA(model, 0.99).module, optimizer=optimizer, masters=masters)
     except Exception as error:  # a model that cannot be copied, or an optimizer that refuses sparse gradients
         return [LayoutCheck("training step", "not checked", explain_failure(error))]
-
-
-def _compiled_graphs(
-    settings: AuditSettings, model: nn.Module, images: torch.Tensor, precision: Precision
-) -> list[dict[str, Any]]:
-    from cl_train.memory_format.inductor import compiled_graphs
-    from cl_train.memory_format.model_call import explain_failure
-
-    try:
-        return compiled_graphs(model, lambda compiled: _loss(settings, compiled, images, precision), settings.backward)
-    except Exception as error:  # torch.compile cannot trace every model
-        raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error

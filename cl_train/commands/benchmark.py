@@ -11,15 +11,11 @@ Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
+from cl_train.commands.json_result import print_result
 from cl_train.config.benchmarks import BenchmarkSettings
 from cl_train.config.validation import settings_from_arguments
-from cl_train.system.files import write_json
 
 USAGE = "[key=value ...]"
 SETTINGS = {"settings": BenchmarkSettings}
@@ -29,15 +25,11 @@ def main(words: list[str]) -> int:
     settings = settings_from_arguments(BenchmarkSettings, words)
     from cl_train.comparison.suite import run_suite
 
-    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
+    def measure() -> tuple[dict[str, Any], str]:
         document = run_suite(settings)
-        if settings.out:
-            Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
-            write_json(Path(settings.out), document)
-            print(f"written: {settings.out}")
-        print(verdict(document))
-    if settings.json:
-        print(json.dumps(document))
+        return document, verdict(document)
+
+    document = print_result(measure, out=settings.out, as_json=settings.json)
     return 1 if any("error" in result for result in document["results"]) else 0
 
 

@@ -9,14 +9,11 @@ Exit codes: 0 done, 2 wrong usage.
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
-from pathlib import Path
+from typing import Any
 
+from cl_train.commands.json_result import print_result
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.validation import settings_from_arguments
-from cl_train.system.files import write_json
 
 USAGE = "[key=value ...]"
 SETTINGS = {"settings": LoaderBenchmarkSettings}
@@ -26,13 +23,9 @@ def main(words: list[str]) -> int:
     settings = settings_from_arguments(LoaderBenchmarkSettings, words)
     from cl_train.comparison.loader_speed import benchmark, table
 
-    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
+    def measure() -> tuple[dict[str, Any], str]:
         result = benchmark(settings)
-        if settings.out:
-            Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
-            write_json(Path(settings.out), result)
-            print(f"written: {settings.out}")
-        print(table(result))
-    if settings.json:
-        print(json.dumps(result))
+        return result, table(result)
+
+    print_result(measure, out=settings.out, as_json=settings.json)
     return 0

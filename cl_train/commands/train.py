@@ -47,9 +47,10 @@ def train(raw: DictConfig) -> None:
     from cl_train.training.pretrained import follow_published_preprocessing
 
     try:
-        exit_without_teardown(
-            run_and_log_failure(follow_published_preprocessing(load(raw), given_keys()), run_folder())
-        )
+        cfg = load(raw)
+        if cfg.evaluate_only and cfg.weights is not None:
+            cfg.data = follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys())
+        exit_without_teardown(run_and_log_failure(cfg, run_folder()))
     except ConfigError as error:  # caught here, because Hydra would print a traceback
         stop_with(error)
 

@@ -17,6 +17,11 @@ def data_problems(data: DataConfig, augment: AugmentConfig) -> list[str]:
             "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01",
         ),
         (
+            augment.policy != "timm" and augment.timm_policy != AugmentConfig.timm_policy,
+            f"augment.timm_policy={augment.timm_policy} has no effect with augment.policy={augment.policy}: use "
+            f"augment.policy=timm, or write augment.timm_policy={AugmentConfig.timm_policy} if a recipe sets it",
+        ),
+        (
             data.name in ("imagenet", "folder") and data.root is None,
             f"data={data.name} needs data.root=FOLDER with train/<class>/* and val/<class>/* (no data? data=sample)",
         ),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 from cl_train.models.registry import import_timm, is_file, torchvision_weights
 
 
+@cache  # an evaluation follows it, and then logs it
 def published_preprocessing(model: str, weights: str) -> dict[str, Any]:
     """The settings of `data` for weights by name: `image_size`, `val_resize`, `val_interpolation`, `mean`, `std`.
 

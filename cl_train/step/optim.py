@@ -48,30 +48,28 @@ def build_optimizer(
     if cfg.name == "sgd":
         sgd = torch.optim.SGD(groups, lr=lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=True)
         return _start_momentum_at_zero(sgd) if cfg.momentum > 0 else sgd
-    options = _betas(cfg) | _eps(cfg)
+    options = _options(cfg)
     if cfg.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, fused=True, **options)
     assert cfg.name == "rmsprop", cfg.name
-    return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, momentum=cfg.momentum, foreach=True, **_eps(cfg))
+    options.pop("betas", None)
+    return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, momentum=cfg.momentum, foreach=True, **options)
 
 
 def _timm_optimizer(cfg: OptimConfig, groups: list[dict[str, Any]], lr: float | torch.Tensor) -> torch.optim.Optimizer:
     create = optional_module("timm.optim", "optim=timm").create_optimizer_v2
-    options = _betas(cfg) | _eps(cfg)
-    optimizer = create(groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **options)
+    options = {"weight_decay": cfg.weight_decay, "momentum": cfg.momentum, **_options(cfg)}
+    optimizer = create(groups, cfg.name, lr=lr, **options)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 
 
-def _betas(cfg: OptimConfig) -> dict[str, Any]:
-    """`betas`, unless both have the optimizer's own default."""
-    if cfg.beta1 is None and cfg.beta2 is None:
-        return {}
-    return {"betas": (0.9 if cfg.beta1 is None else cfg.beta1, 0.999 if cfg.beta2 is None else cfg.beta2)}
-
-
-def _eps(cfg: OptimConfig) -> dict[str, Any]:
-    return {} if cfg.eps is None else {"eps": cfg.eps}
+def _options(cfg: OptimConfig) -> dict[str, Any]:
+    """`betas` and `eps`, unless they have the optimizer's own default."""
+    options: dict[str, Any] = {} if cfg.eps is None else {"eps": cfg.eps}
+    if cfg.beta1 is not None or cfg.beta2 is not None:
+        options["betas"] = (0.9 if cfg.beta1 is None else cfg.beta1, 0.999 if cfg.beta2 is None else cfg.beta2)
+    return options
 
 
 def parameter_groups(cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:

@@ -48,22 +48,22 @@ def settle_batch_size(cfg: Config, dist: Dist) -> Config:
 
     Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
     """
-    if cfg.global_batch_size is not None:
-        micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
-        if rest or not micro_steps:
-            raise ConfigError(
-                f"global_batch_size={cfg.global_batch_size} is not a multiple of batch_size={cfg.batch_size} x "
-                f"{dist.world_size} processes: choose another batch_size"
-            )
-        if micro_steps > 1 and cfg.ddp_static_graph:
-            raise ConfigError(
-                f"global_batch_size={cfg.global_batch_size} needs {micro_steps} micro-steps, which "
-                "ddp_static_graph=true does not allow: raise batch_size, or set ddp_static_graph=false"
-            )
-        cfg = dataclasses.replace(cfg, accumulate_steps=micro_steps)
-    if cfg.batch_size != AUTO_BATCH_SIZE:
+    if cfg.batch_size == AUTO_BATCH_SIZE:
+        return dataclasses.replace(cfg, batch_size=on_main(lambda: _fastest_batch_size(cfg, dist), dist))
+    if cfg.global_batch_size is None:
         return cfg
-    return dataclasses.replace(cfg, batch_size=on_main(lambda: _fastest_batch_size(cfg, dist), dist))
+    micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
+    if rest or not micro_steps:
+        raise ConfigError(
+            f"global_batch_size={cfg.global_batch_size} is not a multiple of batch_size={cfg.batch_size} x "
+            f"{dist.world_size} processes: choose another batch_size"
+        )
+    if micro_steps > 1 and cfg.ddp_static_graph:
+        raise ConfigError(
+            f"global_batch_size={cfg.global_batch_size} needs {micro_steps} micro-steps, which "
+            "ddp_static_graph=true does not allow: raise batch_size, or set ddp_static_graph=false"
+        )
+    return dataclasses.replace(cfg, accumulate_steps=micro_steps)
 
 
 def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
@@ -113,7 +113,8 @@ def search(
     measured: list[BatchSpeed] = []
     started_at, size = clock(), min(FIRST, largest)
     while size >= SMALLEST:
-        if (result := _result_if_it_fits(measure, size, measured, limit_gib)) is not None:
+        result = None if _peak_gib(measured, size) > limit_gib else _measured_if_it_fits(measure, size)
+        if result is not None and result.peak_memory_gib <= limit_gib:
             measured.append(result)
             if size == largest:
                 return measured
@@ -127,24 +128,25 @@ def search(
     raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
 
 
-def _result_if_it_fits(
-    measure: Callable[[int], BatchSpeed], size: int, measured: list[BatchSpeed], limit_gib: float
-) -> BatchSpeed | None:
-    """A size whose memory, extrapolated from the last two, exceeds the limit is not tried: running out of memory is
-    slow, and on a CPU the system ends the process.
+def _peak_gib(measured: list[BatchSpeed], size: int) -> float:
+    """The peak memory of `size`, extrapolated from the last two results; 0 if there are fewer.
+
+    A size that is too large is not tried: running out of memory is slow, and on a CPU the system ends the process.
     """
-    if len(measured) >= 2:
-        first, second = measured[-2:]
-        per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
-        if second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size) > limit_gib:
-            return None
+    if len(measured) < 2:
+        return 0.0
+    first, second = measured[-2:]
+    per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
+    return second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
+
+
+def _measured_if_it_fits(measure: Callable[[int], BatchSpeed], size: int) -> BatchSpeed | None:
     try:
-        result = measure(size)
+        return measure(size)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return None
-    return result if result.peak_memory_gib <= limit_gib else None
 
 
 def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], BatchSpeed]:

@@ -96,10 +96,11 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
         drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
     )
-    for size in () if cfg.evaluate_only else training_sizes(cfg):
+    trained_sizes = () if cfg.evaluate_only else training_sizes(cfg)
+    for size in trained_sizes:
         models.check_input(model, cfg.model, cfg.batch_size, size)
     val_size = cfg.data.val_size or cfg.data.image_size
-    if val_size not in training_sizes(cfg) or cfg.evaluate_only:
+    if val_size not in trained_sizes:
         models.check_input(model, cfg.model, cfg.batch_size, val_size, training=False)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
@@ -137,8 +138,7 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
         return torch.contiguous_format
     for line in known_issues(model, device=dist.device, precision_name=precision.name):
         log.info("channels_last: %s", line)
-    report = convert(model, conversion, select=cfg.select or None)
-    log.info("channels_last: %s", report)
+    log.info("channels_last: %s", convert(model, conversion, select=cfg.select or None))
     return torch.channels_last
 
 

@@ -13,6 +13,7 @@ from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_file import snapshot
 from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
 from cl_train.system.distributed import Dist, gather_objects, on_main
+from cl_train.system.run_folder import check_space
 from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.progress import Progress
 from cl_train.training.run_state import (
@@ -23,6 +24,7 @@ from cl_train.training.run_state import (
     random_state,
     restore,
     restore_random_state,
+    tensor_bytes,
 )
 
 log = logging.getLogger(__name__)
@@ -46,13 +48,23 @@ class Checkpoints:
         return (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
-        """Raises ConfigError if a module's `get_extra_state` returns something else than plain types and tensors."""
+        """
+        Raises:
+            ConfigError: a module's `get_extra_state` returns something else than plain types and tensors, or the disk
+                has no space for one checkpoint.
+        """
+        weights = self.state.model.state_dict()
         try:
-            for name, value in self.state.model.state_dict().items():
+            for name, value in weights.items():
                 if name.endswith("_extra_state"):
                     snapshot(value, name)
         except TypeError as error:
             raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
+        if self.dist.is_main:
+            tensors_per_weight = 3 if self.state.ema is None else 4  # the weight, up to two moments, the EMA
+            checkpoint_bytes = tensors_per_weight * tensor_bytes(weights)
+            for line in check_space(self.store.folder.parent, checkpoint_bytes, self.store.keep):
+                log.warning("%s", line)
 
     def save(self, progress: Progress, unlogged_steps: list[StepResult], *, best: bool = False) -> None:
         """Save the state between two steps. The host waits for the device: the state is copied to the host."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.splits import Data
@@ -15,7 +15,6 @@ from cl_train.step.precision import Precision
 from cl_train.step.train_step import sum_over_images
 from cl_train.system.distributed import Dist, broadcast_buffers, max_over_ranks, sum_over_ranks
 from cl_train.system.signals import StopRequest
-from cl_train.training.console import ProgressBar
 from cl_train.training.nonfinite import TrainingFault
 
 
@@ -30,7 +29,7 @@ def evaluate_model(
     precision: Precision,
     dist: Dist,
     signals: StopRequest | None = None,
-    bar: ProgressBar | None = None,
+    bar: tqdm[Any] | None = None,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     *,
     flip: bool = False,
@@ -66,15 +65,13 @@ def evaluate_model(
     }
 
 
-def _until_signal(
-    batches: Iterable[Batch], signals: StopRequest, dist: Dist, bar: ProgressBar | None
-) -> Iterator[Batch]:
+def _until_signal(batches: Iterable[Batch], signals: StopRequest, dist: Dist, bar: tqdm[Any] | None) -> Iterator[Batch]:
     """Yield `batches`; between two of them the ranks agree whether to stop.
 
     Ranks may have different numbers of batches: each takes part in the agreement until all have finished.
     """
     iterator = iter(batches)
-    for number in count(1):
+    while True:
         batch = next(iterator, None)
         stop, unfinished = max_over_ranks([signals.stop or 0, int(batch is not None)], dist)
         if stop:
@@ -82,6 +79,6 @@ def _until_signal(
         if not unfinished:
             return
         if bar is not None:
-            bar.show(number)
+            bar.update()
         if batch is not None:
             yield batch

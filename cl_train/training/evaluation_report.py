@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -76,7 +77,10 @@ def write_report(predictions: Predictions, data: Data, dist: Dist, folder: Path)
         folder.mkdir(exist_ok=True)
         _write_csv(folder / "per_class.csv", classes)
         _write_csv(folder / "confusions.csv", confused)
-        write_text(folder / "worst.html", _page(rows, images, data, names, classes, confused))
+        worst = np.argsort(rows[:, 3])[::-1][:WORST_IMAGES]  # NaN losses come first
+        figures = [_figure(rows[i], images[i], data, names) for i in worst]
+        accuracy = f"{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct"
+        write_text(folder / "worst.html", _page(accuracy, [classes, confused], figures))
     except (OSError, BadImage) as error:
         log.warning("the evaluation's report cannot be written: %s", error)
         return
@@ -90,8 +94,7 @@ def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> list[dict[
     table = []
     for label in np.unique(rows[:, 0]).astype(int):
         of_class = rows[rows[:, 0] == label]
-        correct = int((of_class[:, 1] == label).sum())
-        predicted = int((rows[:, 1] == label).sum())
+        correct, predicted = int((of_class[:, 1] == label).sum()), int((rows[:, 1] == label).sum())
         table.append(
             {
                 "class": names[label],
@@ -107,11 +110,10 @@ def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> list[dict[
 
 def confusions(rows: npt.NDArray[np.float64], names: Sequence[str]) -> list[dict[str, Any]]:
     """The cells of the confusion matrix that are not zero, without the diagonal; the most frequent first."""
-    pairs = rows[rows[:, 0] != rows[:, 1], :2].astype(int)
-    found, counts = np.unique(pairs, axis=0, return_counts=True)
+    pairs = Counter((int(true), int(predicted)) for true, predicted in rows[:, :2] if true != predicted)
     return [
-        {"true": names[found[i][0]], "predicted": names[found[i][1]], "images": int(counts[i])}
-        for i in np.argsort(-counts, kind="stable")
+        {"true": names[true], "predicted": names[predicted], "images": count}
+        for (true, predicted), count in sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
     ]
 
 
@@ -123,22 +125,11 @@ def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_text(path, text.getvalue())
 
 
-def _page(
-    rows: npt.NDArray[np.float64],
-    images: Sequence[int],
-    data: Data,
-    names: Sequence[str],
-    classes: Sequence[dict[str, Any]],
-    confused: Sequence[dict[str, Any]],
-) -> str:
-    """A page without references to other files. NaN losses come first."""
-    worst = np.argsort(rows[:, 3])[::-1][:WORST_IMAGES]
-    correct = int((rows[:, 0] == rows[:, 1]).sum())
-    figures = [_figure(rows[i], images[i], data, names) for i in worst]
+def _page(title: str, tables: Sequence[Sequence[dict[str, Any]]], figures: Sequence[str]) -> str:
+    """A page without references to other files."""
     return (
-        f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style>'
-        f"<h1>{100 * correct / len(rows):.2f} % of {len(rows)} images are correct</h1>"
-        f"<h2>Lowest accuracy, most frequent confusions</h2>{_table(classes)}{_table(confused)}"
+        f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style><h1>{title}</h1>'
+        f"<h2>Lowest accuracy, most frequent confusions</h2>{''.join(map(_table, tables))}"
         f"<h2>The {len(figures)} images with the largest loss, as the model sees them</h2>"
         '<p><span class="wrong">predicted class</span>, <span class="true">true class</span>, their probabilities</p>'
         f'<div class="images">{"".join(figures)}</div>\n'
@@ -156,18 +147,17 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:
     label, predicted, probability, loss = row
-    is_correct = label == predicted
-    lines = [f'<div class="{"true" if is_correct else "wrong"}">{_percent(names, predicted, probability)}</div>']
-    if not is_correct:
-        lines.append(f'<div class="true">{_percent(names, label, np.exp(-loss))}</div>')
+    classes = [("wrong", predicted, probability)] if label != predicted else []
+    lines = "".join(
+        f'<div class="{style}">{escape(names[int(number)])} {100 * share:.1f} %</div>'
+        for style, number, share in [*classes, ("true", label, np.exp(-loss))]
+    )
     name, image = "", '<div class="none"></div>'
     if index >= 0:
         assert isinstance(data, ImageData)
         name, image = data.validation_name(index), _thumbnail(data.validation_pixels(index))
     short = escape("/".join(Path(name).parts[-2:]))
-    return (
-        f'<figure title="{escape(name)}">{image}{"".join(lines)}loss {loss:.3f}<div class="name">{short}</div></figure>'
-    )
+    return f'<figure title="{escape(name)}">{image}{lines}loss {loss:.3f}<div class="name">{short}</div></figure>'
 
 
 def _thumbnail(pixels: Pixels) -> str:
@@ -176,7 +166,3 @@ def _thumbnail(pixels: Pixels) -> str:
     picture.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
     picture.save(buffer, "JPEG", quality=85)
     return f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-
-
-def _percent(names: Sequence[str], label: float, probability: float) -> str:
-    return f"{escape(names[int(label)])} {100 * probability:.1f} %"

@@ -5,7 +5,6 @@ After each step it decides whether to log, save and stop, in this order. An epoc
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -36,7 +35,7 @@ from cl_train.system.heartbeat import watch_ranks
 from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
-from cl_train.training.console import EpochAverages, ProgressBar, console_line
+from cl_train.training.console import console_line, mean, progress_bar
 from cl_train.training.evaluation import Interrupted, evaluate_model
 from cl_train.training.evaluation_report import Predictions, write_report
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
@@ -45,6 +44,7 @@ from cl_train.training.rank_times import own_times, slowest_rank
 from cl_train.training.run_log import RunLog, describe_failure
 from cl_train.training.setup import Run, set_up
 from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, results_of_records, speed
+from cl_train.training.throughput import without_warmup
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def train(cfg: Config, folder: Path) -> int:
     """
     with ExitStack() as stack:
         signals = StopRequest()
-        stack.push(signals)  # first, to be left last: a signal does not interrupt the closing of data and files
+        stack.push(signals)  # closed last: a signal does not interrupt the closing of data and files
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
@@ -102,7 +102,7 @@ def train(cfg: Config, folder: Path) -> int:
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
         signals.__enter__()  # only now: until here, a signal ends the process at once
         plan, state = run.plan, run.state
-        bar = ProgressBar("training", plan.last_step, run.progress.step, shown=dist.is_main)
+        bar = progress_bar("training", plan.last_step, run.progress.step, shown=dist.is_main)
 
         if cfg.evaluate_only:
             record_evaluation(run, evaluate_model_and_ema(run))
@@ -111,7 +111,7 @@ def train(cfg: Config, folder: Path) -> int:
             epoch = plan.epoch_of(progress)
             first_batch = progress.step_in_epoch * cfg.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
-            averages = EpochAverages()
+            records: list[dict[str, Any]] = []  # of this epoch
             run.meter.start(epoch.image_size)
             while not plan.is_epoch_end(progress):
                 waiting_since = time.perf_counter()
@@ -126,10 +126,10 @@ def train(cfg: Config, folder: Path) -> int:
                     state.ema.update(state.model, state.parts.masters)
                 run.meter.tick(epoch.global_batch_size, wait_s)
                 profile_step()
-                bar.show(progress.step)
+                bar.update(progress.step - bar.n)
 
                 if plan.is_log_due(progress):
-                    must_roll_back = log_window(run, averages, cfg.amp.min_scale)
+                    must_roll_back = log_window(run, records, cfg.amp.min_scale)
                     if must_roll_back:
                         break
 
@@ -145,7 +145,7 @@ def train(cfg: Config, folder: Path) -> int:
             if must_roll_back:
                 roll_back(run)
             elif not run.stop:
-                end_epoch(run, averages, save_due=save_due)
+                end_epoch(run, records, save_due=save_due)
         bar.close()
         return finish(run, evaluate_only=cfg.evaluate_only)
 
@@ -156,7 +156,9 @@ def failure_in_summary(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run.summary |= results(run) | {"why": str(error).splitlines()[:1]}
+        run.summary["why"] = str(error).splitlines()[:1]
+        with suppress(RuntimeError):  # after an error of the device, the loss scale cannot be read
+            run.summary |= results(run)
         with suppress(OSError):  # report the first error
             run.tracker.write_summary(run.summary)
         raise
@@ -165,18 +167,20 @@ def failure_in_summary(run: Run) -> Iterator[None]:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-def log_window(run: Run, averages: EpochAverages, min_loss_scale: float) -> bool:
+def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -> bool:
     """Log the steps since the last log line, and decide on the non-finite ones. Returns whether to roll back.
+
+    `records`: those of the epoch, to which the new one is added.
 
     Raises TrainingFault: the run cannot continue.
     """
     record, nonfinite = read_unlogged_steps(run)
     run.unlogged_steps.clear()
-    run.last_record = record
-    averages.add(record)
+    run.records.append(record)
+    records.append(record)
     run.tracker.write("train", run.progress.step, record)
     steps = run.plan.epoch_of(run.progress).steps
-    log.info("%s", console_line(record, averages, run.progress.step_in_epoch, steps))
+    log.info("%s", console_line(records, run.progress.step_in_epoch, steps))
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
     must_roll_back = run.nonfinite.must_roll_back(nonfinite)
     if nonfinite:
@@ -206,13 +210,8 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     images = len(steps) * epoch.global_batch_size
     nonfinite: list[NonFiniteStep] = []
     if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
-        own = find_nonfinite_steps(
-            rows[:, 0].tolist(),
-            rows[:, 3].tolist(),
-            first_step=progress.step - len(steps) + 1,
-            rank=dist.rank,
-            scales_loss=scaler.is_enabled(),
-        )
+        losses, flags, first_step = rows[:, 0].tolist(), rows[:, 3].tolist(), progress.step - len(steps) + 1
+        own = find_nonfinite_steps(losses, flags, first_step, dist.rank, scales_loss=scaler.is_enabled())
         nonfinite = [step for steps_of_rank in gather_objects(own, dist) for step in steps_of_rank]
     record = {
         # Values that a resumed run may change; a comparison refuses runs in which they changed.
@@ -222,8 +221,8 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
         "top1": 100 * correct1 / images,
         "top5": 100 * correct5 / images,
         "lr": float(run.state.parts.optimizer.param_groups[0]["lr"]),  # a tensor if the step is a CUDA graph
-        **{name: value for name, value in dataclasses.asdict(window).items() if name != "steps"},
-        **slowest_rank(totals[5:].reshape(times.shape), window.step_ms),
+        **window,
+        **slowest_rank(totals[5:].reshape(times.shape), window["step_ms"]),
         "loss_scale": scaler.get_scale() if scaler.is_enabled() else None,
         "skipped_steps": progress.skipped_steps,
         "skipped_images": int(skipped_images),
@@ -238,13 +237,13 @@ def roll_back(run: Run) -> None:
     run.buffers.update()
 
 
-def end_epoch(run: Run, averages: EpochAverages, *, save_due: bool) -> None:
+def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> None:
     """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the epoch.
 
     A signal in the evaluation leaves the epoch open: the resumed run begins with its evaluation.
     """
     progress, plan, checkpoints = run.progress, run.plan, run.checkpoints
-    warn_if_loader_bound(run, averages)
+    warn_if_loader_bound(run, records)
     if save_due or plan.is_epoch_save_due(progress):
         checkpoints.save(progress, run.unlogged_steps)
     if plan.is_evaluation_due(progress):
@@ -263,35 +262,25 @@ def end_epoch(run: Run, averages: EpochAverages, *, save_due: bool) -> None:
 
 def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop`."""
-    state, precision = run.state, run.state.parts.precision
-    models_to_evaluate = {"val": (state.model, precision)}
+    state, data, form, dist = run.state, run.data, run.batch_format, run.dist
+    models_to_evaluate = {"val": (state.model, state.parts.precision)}
     if state.ema is not None:
-        models_to_evaluate["val_average"] = (state.ema.module, precision.for_fp32_weights)
-    batches = math.ceil(run.data.val_images / run.dist.world_size / run.plan.largest.batch_size)
+        models_to_evaluate["val_average"] = (state.ema.module, state.parts.precision.for_fp32_weights)
+    batches = math.ceil(data.val_images / dist.world_size / run.plan.largest.batch_size)
     results = {}
-    for kind, (model, model_precision) in models_to_evaluate.items():
-        bar = ProgressBar("evaluation", batches, unit="batch", shown=run.dist.is_main)
+    for kind, (model, precision) in models_to_evaluate.items():
         predictions = Predictions() if run.report and kind == "val" else None
         observe = predictions.add if predictions else None
         try:
-            results[kind] = evaluate_model(
-                model,
-                run.data,
-                run.batch_format,
-                model_precision,
-                run.dist,
-                run.signals,
-                bar,
-                observe,
-                flip=run.plan.evaluate_flip,
-            )
-            if predictions:
-                write_report(predictions, run.data, run.dist, run.folder / "report")
+            with progress_bar("evaluation", batches, unit="batch", shown=dist.is_main) as bar:
+                results[kind] = evaluate_model(
+                    model, data, form, precision, dist, run.signals, bar, observe, flip=run.plan.evaluate_flip
+                )
         except Interrupted as interrupted:
             (run.stop,) = interrupted.args
             break
-        finally:
-            bar.close()
+        if predictions:
+            write_report(predictions, data, dist, run.folder / "report")
     return results
 
 
@@ -307,16 +296,16 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
         log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
 
-def warn_if_loader_bound(run: Run, averages: EpochAverages) -> None:
+def warn_if_loader_bound(run: Run, records: list[dict[str, Any]]) -> None:
     """If the first epoch waited for data, name the bottleneck and the setting to change."""
-    if run.advised or averages.seconds() == 0:  # 0: the run resumed at the end of an epoch
+    if run.advised or not records:  # none: the run resumed at the end of an epoch
         return
     run.advised = True
     advice = bottleneck_advice(
         run.data.times,
         workers=run.data.workers,
-        seconds=averages.seconds(),
-        data_wait_pct=averages.mean("data_wait_pct"),
+        seconds=sum(record["seconds"] for record in records),
+        data_wait_pct=mean(without_warmup(records), "data_wait_pct"),
     )
     if advice is not None and run.dist.is_main:
         log.warning("%s (a slow loader can mask the gain of channels_last)", advice)
@@ -340,7 +329,7 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
         "others_pct": run.load.others_pct(),
         "skipped_images": skipped_images,
     }
-    if not (run.last_record or evaluate_only):  # nothing was trained: keep the results of the earlier process
+    if not (run.records or evaluate_only):  # nothing was trained: keep the results of the earlier process
         run.summary |= results_of_records(run.folder / "metrics.jsonl")
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
@@ -370,7 +359,7 @@ def results(run: Run) -> dict[str, Any]:
         "steps": progress.step,
         "images_seen": progress.images_seen,
         "peak_memory_gib": round(peak_memory_gib(run.dist.device), 4),
-        "train": {"loss": run.last_record.get("loss")},
+        "train": {"loss": run.records[-1]["loss"] if run.records else None},
         "amp": {"scale": scale, "skipped_steps": progress.skipped_steps},
-        **speed(run.meter.windows),
+        **speed(run.records),
     }

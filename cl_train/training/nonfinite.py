@@ -6,7 +6,7 @@ Every decision depends on numbers that are equal on all ranks (gathered or summe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ class NonFiniteStep:
 
 
 def find_nonfinite_steps(
-    losses: Sequence[float], skipped: Sequence[float], *, first_step: int, rank: int, scales_loss: bool
+    losses: Sequence[float], skipped: Sequence[float], first_step: int, rank: int, *, scales_loss: bool
 ) -> list[NonFiniteStep]:
     """The non-finite ones of consecutive steps on this rank, from the loss and the skipped flag (0 or 1) of each.
 
@@ -35,11 +35,11 @@ def find_nonfinite_steps(
     counts.
     """
     found = []
-    for offset, (loss, was_skipped) in enumerate(zip(losses, skipped, strict=True)):
+    for step, (loss, was_skipped) in enumerate(zip(losses, skipped, strict=True), first_step):
         if not math.isfinite(loss):
-            found.append(NonFiniteStep(first_step + offset, rank, f"the loss is {loss}"))
+            found.append(NonFiniteStep(step, rank, f"the loss is {loss}"))
         elif was_skipped and not scales_loss:
-            found.append(NonFiniteStep(first_step + offset, rank, "a gradient is not finite"))
+            found.append(NonFiniteStep(step, rank, "a gradient is not finite"))
     return found
 
 
@@ -103,15 +103,20 @@ class BufferBackup:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        self._buffers = [buffer for model in models for buffer in model.buffers()]
-        self._copies = [buffer.clone() for buffer in self._buffers]
+        self._models = models
+        self.update()
 
     @torch.no_grad()
     def update(self) -> None:
-        for copied, buffer in zip(self._copies, self._buffers, strict=True):
-            copied.copy_(buffer)
+        self._copies = {name: buffer.clone() for name, buffer in self._buffers()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        for copied, buffer in zip(self._copies, self._buffers, strict=True):
-            buffer.copy_(copied)
+        for name, buffer in self._buffers():
+            if name in self._copies:
+                buffer.copy_(self._copies[name])
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name: a forward pass may have replaced a buffer."""
+        for index, model in enumerate(self._models):
+            yield from model.named_buffers(prefix=str(index))

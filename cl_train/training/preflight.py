@@ -13,8 +13,7 @@ from cl_train.data.batch import DeviceFormat
 from cl_train.models.copies import copy_model
 from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast
-from cl_train.training.nonfinite import TrainingFault
-from cl_train.training.run_state import random_state, restore_random_state
+from cl_train.training.nonfinite import BufferBackup, TrainingFault
 
 
 def check_model_trains(
@@ -70,26 +69,23 @@ def blank_step(
 ) -> None:
     """Forward and backward on zeros; afterwards only torch's memory cache has changed."""
     device = batch_format.device
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    generators = random_state(device)
+    backup = BufferBackup(model)
     images = torch.zeros(shape, device=device).to(batch_format.dtype, memory_format=batch_format.memory_format)
     targets = torch.zeros(shape[0], dtype=torch.int64, device=device)
     try:
-        with autocast(precision, device):
-            output = model(images)
-            logits = logits_of(output)
-            if logits.ndim != 2 or logits.shape[1] < num_classes:
-                raise ValueError(
-                    f"outputs of shape {list(logits.shape)}; expected [N, classes] for {num_classes} classes"
-                )
-            loss = loss_of(output, targets)
-        loss.backward()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with autocast(precision, device):
+                output = model(images)
+                logits = logits_of(output)
+                if logits.ndim != 2 or logits.shape[1] < num_classes:
+                    raise ValueError(
+                        f"outputs of shape {list(logits.shape)}; expected [N, classes] for {num_classes} classes"
+                    )
+                loss = loss_of(output, targets)
+            loss.backward()
     finally:
         model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        restore_random_state(generators, device)
+        backup.restore()
 
 
 def memory_problem(error: BaseException, device: torch.device) -> str:

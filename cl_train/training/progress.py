@@ -96,13 +96,14 @@ class Plan:
 
     def is_epoch_save_due(self, progress: Progress) -> bool:
         """At the end of an epoch, before `close_epoch`."""
-        every = self.checkpoint.every_epochs
-        return self.is_last_step(progress) or (every > 0 and (progress.epoch + 1) % every == 0)
+        return self._is_due(self.checkpoint.every_epochs, progress)
 
     def is_evaluation_due(self, progress: Progress) -> bool:
         """At the end of an epoch, before `close_epoch`."""
-        every = self.evaluate_every
-        return every >= 0 and (self.is_last_step(progress) or (every > 0 and (progress.epoch + 1) % every == 0))
+        return self.evaluate_every >= 0 and self._is_due(self.evaluate_every, progress)
+
+    def _is_due(self, every: int, progress: Progress) -> bool:
+        return self.is_last_step(progress) or (every > 0 and (progress.epoch + 1) % every == 0)
 
     def close_epoch(self, progress: Progress) -> None:
         """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""

@@ -6,7 +6,6 @@ memory until they can be written (see `AppendFile`).
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -14,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,6 +143,7 @@ class _EventFile:
     def __init__(self, folder: Path, purge_step: int) -> None:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendFile(folder / name)
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         # TensorBoard drops the events of earlier files from this step on.
         self._write(Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START)))
@@ -169,9 +170,7 @@ class _EventFile:
         self.add([scalar(name, value) for name, value in known.items()], summary.get("steps", 0))
 
     def _write(self, event: Event) -> None:
-        buffer = io.BytesIO()
-        RecordWriter(buffer).write(event.SerializeToString())
-        self._file.append(buffer.getvalue())
+        self._records.write(event.SerializeToString())
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -185,7 +184,8 @@ def read_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and "step" in record and "kind" in record else None
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+    return record if is_record else None
 
 
 def finite_or_null(value: Any) -> Any:

@@ -29,13 +29,12 @@ class RunLog:
     """Context manager: log to the console and, from `open_file` on, to `train.log`; log the error that ends the run."""
 
     def __init__(self) -> None:
-        self._console = _Console(sys.stdout)
-        self._handlers: list[logging.Handler] = [self._console]
+        self._handlers: list[logging.Handler] = [_Console(sys.stdout)]
 
     def __enter__(self) -> RunLog:
         self._propagate, log.propagate = log.propagate, False
         log.setLevel(logging.INFO)
-        log.addHandler(self._console)
+        log.addHandler(self._handlers[0])
         return self
 
     def open_file(self, folder: Path) -> None:
@@ -44,13 +43,12 @@ class RunLog:
 
     def only_warnings(self) -> None:
         """For ranks other than 0."""
-        self._console.setLevel(logging.WARNING)
+        self._handlers[0].setLevel(logging.WARNING)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        message = describe_failure(error)
-        if message is not None:
+        if (message := describe_failure(error)) is not None:
             log.error("the run failed: %s", message)
         log.propagate = self._propagate
         for handler in reversed(self._handlers):  # the file first: the console shows its last warning

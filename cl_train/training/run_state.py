@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import flatten
@@ -140,10 +141,7 @@ def _restore_optimizer(
 
 def tensor_bytes(tree: Any) -> int:
     """The size of all tensors in nested containers: nearly all of a checkpoint."""
-    if isinstance(tree, torch.Tensor):
-        return tree.nbytes
-    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
-    return sum(map(tensor_bytes, values))
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -163,6 +161,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
 
 _MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size", "batch_schedule")
 _MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
+_SHOWN_AS = {"batch_schedule": "data.size_schedule with data.scale_batch=true"}
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -188,7 +187,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     return [
-        f"{key} was {_short(before.get(key))}, now {_short(now.get(key))}"
+        f"{_SHOWN_AS.get(key, key)} was {_short(before.get(key))}, now {_short(now.get(key))}"
         for key in keys
         if before.get(key) != now.get(key)
     ]

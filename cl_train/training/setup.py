@@ -1,7 +1,7 @@
 """From the configuration to a run that is ready for its first step.
 
-Besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model), `batch_size.py` (batch_size=auto)
-and `pretrained.py`: the functions that they call in other packages get plain values or their own part of it.
+Besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model) and `batch_size.py`
+(batch_size=auto): the functions that they call in other packages get plain values or their own part of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.environment import describe_environment, device_name, git_state
 from cl_train.system.launcher import cores_of_process
 from cl_train.system.machine_load import MachineLoad
-from cl_train.system.run_folder import check_space
 from cl_train.system.signals import StopRequest
 from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
@@ -43,7 +42,7 @@ from cl_train.training.pretrained import log_preprocessing
 from cl_train.training.progress import Plan, Progress, plan_epochs
 from cl_train.training.rank_times import sample_compute_times
 from cl_train.training.records import Tracker, read_records
-from cl_train.training.run_state import TrainState, tensor_bytes
+from cl_train.training.run_state import TrainState
 from cl_train.training.summary import SCHEMA_VERSION
 from cl_train.training.throughput import ThroughputMeter
 
@@ -71,7 +70,7 @@ class Run:
     unlogged_steps: list[StepResult]  # since the last log line
     summary: dict[str, Any]  # becomes summary.json
     report: bool = False  # evaluations write `report/`
-    last_record: dict[str, Any] = field(default_factory=dict)  # the record of the last log line
+    records: list[dict[str, Any]] = field(default_factory=list)  # of training, since this process started
     stop: int = 0  # the signal that ends the run
     advised: bool = False  # advice on data loading is given once per run
 
@@ -88,9 +87,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     summary = describe_run(cfg, precision, dist)
     announce(summary, precision, dist, folder)
-    announce_nodes(dist)
-    if dist.is_main:
-        log_preprocessing(cfg)
+    if cfg.weights is not None and dist.is_main:
+        log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
 
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
@@ -104,8 +102,6 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
     checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
     checkpoints.check()
-    if dist.is_main:
-        check_space_for_checkpoints(folder, state, cfg.checkpoint.keep)
     progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
 
@@ -187,13 +183,6 @@ def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
     )
 
 
-def check_space_for_checkpoints(folder: Path, state: TrainState, keep: int) -> None:
-    """Raises ConfigError: the disk has no space for one checkpoint."""
-    tensors_per_weight = 3 if state.ema is None else 4  # the weight, up to two moments of the optimizer, EMA
-    for line in check_space(folder, tensors_per_weight * tensor_bytes(state.model.state_dict()), keep):
-        log.warning("%s", line)
-
-
 def starting_point(
     cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path
 ) -> tuple[Progress, list[StepResult]]:
@@ -229,17 +218,15 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
 
 def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any]:
     """The part of `summary.json` that is known before the first step."""
+    settings = ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")
+    unknown = ("memory_format", "step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct")
     return {
         "schema_version": SCHEMA_VERSION,
         "status": "failed",
         "command": shlex.join(sys.argv),
-        "seed": cfg.seed,
-        "model": cfg.model,
+        **{name: getattr(cfg, name) for name in settings},
         "channels_last_requested": cfg.channels_last,
-        "conversion": cfg.conversion,
         "precision": precision.name,
-        "compile": cfg.compile,
-        "cuda_graph": cfg.cuda_graph,
         "device": dist.device.type,
         "device_name": device_name(dist.device),
         "world_size": dist.world_size,
@@ -247,7 +234,6 @@ def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any
         "image_size": cfg.data.image_size,
         "data": cfg.data.name,
         "workers": cfg.data.workers,
-        "epochs": cfg.epochs,
         "steps": 0,
         "images_seen": 0,
         "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
@@ -256,7 +242,7 @@ def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any
         "environment": describe_environment(dist.device),
         "skipped_images": 0,
         "git": git_state(),
-        **dict.fromkeys(("memory_format", "step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct")),
+        **dict.fromkeys(unknown),
     }
 
 
@@ -275,18 +261,15 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def announce_nodes(dist: Dist) -> None:
-    """Which ranks run on which node."""
-    nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
-    ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
-    if len(ranks_of) > 1:
-        log.info("ranks: %s", "; ".join(f"{' '.join(ranks)} on {node}" for node, ranks in ranks_of.items()))
-
-
 def announce(summary: dict[str, Any], precision: Precision, dist: Dist, folder: Path) -> None:
+    """Model, device, precision, folder, and which ranks run on which node."""
     ranks = f"{dist.world_size} process{'es' * (dist.world_size > 1)}"
     log.info("%s on %s, %s", summary["model"], summary["device_name"], ranks)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
     for line in precision_warnings(precision, dist.device) if dist.is_main else []:
         log.warning("%s", line)
     log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())
+    nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
+    ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
+    if len(ranks_of) > 1:
+        log.info("ranks: %s", "; ".join(f"{' '.join(ranks)} on {node}" for node, ranks in ranks_of.items()))

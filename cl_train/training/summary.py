@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import statistics
 import sys
@@ -13,7 +12,7 @@ import torch
 
 from cl_train.system.machine_load import BUSY_PCT
 from cl_train.training.records import read_records
-from cl_train.training.throughput import Window, spread
+from cl_train.training.throughput import without_warmup
 
 SCHEMA_VERSION = 1
 
@@ -26,41 +25,46 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**20 if sys.platform != "darwin" else peak / 2**30
 
 
-def speed(windows: list[Window]) -> dict[str, Any]:
-    """Throughput and step time over the windows after warm-up, or all if there are no others.
+def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Throughput and step time over the training records after warm-up, or all if there are no others.
 
     `compute` is set by runs on synthetic data only. If the images grew, all values are of the last `image_size`, and
     `by_image_size` has the median of each.
     """
-    windows = [window for window in windows if not window.warmup] or windows
-    if not windows:
+    records = without_warmup(records)
+    if not records:
         return {}
     by_size: dict[int, list[float]] = {}
-    for window in windows:
-        by_size.setdefault(window.image_size, []).append(window.images_per_s)
-    windows = [window for window in windows if window.image_size == windows[-1].image_size]
-    seconds = sum(window.seconds for window in windows)
-    waited = sum(window.data_wait_pct * window.seconds for window in windows) / seconds
-    images_per_s = spread([window.images_per_s for window in windows])
-    step_ms = spread([window.step_ms for window in windows])
-    end_to_end = {name: round(value, 2) for name, value in images_per_s.items()}
+    for record in records:
+        by_size.setdefault(record["image_size"], []).append(record["images_per_s"])
+    image_size = records[-1]["image_size"]
+    records = [record for record in records if record["image_size"] == image_size]
+    seconds = sum(record["seconds"] for record in records)
+    waited = sum(record["data_wait_pct"] * record["seconds"] for record in records) / seconds
+    step_ms = spread([record["step_ms"] for record in records])
+    end_to_end = {name: round(value, 2) for name, value in spread(by_size[image_size]).items()}
     speeds: dict[str, Any] = {"end_to_end": end_to_end, "compute": None, "loader": None}
     if len(by_size) > 1:
         speeds["by_image_size"] = {str(size): round(statistics.median(each), 2) for size, each in by_size.items()}
     return {
-        "image_size": windows[-1].image_size,
+        "image_size": image_size,
         "images_per_s": speeds,
         "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
         "data_wait_pct": round(waited, 2),
     }
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and 5th and 95th percentile (linear interpolation) of at least one value, and their number."""
+    percentiles = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
+    return {"median": statistics.median(values), "p5": percentiles[0], "p95": percentiles[-1], "windows": len(values)}
+
+
 def results_of_records(metrics: Path) -> dict[str, Any]:
     """The results of a run that was already complete when the same command was run again."""
     records = read_records(metrics)
     trained = [record for record in records if record["kind"] == "train"]
-    names = [field.name for field in dataclasses.fields(Window)]
-    found = speed([Window(**{name: record.get(name, 0) for name in names}) for record in trained])
+    found = speed(trained)
     for record in records:
         if record["kind"] in ("val", "val_average"):
             found[record["kind"]] = {name: record[name] for name in ("loss", "top1", "top5", "images")}

@@ -1,4 +1,4 @@
-"""Throughput in windows between log lines, without warm-up and pauses. Imports no torch.
+"""Throughput in windows between log lines, without pauses. Imports no torch.
 
 Three speeds are kept apart: `end_to_end` (real loader; what this meter measures), `compute` (one fixed batch on the
 device) and `loader` (no model).
@@ -6,25 +6,10 @@ device) and `loader` (no model).
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Window:
-    """The measurement between two log lines."""
-
-    image_size: int  # pixels; a window lies within one epoch
-    steps: int
-    images: int  # of all ranks
-    seconds: float  # without pauses
-    images_per_s: float  # of all ranks
-    step_ms: float
-    data_wait_pct: float  # share of the time in which this process waited for a batch, 0-100
-    warmup: bool  # excluded from averages
+from typing import Any
 
 
 class ThroughputMeter:
@@ -40,7 +25,6 @@ class ThroughputMeter:
         self._clock = clock
         self._warmup_steps = warmup_steps
         self._steps_before = self._image_size = 0
-        self.windows: list[Window] = []
         self.start(0)
 
     def start(self, image_size: int) -> None:
@@ -48,10 +32,8 @@ class ThroughputMeter:
         if image_size != self._image_size:
             self._image_size, self._steps_before = image_size, 0
         self._started_at = self._clock()
-        self._paused_s = 0.0
-        self._wait_s = 0.0
-        self._steps = 0
-        self._images = 0
+        self._paused_s = self._wait_s = 0.0
+        self._steps = self._images = 0
 
     def tick(self, images: int, wait_s: float) -> None:
         """Count one optimizer step over `images` (of all ranks) that waited `wait_s` seconds for its batches."""
@@ -70,32 +52,28 @@ class ThroughputMeter:
         yield
         self._paused_s += self._clock() - since
 
-    def window(self) -> Window:
-        """Close the current window and begin the next."""
+    def window(self) -> dict[str, Any]:
+        """Close the window and begin the next. Returns this part of a training record:
+
+        `image_size` in pixels, `images` and `images_per_s` of all ranks, `seconds` without pauses, `step_ms`,
+        `data_wait_pct` (0-100, the share of the time in which this process waited for a batch), `warmup`.
+        """
         assert self._steps > 0, "an empty window"
         seconds = max(self._clock() - self._started_at - self._paused_s, 1e-9)
-        window = Window(
-            image_size=self._image_size,
-            steps=self._steps,
-            images=self._images,
-            seconds=seconds,
-            images_per_s=self._images / seconds,
-            step_ms=1000 * seconds / self._steps,
-            data_wait_pct=100 * min(self._wait_s / seconds, 1.0),
-            warmup=self._steps_before < self._warmup_steps,
-        )
+        window = {
+            "image_size": self._image_size,
+            "images": self._images,
+            "seconds": seconds,
+            "images_per_s": self._images / seconds,
+            "step_ms": 1000 * seconds / self._steps,
+            "data_wait_pct": 100 * min(self._wait_s / seconds, 1.0),
+            "warmup": self._steps_before < self._warmup_steps,
+        }
         self._steps_before += self._steps
-        self.windows.append(window)
         self.start(self._image_size)
         return window
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and 5th and 95th percentile (linear interpolation) of at least one value, and their number."""
-    percentiles = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
-    return {
-        "median": statistics.median(values),
-        "p5": percentiles[0],
-        "p95": percentiles[-1],
-        "windows": len(values),
-    }
+def without_warmup(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The training records after warm-up, or all if there are no others."""
+    return [record for record in records if not record["warmup"]] or records

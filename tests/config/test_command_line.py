@@ -57,6 +57,7 @@ WRONG = [
     (["+chanels_last=true"], "did you mean channels_last"),
     (["lr=0.1"], "did you mean optim.lr"),
     (["bce_threshold=0.2"], "loss=bce"),
+    (["augment.timm_policy=rand-m9-mstd0.5"], "augment.policy=timm"),
     (["data.worker=2"], "did you mean data.workers"),
     (["+epochs=3"], "leave out the '+'"),
     (["~epochs"], "cannot be removed"),

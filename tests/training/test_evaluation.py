@@ -14,11 +14,12 @@ import torchvision
 from PIL import Image
 from torch import nn
 
-from cl_train.config.schema import Config, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.data.batch import DeviceFormat
+from cl_train.models import preprocessing
 from cl_train.models.preprocessing import published_preprocessing
 from cl_train.models.registry import build_model
-from cl_train.training.pretrained import follow_published_preprocessing
+from cl_train.training.pretrained import follow_published_preprocessing, log_preprocessing
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
@@ -129,14 +130,29 @@ def test_settings_that_cannot_be_followed() -> None:
     assert published_preprocessing("timm/coat_lite_medium_384", "pretrained") == {}  # squash
 
 
-def test_evaluation_follows_the_weights_but_not_against_the_user() -> None:
-    cfg = Config(model="resnet50", weights="IMAGENET1K_V2", evaluate_only=True, data=DataConfig(image_size=128))
-    followed = follow_published_preprocessing(cfg, {"model", "weights", "data.root"}).data
-    assert (followed.image_size, followed.val_resize) == (224, 232)
-    kept = follow_published_preprocessing(cfg, {"data.image_size", "data.std"}).data
-    assert (kept.image_size, kept.val_resize, kept.mean) == (128, None, cfg.data.mean)
-    training = Config(model="resnet50", weights="IMAGENET1K_V2")
-    assert follow_published_preprocessing(training, set()) == training
+def test_evaluation_follows_the_weights_but_not_against_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    data, model, weights = DataConfig(image_size=128), "resnet50", "IMAGENET1K_V2"
+    followed = follow_published_preprocessing(data, model, weights, {"model", "weights", "data.root"})
+    assert (followed.image_size, followed.val_size, followed.val_resize) == (224, None, 232)
+    kept = follow_published_preprocessing(data, model, weights, {"data.image_size", "data.std"})
+    assert (kept.image_size, kept.val_resize, kept.mean) == (128, None, data.mean)
+    assert follow_published_preprocessing(data, model, "weights.pt", set()) == data
+    for own, level in ((followed, "INFO"), (kept, "WARNING")):
+        caplog.clear()
+        with caplog.at_level("INFO", "cl_train"):
+            log_preprocessing(own, model, weights, evaluate_only=True)
+        assert [record.levelname for record in caplog.records] == [level]
+        assert "data.val_resize=232" in caplog.text
+
+
+def test_an_evaluation_reads_the_published_preprocessing_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    original = preprocessing.torchvision_weights
+    monkeypatch.setattr(preprocessing, "torchvision_weights", lambda *names: reads.append(names) or original(*names))
+    published_preprocessing.cache_clear()
+    followed = follow_published_preprocessing(DataConfig(), "resnet18", "DEFAULT", set())
+    log_preprocessing(followed, "resnet18", "DEFAULT", evaluate_only=True)
+    assert reads == [("resnet18", "DEFAULT")]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

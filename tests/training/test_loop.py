@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, to_mapping
+from cl_train.training import loop
 from cl_train.training.loop import check_runs, run_and_log_failure
 from cl_train.training.nonfinite import TrainingFault
 from tests.conftest import Run, write_images
@@ -156,6 +157,19 @@ def test_a_nan_stops_the_run_and_names_the_step(train: Train, tiny: Callable[...
     assert summary["status"] == "failed" and "step 3" in summary["why"][0]
     code = run_and_log_failure(tiny("model=tests.networks:nan_at_third_step", "overwrite=true"), tmp_path)
     assert code == 1 and "the run failed: the loss is nan at step 3" in (tmp_path / "train.log").read_text()
+
+
+def test_the_first_error_is_reported_if_the_device_fails(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def failing(run: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(loop, "results", failing)
+    with pytest.raises(TrainingFault, match="step 3"):
+        train("model=tests.networks:nan_at_third_step", folder=tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and "step 3" in summary["why"][0]
 
 
 def test_a_nan_is_skipped_when_asked(train: Train) -> None:

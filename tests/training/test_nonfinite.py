@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from cl_train.step.ema import EMA
 from cl_train.training.nonfinite import (
@@ -89,3 +90,19 @@ def test_batchnorm_statistics_are_restored_after_nan_activations() -> None:
     model(torch.randn(4, 3, 32, 32))
     backup.restore()
     assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
+
+
+def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self) -> None:
+            self.calls = self.calls + 1
+
+    model = Counting()
+    backup = BufferBackup(model)
+    model()
+    backup.restore()
+    assert model.calls.item() == 0

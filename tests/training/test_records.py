@@ -20,7 +20,7 @@ def test_a_resume_drops_what_a_killed_process_left(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         first.write("train", step, {"loss": 1.0})
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "st')  # killed in mid-write
+        file.write('{"kind": "train", "step": null}\n{"kind": "train", "st')  # damaged; killed in mid-write
     second = Tracker(tmp_path, tensorboard=True, resumed_step=20)
     second.write("train", 30, {"loss": 2.0})
     assert steps(tmp_path) == [10, 20, 30]
