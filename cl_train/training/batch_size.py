@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from cl_train.system.distributed import Dist, on_main
 from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
 from cl_train.system.timing import timed_s
 from cl_train.training.build import build_train_state, training_sizes
-from cl_train.training.run_state import tensor_bytes
+from cl_train.training.run_state import TrainState, tensor_bytes
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +79,17 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
         raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
     available = available_bytes(device)
     limit_gib = math.inf if available is None else MARGIN * available / 2**30
-    tf32 = resolve_precision(cfg.precision, device).tf32
+    precision = resolve_precision(cfg.precision, device)
+    layout = "true" if cfg.channels_last == "auto" else cfg.channels_last
+    eager = dataclasses.replace(
+        cfg, batch_size=FIRST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
+    )
     cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), kernel_selection(tf32=tf32, autotune=not cfg.deterministic):
-        measure = _measurement(cfg, classes, alone)
+    with torch.random.fork_rng(devices=cuda), kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic):
+        state = build_train_state(eager, precision, classes, alone, lr=1e-4, preflight=False)
+        measure = partial(_measure, state, classes, sizes[-1], cfg.accumulate_steps)
         measured = search(measure, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
-    del measure
+    del state, measure
     release_memory(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -149,29 +155,20 @@ def _measured_if_it_fits(measure: Callable[[int], BatchSpeed], size: int) -> Bat
         return None
 
 
-def _measurement(cfg: Config, classes: int, alone: Dist) -> Callable[[int], BatchSpeed]:
-    """A function that trains a temporary model with the run's settings on noise."""
-    device, side, precision = alone.device, training_sizes(cfg)[-1], resolve_precision(cfg.precision, alone.device)
-    layout = "true" if cfg.channels_last == "auto" else cfg.channels_last
-    eager = dataclasses.replace(
-        cfg, batch_size=FIRST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
-    )
-    state = build_train_state(eager, precision, classes, alone, lr=1e-4, preflight=False)
+def _measure(state: TrainState, classes: int, image_size: int, micro_steps: int, batch_size: int) -> BatchSpeed:
+    """Train the model of `state` on noise."""
+    parts, device = state.parts, state.parts.device
+    release_memory(device)
+    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
+    images = images.to(parts.precision.input_dtype, memory_format=state.memory_format)
+    micro_batches = [Batch(images, torch.randint(classes, (batch_size,), device=device))] * micro_steps
 
-    def measure(size: int) -> BatchSpeed:
-        release_memory(device)
-        images = torch.randn(size, 3, side, side, device=device)
-        images = images.to(precision.input_dtype, memory_format=state.memory_format)
-        micro_batches = [Batch(images, torch.randint(classes, (size,), device=device))] * cfg.accumulate_steps
+    def step() -> None:
+        state.train_step(micro_batches)
 
-        def step() -> None:
-            state.train_step(micro_batches)
-
-        step()  # selects kernels and creates the optimizer's state
-        masters = state.parts.masters.masters if state.parts.masters else {}
-        held = [state.model.state_dict(), masters, state.parts.optimizer.state_dict()]
-        peak = peak_memory_of_step_gib(step, tensor_bytes(held) + images.nbytes, 0, device)
-        seconds = statistics.median(timed_s(step, device) for _ in range(STEPS))
-        return BatchSpeed(size, size * cfg.accumulate_steps / seconds, peak)
-
-    return measure
+    step()  # selects kernels and creates the optimizer's state
+    masters = parts.masters.masters if parts.masters else {}
+    held = [state.model.state_dict(), masters, parts.optimizer.state_dict()]
+    peak = peak_memory_of_step_gib(step, tensor_bytes(held) + images.nbytes, 0, device)
+    seconds = statistics.median(timed_s(step, device) for _ in range(STEPS))
+    return BatchSpeed(batch_size, batch_size * micro_steps / seconds, peak)
