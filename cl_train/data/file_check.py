@@ -26,9 +26,7 @@ def check_files(source: ImageSource, max_bad_images: int) -> None:
         if not isinstance(split, FolderSplit):  # shards are checked when they are written
             continue
         count = len(split)
-        checked = np.arange(count)
-        if count > _CHECKED:
-            checked = np.sort(np.random.default_rng(0).choice(count, _CHECKED, replace=False))
+        checked = np.sort(np.random.default_rng(0).permutation(count)[:_CHECKED])
         bad = {int(index): reason for index in checked if (reason := why_no_image(split.path(int(index))))}
         problems = []
         if len(bad) > max_bad_images:

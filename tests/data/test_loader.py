@@ -111,7 +111,13 @@ def test_validation_in_the_middle_of_an_epoch_disturbs_nothing(root):
     data.close()
 
 
-@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("randaugment", "three_augment", "timm"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("trivialaugment", "autoaugment", "augmix")),
+    ],
+)
 def test_policies_are_seeded_per_image_and_leave_the_global_generator_alone(root, policy):
     augment = AugmentConfig(policy=policy, erase=0.5)
     torch.manual_seed(5)

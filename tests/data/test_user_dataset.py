@@ -95,7 +95,7 @@ def test_what_cannot_be_used_is_refused(name, reason):
         )
 
 
-@pytest.mark.parametrize("name", ["Tensors", "Pictures"])
+@pytest.mark.parametrize("name", ["Tensors", pytest.param("Pictures", marks=pytest.mark.slow)])
 def test_a_stopped_and_resumed_run_is_bit_identical(train, tmp_path, name):
     words = ("data=dataset", f"data.dataset=tests.data.own_datasets:{name}", "data.root=null", "batch_size=8")
     whole = train(*words, "data.workers=0")

@@ -31,7 +31,7 @@ def worker_pids(data):
     return [process.pid for process in data.train_loader._workers.processes]
 
 
-@pytest.mark.parametrize("beside_another_loader", [False, True])
+@pytest.mark.parametrize("beside_another_loader", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_epoch_with_its_name(root, beside_another_loader):
     if beside_another_loader:  # its SIGCHLD handler stays installed
         assert len(list(DataLoader(range(4), num_workers=1))) == 4
@@ -73,6 +73,7 @@ def test_a_worker_that_exits_is_named_with_its_last_image(root, monkeypatch):
     assert not children()
 
 
+@pytest.mark.slow
 def test_a_hanging_worker_is_named_after_the_timeout(root, monkeypatch):
     release = threading.Event()
     replace_reading(monkeypatch, lambda: release.wait(30))
