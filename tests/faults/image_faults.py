@@ -103,7 +103,7 @@ def fuzzed_images(bench: Bench, count: int) -> Outcome:
 def decode_each(root: Path, outcome: Outcome) -> int:
     bad = 0
     for path in sorted((root / "train/a").iterdir()):
-        started = time.monotonic()
+        started = time.process_time()
         problem = ""
         try:
             result = Encoded(read_file(path)).decode()
@@ -113,9 +113,10 @@ def decode_each(root: Path, outcome: Outcome) -> int:
             bad += 1
             if not str(error):
                 problem = f"{path.name}: refused without a reason"
-        seconds = time.monotonic() - started
+        seconds = time.process_time() - started  # CPU time: other processes do not make an image slow
+        outcome.slowest("image, CPU", seconds)
         if seconds > MAX_SECONDS_PER_IMAGE:
-            problem = f"{path.name}: took {seconds:.1f} s"
+            problem = f"{path.name}: took {seconds:.1f} s of CPU time"
         outcome.check(problem)
     outcome.counts["refused with a reason"] = bad
     outcome.counts["decoded"] = outcome.tried - bad

@@ -34,7 +34,6 @@ from rank_faults import (
     hang_one_of_two_ranks,
     kill_one_of_two_ranks,
     kill_torchrun_agent,
-    nodes_without_a_shared_folder,
     rank_fails_under_torchrun,
     resume_with_other_number_of_ranks,
 )
@@ -99,7 +98,6 @@ _FAULTS = (
     Fault(hang_one_of_two_ranks, (1,), (3,), slow=True),
     Fault(rank_fails_under_torchrun, None, (True,)),
     Fault(kill_torchrun_agent, None, (10,)),
-    Fault(nodes_without_a_shared_folder, None),
     Fault(resume_with_other_number_of_ranks, (False,), (True,), slow=True),
     Fault(images_seen_per_epoch, (20,), (500,)),
     Fault(fuzzed_images, (300,), (50_000,), slow=True),

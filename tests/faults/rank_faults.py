@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ RANK_TIMEOUT_S = 4.0
 TORCHRUN_TIMEOUT_S = 15.0  # also the time in which both ranks must have imported torch
 ROLL_CALL_S = 5.0
 MAX_ORPHAN_S = 5.0
+SLOW_STEP_MS = 300  # under torchrun: the 12 steps outlast the search for the ranks, also on a busy machine
 TORCHRUN_GRACE_S = 30.0  # torchrun sends SIGTERM, and SIGKILL half a minute later
 
 
@@ -180,6 +180,16 @@ class Torchrun:
                     continue
         return found
 
+    def ranks_in_training(self, run: Path) -> dict[int, int]:
+        """Both ranks after the first checkpoint. Raises RuntimeError with the end of the log if there are none."""
+        saved = wait_for(run / "checkpoints", content=".pt", seconds=180)
+        ranks = self.ranks()
+        if not saved or len(ranks) < 2:
+            raise RuntimeError(
+                f"{run.name}: saved {saved}, ranks {ranks}: {self.log.read_text(errors='replace')[-1500:]}"
+            )
+        return ranks
+
 
 def torchrun(bench: Bench, run: Path, *options: str, slow_ms: int = 0, **settings: Any) -> Torchrun:
     words = tiny.words(bench.images, run, rank_timeout_s=TORCHRUN_TIMEOUT_S, batch_size=4, **settings)
@@ -231,9 +241,8 @@ def kill_torchrun_agent(bench: Bench, kills: int) -> Outcome:
 
 def one_rank_down(bench: Bench, reference: Path, what: str, signum: int, victim: int, outcome: Outcome) -> list[str]:
     run = bench.folder / f"torchrun-{what}-{victim}"
-    job = torchrun(bench, run, slow_ms=100)
-    wait_for(run / "checkpoints", content=".pt", seconds=180)
-    ranks = job.ranks()
+    job = torchrun(bench, run, slow_ms=SLOW_STEP_MS)
+    ranks = job.ranks_in_training(run)
     os.kill(ranks[victim], signum)
     hit = time.monotonic()
     limit = TORCHRUN_TIMEOUT_S + ROLL_CALL_S + TORCHRUN_GRACE_S + 15
@@ -262,11 +271,11 @@ def agent_killed(
 ) -> list[str]:
     """Kill the agent `wait_s` after it has started its ranks, or after their first checkpoint."""
     run = bench.folder / f"torchrun-agent-{number}"
-    job = torchrun(bench, run, slow_ms=0 if starting else 100)  # the plants of slow steps import torch first
+    job = torchrun(bench, run, slow_ms=0 if starting else SLOW_STEP_MS)  # the plants of slow steps import torch first
     while len(ranks := job.ranks()) < 2:
         time.sleep(0.01)
     if not starting:
-        wait_for(run / "checkpoints", content=".pt", seconds=180)
+        job.ranks_in_training(run)
     time.sleep(wait_s)
     job.process.send_signal(signum)
     job.process.wait()
@@ -289,39 +298,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def nodes_without_a_shared_folder(bench: Bench) -> Outcome:
-    """Two agents, the second with a private run folder: a resumed run continues from rank 0's checkpoint."""
-    with Outcome("resume=auto on two nodes without a shared folder", bench.seed) as outcome:
-        if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-            outcome.counts["left out: cannot unshare"] += 1
-            outcome.check()
-            return outcome
-        reference, run = two_ranks(bench), bench.folder / "two-nodes"
-        plant = {"PLANT_STEP": "7", "PLANT_SIGNAL": str(int(signal.SIGTERM))}
-        finish(start_ranks(bench, run, 2, "plants:signal_after_save", plant, batch_size=4))
-        words = tiny.words(bench.images, run, rank_timeout_s=TORCHRUN_TIMEOUT_S, batch_size=4)
-        environment = os.environ | {"PYTHONPATH": f"{HERE}:{tiny.REPOSITORY}", "OMP_NUM_THREADS": "1"}
-        launcher = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1"
-        launcher += f" --master-port={free_port()} --node-rank="
-        program = shlex.join([str(tiny.REPOSITORY / "train.py"), *words])
-        agents = []
-        for node, private in enumerate(("", f"mount -t tmpfs tmpfs {shlex.quote(str(run))} && ")):
-            with (bench.folder / f"two-nodes-{node}.log").open("wb") as log:
-                command = ["unshare", "-m", "sh", "-c", f"{private}exec {launcher}{node} {program}"]
-                agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        codes = [agent.wait(120) for agent in agents]
-        output = (bench.folder / "two-nodes-0.log").read_text(errors="replace")
-        # Not bit by bit: another number of processes per machine is another number of threads.
-        outcome.check(*([f"{codes}: {output[-1500:]}"] if codes != [0, 0] else close_losses(run, reference, 1e-4)))
-    return outcome
-
-
 def restarted_by_torchrun(bench: Bench, reference: Path) -> list[str]:
     """--max-restarts=2 with resume=auto: a killed rank costs a restart and nothing else."""
     run = bench.folder / "torchrun-restarts"
-    job = torchrun(bench, run, "--max-restarts=2", slow_ms=60)
-    wait_for(run / "checkpoints", content=".pt", seconds=180)
-    os.kill(job.ranks()[1], signal.SIGKILL)
+    job = torchrun(bench, run, "--max-restarts=2", slow_ms=SLOW_STEP_MS)
+    os.kill(job.ranks_in_training(run)[1], signal.SIGKILL)
     if job.process.wait(120) != 0:
         return [f"{run.name}: {job.log.read_text(errors='replace')[-1500:]}"]
     return bench.compare(run, reference)
