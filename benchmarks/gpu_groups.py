@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_plan import BLOCKS_S, Group, Variant, all_groups, has_time_for, tiny_groups
+from benchmarks.gpu_plan import Group, Variant, all_groups, has_time_for, tiny_groups
 from benchmarks.roofline import Machine, roofline
 from cl_train.comparison.alternation import alternate, release_memory
 from cl_train.comparison.zoo import TUTORIAL
@@ -147,7 +147,7 @@ def measure_variants(rows: Rows, device: torch.device) -> None:
     baseline = group.baseline if group.baseline in steps else next(iter(steps))
     order = [baseline, *(variant for variant in steps if variant is not baseline)]
     blocks = [partial(block_s, steps[variant], max(1, group.steps // 10), device) for variant in order]
-    found = alternate(blocks, target_ci=0.01, time_limit_s=min(BLOCKS_S * len(order), rows.left_s), min_rounds=5)
+    found = alternate(blocks, target_ci=0.01, time_limit_s=min(group.blocks_s * len(order), rows.left_s), min_rounds=5)
     for index, ratio in enumerate(found.speed_ratios()):  # the last ones are missing if memory ran out
         speeds = _speeds(order[index], found.median_s(index), rows)
         rows.add(**speeds, versus=baseline.name, ratio=ratio.ratio, ci95=[ratio.low, ratio.high])

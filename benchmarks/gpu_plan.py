@@ -50,6 +50,7 @@ class Group:
     variants: tuple[Variant, ...] = ()
     baseline: Variant = EAGER_NCHW
     steps: int = 60  # timed steps per variant, at least
+    blocks_s: float = BLOCKS_S  # alternating blocks, per variant
 
     @property
     def least_s(self) -> float:
@@ -93,8 +94,8 @@ def tiny_groups() -> list[Group]:
     for group in all_groups():
         if group.name in (*names, "environment", "tests", "jpeg", "bytes-eager", "zoo"):
             kept = tuple(v for v in group.variants if not v.compile or group.name == FIRST_GROUP.name)
-            tiny.append(replace(group, model="tests.networks:small", variants=kept, limit_s=150, batch_size=4))
-    return [replace(group, image_size=32, steps=2, fixed_s=min(group.fixed_s, 20)) for group in tiny]
+            tiny.append(replace(group, model="tests.networks:small", variants=kept, limit_s=600, batch_size=4))
+    return [replace(group, image_size=32, steps=2, blocks_s=0.0, fixed_s=min(group.fixed_s, 20)) for group in tiny]
 
 
 # --- time limits ------------------------------------------------------------------------------------------------------

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
+
+from cl_train.system import signals
+from tests.processes import wait_until
 
 
 def small(num_classes: int) -> nn.Module:
@@ -41,25 +45,46 @@ def without_batchnorm(num_classes: int) -> nn.Module:
     )
 
 
-class _Sleep(nn.Module):
-    """Makes the forward pass slow, on every rank or on one."""
+def _is_signal_received() -> bool:
+    """By the thread that reads signals."""
+    request = signals._active
+    return request is not None and (request.stop is not None or request._save.is_set())
 
-    def __init__(self, seconds: float, rank: str | None = None) -> None:
+
+class _Gate(nn.Module):
+    """The tenth forward pass in training waits until the folder GATE has the file `open`, or a signal arrives.
+
+    The process announces its wait by a file in that folder, with its id as name.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.seconds = seconds if rank in (None, os.environ.get("RANK")) else 0.0
+        self.calls = 0
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        self.calls += self.training
+        gate = Path(os.environ["GATE"])
+        if self.calls == 10 and not (gate / "open").exists():
+            (gate / str(os.getpid())).touch()
+            wait_until(lambda: (gate / "open").exists() or _is_signal_received())
         return images
 
 
-def slow_with_dropout(num_classes: int) -> nn.Module:
-    """Slow enough to be interrupted, with random numbers that a checkpoint must restore."""
-    return nn.Sequential(_Sleep(0.1), nn.Dropout(0.3), without_batchnorm(num_classes))
+def gated(num_classes: int) -> nn.Module:
+    """Can be interrupted in training, with random numbers that a checkpoint must restore."""
+    return nn.Sequential(_Gate(), nn.Dropout(0.3), without_batchnorm(num_classes))
+
+
+class _SlowOnRank1(nn.Module):
+    """Makes the forward pass take two seconds longer on rank 1."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(2.0 if os.environ.get("RANK") == "1" else 0.0)
+        return images
 
 
 def slow_on_rank_1(num_classes: int) -> nn.Module:
-    return nn.Sequential(_Sleep(0.3, rank="1"), without_batchnorm(num_classes))
+    return nn.Sequential(_SlowOnRank1(), without_batchnorm(num_classes))
 
 
 class _Faulty(nn.Module):
@@ -116,7 +141,7 @@ class _Signalling(nn.Module):
             self.calls += 1
             if self.calls == self.at_call:
                 os.kill(os.getpid(), self.signum)
-                time.sleep(0.1)  # the thread that reads signals takes its turn
+                wait_until(_is_signal_received)
         logits: torch.Tensor = self.network(images)
         return logits
 

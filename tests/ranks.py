@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
     *("data=folder", "data.image_size=32", "data.workers=0", "device=cpu", "precision=fp32", "log_every=1"),
@@ -15,7 +17,7 @@ TINY = (
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(processes: int, *program: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def launch(processes: int, *program: str) -> subprocess.CompletedProcess[str]:
     """Run `train.py key=value ...` or `-m tests.module ...` to its end; its output as text."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     return subprocess.run(
@@ -24,5 +26,5 @@ def launch(processes: int, *program: str, timeout_s: float = 300) -> subprocess.
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=LIMIT_S,
     )

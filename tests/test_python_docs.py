@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LIMIT_S
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
@@ -29,7 +31,7 @@ def test_program(title: str, tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr

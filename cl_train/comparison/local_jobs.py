@@ -159,14 +159,15 @@ class LocalJobs:
         """Run one group after another in this slot; yields True while a job runs."""
         while self._groups:
             for job in self._groups.popleft():
-                try:
-                    process = start_job(job, self._folder / job.name, self._program, slot)
-                except ConfigError as error:
-                    job.status, job.why = "failed", str(error)
+                folder = self._folder / job.name
+                if folder.exists() and not job.is_started:
+                    job.status, job.why = "failed", f"{folder} exists already, and this sweep has not created it"
                     self._end(job, slot)
                     continue
+                job.status, job.is_started = "running", True
+                self._save(job)  # before the folder exists: after a kill, `resume_sweep` must know that it is the job's
+                process = start_job(job, folder, self._program, slot)
                 self._running[slot] = job, process, time.monotonic()
-                self._save(job)
                 while process.poll() is None:
                     yield True
                 record_end(job, process.returncode, self._folder / job.name / LOG_NAME)
@@ -204,16 +205,12 @@ class LocalJobs:
 
 
 def start_job(job: Job, folder: Path, program: Sequence[str], slot: Slot) -> subprocess.Popen[bytes]:
-    """Start the process of a job.
+    """Start the process of a job; its `folder` exists if it was started before.
 
     It has its own process group, because Ctrl-C in a terminal must reach it once, from the sweep. It is stopped when
     this process is killed: a job must not outlive the sweep.
-
-    Raises:
-        ConfigError: `folder` exists, and the sweep has not created it.
     """
-    if folder.exists() and not job.is_started:
-        raise ConfigError(f"{folder} exists already, and this sweep has not created it")
+    is_continued = folder.exists()
     folder.mkdir(exist_ok=True)
     with lock_file(folder / ".lock", waiting_for=f"the end of an earlier {job.name}"):
         has_checkpoint = any((folder / "checkpoints").glob("*.pt"))
@@ -221,9 +218,8 @@ def start_job(job: Job, folder: Path, program: Sequence[str], slot: Slot) -> sub
     command.append(f"hydra.run.dir={quoted(folder.absolute())}")
     if has_checkpoint and not any(word.startswith("resume=") for word in job.overrides):
         command.append("resume=auto")
-    elif job.is_started and not has_checkpoint:
+    elif is_continued and not has_checkpoint:
         command.append("overwrite=true")
-    job.status, job.is_started = "running", True
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
     with open(folder / LOG_NAME, "ab") as output:

@@ -6,10 +6,11 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.processes import LIMIT_S, free_ports, wait_until
 
 CONFIGURATION = """
 ClusterName=test
@@ -45,16 +46,6 @@ def is_installed() -> bool:
     return os.geteuid() == 0 and all(shutil.which(name) for name in ("slurmctld", "slurmd", "munged", "mungekey"))
 
 
-def free_ports(count: int) -> list[int]:
-    servers = [socket.socket() for _ in range(count)]
-    for server in servers:
-        server.bind(("127.0.0.1", 0))
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
-
-
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
     """The environment in which `sbatch` and `srun` use this Slurm. The first node has this machine's host name."""
@@ -76,24 +67,23 @@ def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
         ["slurmd", "-D", "-N", f"{host}-2"],
     ]
     running = []
+
+    def answer(*command: str) -> str:
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
     try:
         for command in daemons:
             with (folder / "daemons.log").open("ab") as log:
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            time.sleep(1.0)
-        for _ in range(60):
-            idle = subprocess.run(
-                ["sinfo", "-h", "-t", "idle", "-o", "%D"], env=environment, capture_output=True, text=True
-            )
-            if idle.stdout.strip() == "2":
-                break
-            time.sleep(0.5)
-        else:
-            raise RuntimeError((folder / "daemons.log").read_text())
+            if command[0] == "munged":
+                wait_until((folder / "munge.socket").exists)
+            elif command[0] == "slurmctld":
+                wait_until(lambda: "is UP" in answer("scontrol", "ping"))
+        wait_until(lambda: answer("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2")
         yield environment
     finally:
-        subprocess.run(["scancel", "--state=RUNNING"], env=environment, capture_output=True)
-        time.sleep(0.5)
+        answer("scancel", "--state=RUNNING")
+        wait_until(lambda: not answer("squeue", "-h", "-t", "RUNNING,COMPLETING"))
         for daemon in reversed(running):
             daemon.terminate()
-            daemon.wait(20)
+            daemon.wait(LIMIT_S)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.clusters import slurm
+from tests.processes import LIMIT_S, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY, launch
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not slurm.is_installed(), reason="needs slurmctld, slurmd, munge and root"),
 ]
-LIMIT_S = 300
 SETTINGS = (*TINY, "epochs=2", "batch_size=16", "global_batch_size=32", "evaluate_every=-1")
-INTERRUPTED = (*SETTINGS, "model=tests.networks:slow_with_dropout", "epochs=8", "checkpoint.every_epochs=0")
+INTERRUPTED = (*SETTINGS, "model=tests.networks:gated", "epochs=8", "checkpoint.every_epochs=0")
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +39,6 @@ def submit(cluster: dict[str, str], image_folder: Path) -> Callable[..., str]:
         return done.stdout.strip()
 
     return submit
-
-
-def wait_for(condition: Callable[[], bool], log: Path) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until, log.read_text() if log.is_file() else "no log"
-        time.sleep(0.1)
 
 
 def is_completed(folder: Path) -> bool:
@@ -69,7 +61,7 @@ def test_each_script_trains_like_one_process(submit: Callable[..., str], image_f
     expected = losses(tmp_path / "alone")
     assert len(expected) == 6
     for name, folder in folders.items():
-        wait_for(lambda folder=folder: is_completed(folder), folder / "log")
+        wait_until(lambda folder=folder: is_completed(folder))
         assert json.loads((folder / "run" / "summary.json").read_text())["world_size"] == 2, name
         for (step, loss), (expected_step, expected_loss) in zip(losses(folder / "run"), expected, strict=True):
             assert step == expected_step
@@ -81,14 +73,15 @@ def test_each_script_trains_like_one_process(submit: Callable[..., str], image_f
 
 def test_a_requeued_job_resumes_exactly(submit: Callable[..., str], cluster: dict[str, str], tmp_path: Path) -> None:
     """`scancel --signal=TERM` signals the tasks, as `--signal=TERM@120` does before the time limit."""
-    reference, folder = tmp_path / "reference", tmp_path / "requeued"
-    submit("several_nodes", reference, *INTERRUPTED)
-    wait_for(lambda: is_completed(reference), reference / "log")
-    job = submit("requeue", folder, *INTERRUPTED)
-    metrics = folder / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.is_file() and len(losses(folder / "run")) >= 3, folder / "log")
+    reference, folder, gate = (tmp_path / name for name in ("reference", "requeued", "gate"))
+    gate.mkdir()
+    job = submit("requeue", folder, *INTERRUPTED, GATE=str(gate))
+    wait_until(lambda: len(list(gate.iterdir())) == 2)
     subprocess.run(["scancel", "--signal=TERM", job], env=cluster, check=True)
-    wait_for(lambda: is_completed(folder), folder / "log")
+    wait_until(lambda: "interrupted after" in (folder / "log").read_text())
+    (gate / "open").touch()
+    submit("several_nodes", reference, *INTERRUPTED, GATE=str(gate))
+    wait_until(lambda: is_completed(folder) and is_completed(reference))
     log = (folder / "log").read_text()
     assert "interrupted after" in log and "resumed from" in log
     assert losses(folder / "run") == losses(reference / "run")

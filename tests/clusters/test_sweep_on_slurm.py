@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from cl_train.comparison.sweep_plan import read_sweep
 from tests.clusters import slurm
+from tests.processes import LIMIT_S, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY
 
 pytestmark = [
@@ -24,28 +23,30 @@ pytestmark = [
 
 def test_a_sweep_survives_scancel_and_a_requeue(tmp_path: Path, image_folder: Path) -> None:
     """Two seeds form two allocations, and the two repeats in each are equal runs: the resumed one must match."""
-    folder = tmp_path / "sweep"
+    folder, gate = tmp_path / "sweep", tmp_path / "gate"
+    gate.mkdir()
     words = [
-        *("-m", *TINY, "model=tests.networks:slow_with_dropout", f"data.root={image_folder}", "batch_size=16"),
+        *("-m", *TINY, "model=tests.networks:gated", f"data.root={image_folder}", "batch_size=16"),
         *("epochs=8", "warmup_steps=1", "evaluate_every=-1", "seed=1,2", "repeats=2", f"hydra.sweep.dir={folder}"),
         *("launcher=slurm", "launcher.cpus_per_task=1", "launcher.time_min=30"),
     ]
     with slurm.two_nodes(tmp_path / "slurm") as environment:
-        environment = ENVIRONMENT | environment
+        environment = ENVIRONMENT | environment | {"GATE": str(gate)}
         command = [sys.executable, "train.py", *words]
         waiting = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
         def slurm_command(*command: str) -> str:
             return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
-        cancelled, requeued = (folder / f"tests.networks.slow_with_dropout_contiguous_seed={n}_1" for n in (1, 2))
-        wait_until(lambda: min(len(losses(cancelled)), len(losses(requeued))) > 5)
+        requeued = folder / "tests.networks.gated_contiguous_seed=2_1"
+        wait_until(lambda: len(list(gate.iterdir())) == 2 and len(read_sweep(folder).allocations) == 2)
         [first, second] = read_sweep(folder).allocations
         slurm_command("scancel", first)
         slurm_command("scancel", "--batch", "--signal=TERM", second)
         wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")
+        (gate / "open").touch()
         slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now")  # Slurm would wait two minutes
-        output, _ = waiting.communicate(timeout=300)
+        output, _ = waiting.communicate(timeout=LIMIT_S)
     assert waiting.returncode == 1
     assert [job.status for job in read_sweep(folder).jobs] == ["failed", "failed", "completed", "completed"]
     failed = json.loads((folder / "comparison.json").read_text())["failed"]
@@ -61,10 +62,3 @@ def losses(run: Path) -> dict[int, Any]:
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -16,6 +16,7 @@ from cl_train.completion import candidates
 from cl_train.config.help import describe, train_help
 from cl_train.config.schema import Config, ConfigError, setting
 from cl_train.config.validation import is_setting, setting_fields, settings_from_arguments
+from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,7 +126,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     script = line.replace("PROGRAM", f"{sys.executable} -m cl_train").replace("TRAIN", f"{sys.executable} train.py")
-    return subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source" / name)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517"]
-    subprocess.run([*pip, "-w", str(folder), str(folder / "source")], check=True, timeout=300)
+    subprocess.run([*pip, "-w", str(folder), str(folder / "source")], check=True, timeout=LIMIT_S)
     return next(folder.glob("*.whl"))
 
 
@@ -39,7 +41,7 @@ def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
     python = folder / "env/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, str(wheel)], check=True, timeout=300)
+    subprocess.run([*pip, str(wheel)], check=True, timeout=LIMIT_S)
     packages = next((folder / "env/lib").glob("python*/site-packages"))
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     (folder / "work").mkdir()
@@ -48,7 +50,7 @@ def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
         program = [str(folder / "env/bin/cl-train"), *words]
         return subprocess.run(
-            program, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=300
+            program, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=LIMIT_S
         )
 
     return run

@@ -11,6 +11,7 @@ from cl_train.comparison.loader_speed import benchmark, table
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.schema import ConfigError
 from tests.data.image_folders import write_folder
+from tests.processes import LIMIT_S
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "loader_benchmark.py"
 
@@ -35,7 +36,7 @@ def test_the_programs_end_with_json(tmp_path, program):
     root = write_folder(tmp_path, train=40, val=2)
     words = [f"data.root={root}", "data.image_size=32", "batch_size=8", "images=16", "rounds=1", "data.workers=1"]
     done = subprocess.run(
-        [sys.executable, *program, *words], capture_output=True, text=True, timeout=200, cwd=SCRIPT.parents[1]
+        [sys.executable, *program, *words], capture_output=True, text=True, timeout=LIMIT_S, cwd=SCRIPT.parents[1]
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -45,7 +46,7 @@ def test_the_programs_end_with_json(tmp_path, program):
 
 
 def test_wrong_settings_are_refused(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, "data.worker=2"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, SCRIPT, "data.worker=2"], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "did you mean data.workers" in done.stderr
     with pytest.raises(ConfigError, match="does not exist"):
         benchmark(LoaderBenchmarkSettings(root=str(tmp_path / "nowhere")))

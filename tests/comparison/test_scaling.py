@@ -12,6 +12,7 @@ from torch import nn
 from cl_train.comparison.scaling import Bucket, all_reduce_s, exposed_s, gradient_buckets, plan
 from cl_train.config.benchmarks import PlanSettings
 from cl_train.models.registry import build_model
+from tests.processes import LIMIT_S
 
 
 def resnet50() -> nn.Module:
@@ -54,5 +55,5 @@ def test_a_slow_link_and_a_slow_loader_cost_what_they_must() -> None:
 def test_the_command() -> None:
     script = Path(__file__).resolve().parents[2] / "scripts" / "plan.py"
     words = ["model=resnet18", "images_per_s=9000", "gpus=8,256", "json=true"]
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=LIMIT_S)
     assert [item["gpus"] for item in json.loads(done.stdout)] == [8, 256], done.stderr

@@ -17,6 +17,7 @@ from cl_train.comparison.suite import run_suite
 from cl_train.comparison.timed_model import TimedModel
 from cl_train.config.benchmarks import BenchmarkSettings
 from cl_train.config.schema import ConfigError
+from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,4 +82,4 @@ def test_the_command_runs_and_refuses() -> None:
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/benchmark.py", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)

@@ -13,6 +13,7 @@ import pytest
 from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, setting_fields, settings_from_arguments, to_mapping
+from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group)]
@@ -176,7 +177,7 @@ def run_program(*arguments: str, **environment: str) -> subprocess.CompletedProc
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
 
 

@@ -1,9 +1,8 @@
 """Unusual and damaged files end in pixels or in a reason, quickly, without another exception."""
 
+import faulthandler
 import io
-import os
 import struct
-import threading
 import time
 import zlib
 
@@ -13,6 +12,7 @@ from PIL import Image
 
 from cl_train.data.decode import MAX_PIXELS, BadImage, Encoded, formats_of, read_file
 from tests.data.image_folders import encoded, jpeg, noise
+from tests.processes import LIMIT_S
 
 PICTURE = noise(40, 60)
 
@@ -107,18 +107,18 @@ def test_the_limit_of_pixels_is_the_one_that_is_checked(monkeypatch):
 
 
 def test_fuzzed_files_end_in_pixels_or_a_reason():
-    """Bit flips, cuts and splices of small JPEGs and PNGs: 600 files, no other exception, none slower than 2 s."""
+    """Bit flips, cuts and splices of small JPEGs and PNGs: 600 files, no other exception, at most 2 s of CPU time."""
     rng = np.random.default_rng(0)
     seeds = [GOOD[name] for name in ("grey", "cmyk", "progressive", "restart markers", "png", "png palette")] + [jpeg()]
     outcomes = {"pixels": 0, "refused": 0}
-    watchdog = threading.Timer(60, os._exit, (70,))
-    watchdog.start()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     for number in range(600):
         data = bytearray(seeds[number % len(seeds)])
         for _ in range(int(rng.integers(1, 6))):
             data[int(rng.integers(2, len(data)))] = int(rng.integers(256))
         if number % 3 == 0:
             data = data[: int(rng.integers(3, len(data)))]
+        started = time.thread_time()
         try:
             pixels = Encoded(bytes(data)).decode()
             assert pixels.ndim == 3 and pixels.shape[2] == 3
@@ -126,7 +126,8 @@ def test_fuzzed_files_end_in_pixels_or_a_reason():
         except BadImage as bad:
             assert str(bad)
             outcomes["refused"] += 1
-    watchdog.cancel()
+        assert time.thread_time() - started < 2
+    faulthandler.cancel_dump_traceback_later()
     assert min(outcomes.values()) > 50, outcomes
 
 
@@ -147,10 +148,10 @@ def with_scans(count, baseline=False):
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pillow"])
 def test_a_jpeg_of_too_many_scans_is_refused_before_decoding(monkeypatch, decoder):
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(BadImage, match=r"200\d\d scans"):
         Encoded(with_scans(20_000), decoder)
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
     assert Encoded(with_scans(20), decoder).height == 32
     monkeypatch.setattr("cl_train.data.decode.MAX_SCANNED_PIXELS", 32 * 32 * 20)
     with pytest.raises(BadImage, match="scans"):
@@ -158,10 +159,10 @@ def test_a_jpeg_of_too_many_scans_is_refused_before_decoding(monkeypatch, decode
 
 
 def test_scans_behind_a_complete_baseline_image_are_not_decoded():
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(BadImage):
         Encoded(with_scans(20_000, baseline=True)).decode()
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):

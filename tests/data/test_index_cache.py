@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,10 +85,13 @@ def test_a_broken_list_is_not_used(root):
         assert read_folder(root).fingerprint == listed.fingerprint
 
 
-def test_a_folder_that_changed_just_now_is_not_stored(root):
+@pytest.mark.parametrize(("seconds", "lists"), [(1, 0), (3, 1)])
+def test_a_folder_that_changed_just_now_is_not_stored(root, monkeypatch, seconds, lists):
     (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    now_ns = (root / "train" / "class_0").stat().st_mtime_ns + seconds * 10**9
+    monkeypatch.setattr(folder, "time", SimpleNamespace(time_ns=lambda: now_ns))
     read_folder(root)
-    assert not stored()
+    assert len(stored()) == lists
 
 
 def test_a_new_image_behind_a_link_is_seen(root, tmp_path):

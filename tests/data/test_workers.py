@@ -1,19 +1,26 @@
 """Worker processes: what happens when they die or hang; none is left over."""
 
+import contextlib
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import DataLoader
 
+from cl_train.data import workers as data_workers
 from cl_train.data.image_reader import ImageReader
-from cl_train.data.workers import WorkerError
+from cl_train.data.workers import WorkerError, Workers
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
+from tests.processes import LIMIT_S, Process, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -21,33 +28,37 @@ def root(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("images"), train=53, val=17)
 
 
-def children():
-    """Processes that this one started and that are not gone, except multiprocessing's own server."""
-    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {pid for pid in pids if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+@pytest.fixture
+def workers(monkeypatch):
+    """The worker processes that a test starts."""
+    processes, plain = [], Workers.__init__
+
+    def start(self, *arguments, **settings):
+        plain(self, *arguments, **settings)
+        processes.extend(self.processes)
+
+    monkeypatch.setattr(Workers, "__init__", start)
+    return processes
 
 
-def worker_pids(data):
-    return [process.pid for process in data.train_loader._workers.processes]
+def have_ended(workers):
+    return bool(workers) and not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.parametrize("beside_another_loader", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_killed_worker_ends_the_epoch_with_its_name(root, beside_another_loader):
+def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_another_loader):
     if beside_another_loader:  # its SIGCHLD handler stays installed
         assert len(list(DataLoader(range(4), num_workers=1))) == 4
     data = folder_data(root, workers=2)
     batches = data.train_loader.batches(0)
     next(batches).release()
-    while data.train_loader._slots.progress[1, 0] == 0:
-        time.sleep(0.01)
+    wait_until(lambda: data.train_loader._slots.progress[1, 0] > 0)
     victim = int(data.train_loader._slots.progress[1, 2])
     os.kill(victim, signal.SIGKILL)
-    start = time.monotonic()
     with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
         for host in batches:
             host.release()
-    assert time.monotonic() - start < 10
-    assert not children()
+    wait_until(lambda: have_ended(workers))
     assert len(train_batches(data)) == 13, "a new epoch starts new workers"
     data.close()
 
@@ -64,52 +75,61 @@ def replace_reading(monkeypatch, action):
     monkeypatch.setattr(ImageReader, "read", read)
 
 
-def test_a_worker_that_exits_is_named_with_its_last_image(root, monkeypatch):
+def test_a_worker_that_exits_is_named_with_its_last_image(root, workers, monkeypatch):
     replace_reading(monkeypatch, lambda: os._exit(7))
     data = folder_data(root, workers=2)
     last = data.train_loader.reader.name(5)
     with pytest.raises(WorkerError, match=f"exited with 7; the last image it began: {last}"):
         train_batches(data)
-    assert not children()
+    wait_until(lambda: have_ended(workers))
 
 
 @pytest.mark.slow
-def test_a_hanging_worker_is_named_after_the_timeout(root, monkeypatch):
-    release = threading.Event()
-    replace_reading(monkeypatch, lambda: release.wait(30))
+def test_a_hanging_worker_is_named_after_the_timeout(root, workers, monkeypatch):
+    """The clock stands still until the worker hangs, which would not end by itself."""
+    replace_reading(monkeypatch, lambda: time.sleep(10_000))
     data = folder_data(root, workers=2, worker_timeout_s=1)
     last = Path(data.train_loader.reader.name(5)).name
-    start = time.monotonic()
+    seconds = itertools.count()
+
+    def clock():
+        return 2.0 * next(seconds) if 5 in data.train_loader._slots.progress[:, 1] else 0.0
+
+    monkeypatch.setattr(data_workers, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     with pytest.raises(WorkerError, match=rf"no loader worker finished an image for 1 s.*{last}.*worker_timeout_s"):
         train_batches(data)
-    assert time.monotonic() - start < 10
-    release.set()
-    assert not children()
+    wait_until(lambda: have_ended(workers))
 
 
-def test_our_own_fault_in_a_worker_reaches_the_caller(root, monkeypatch):
+def test_our_own_fault_in_a_worker_reaches_the_caller(root, workers, monkeypatch):
     replace_reading(monkeypatch, lambda: 1 / 0)
     data = folder_data(root, workers=2)
     with pytest.raises(WorkerError, match="ZeroDivisionError: division by zero"):
         train_batches(data)
     data.close()
-    assert not children()
+    wait_until(lambda: have_ended(workers))
 
 
-def test_workers_ignore_the_signals_that_the_parent_handles(root):
+def test_workers_ignore_the_signals_that_the_parent_handles(root, workers):
     data = folder_data(root, workers=2)
     batches = data.train_loader.batches(0)
     next(batches).release()
-    for pid in worker_pids(data):
+    for worker in workers:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(pid, number)
+            os.kill(worker.pid, number)
     assert sum(1 for host in batches if host.release() is None) == 12
     data.close()
 
 
+def shared_files(workers):
+    """The files in shared memory of this process and of its workers; other programs have theirs there too."""
+    pids = [str(os.getpid()), *(str(worker.pid) for worker in workers)]
+    return {name for name in os.listdir("/dev/shm") if set(pids) & set(re.split(r"\D+", name))}
+
+
 @pytest.mark.parametrize("end", ["whole", "abandoned", "exception"])
-def test_nothing_remains(root, end):
-    threads, processes, shared = threading.active_count(), children(), os.listdir("/dev/shm")
+def test_nothing_remains(root, workers, end):
+    threads, shared = set(threading.enumerate()), shared_files(workers)
     data = folder_data(root, workers=2)
     try:
         for number, host in enumerate(data.train_loader.batches(0)):
@@ -121,45 +141,43 @@ def test_nothing_remains(root, end):
     except KeyError:
         pass
     data.close()
-    assert children() == processes
-    assert threading.active_count() == threads
-    assert os.listdir("/dev/shm") == shared
+    wait_until(lambda: have_ended(workers))
+    wait_until(lambda: set(threading.enumerate()) <= threads)  # close() does not join the feeders of torch's queues
+    assert shared_files(workers) <= shared
 
 
 SCRIPT = """
 import os, signal, time
 from tests.data.image_folders import folder_data
 signal.signal(signal.SIGINT, signal.default_int_handler)
-data = folder_data({root!r}, workers=2)
-batches = data.train_loader.batches(0)
-next(batches)
-print(os.getpid(), *[process.pid for process in data.train_loader._workers.processes], flush=True)
-time.sleep(60)
+for _ in range({parents}):
+    if os.fork() == 0:
+        data = folder_data({root!r}, workers=2)
+        batches = data.train_loader.batches(0)
+        next(batches)
+        pids = [os.getpid(), *[process.pid for process in data.train_loader._workers.processes]]
+        os.write(1, (" ".join(map(str, pids)) + "\\n").encode())
+        time.sleep(10_000)
+time.sleep(10_000)
 """
-
-
-def alive(pid):
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_workers_end_when_their_parent_is_stopped(root, number):
-    command = [sys.executable, "-c", SCRIPT.format(root=str(root))]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    pids = [int(word) for word in parent.stdout.readline().split()[1:]]
-    assert len(pids) == 2 and all(alive(pid) for pid in pids)
-    parent.send_signal(number)
-    parent.wait(10)
-    parent.stdout.close()
-    deadline = time.monotonic() + 5
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(alive(pid) for pid in pids)
+def test_workers_end_when_their_parent_is_stopped(root):
+    program = SCRIPT.format(root=str(root), parents=len(STOP_SIGNALS))
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    families = [[int(pid) for pid in starter.stdout.readline().split()] for _ in STOP_SIGNALS]
+    for number, (parent, *children) in zip(STOP_SIGNALS, families, strict=True):
+        processes = [Process(pid) for pid in (parent, *children)]
+        assert len(children) == 2 and all(process.is_running() for process in processes)
+        os.kill(parent, number)
+        wait_until(lambda: not any(process.is_running() for process in processes))  # noqa: B023
+    starter.kill()
+    starter.wait(LIMIT_S)
+    starter.stdout.close()
 
 
 def resident_kib(pid="self"):
@@ -167,8 +185,17 @@ def resident_kib(pid="self"):
     return int(status.split("VmRSS:")[1].split()[0])
 
 
+def open_files():
+    """What the descriptors of this process refer to; pipes and sockets have numbers."""
+    files = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of the listing itself
+            files[os.readlink(f"/proc/self/fd/{descriptor}")] += 1
+    return files
+
+
 @pytest.mark.slow
-def test_memory_and_open_files_stay_constant_over_twenty_epochs(root):
+def test_memory_and_open_files_stay_constant_over_twenty_epochs(root, workers):
     data = folder_data(root, workers=2, batch_size=8)
 
     def epoch(number):
@@ -179,12 +206,12 @@ def test_memory_and_open_files_stay_constant_over_twenty_epochs(root):
 
     for number in range(5):
         epoch(number)
-    pids = ["self", *worker_pids(data)]
+    pids = ["self", *(worker.pid for worker in workers)]
     before = [resident_kib(pid) for pid in pids]
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files()
     for number in range(5, 25):
         epoch(number)
     growth = [resident_kib(pid) - old for pid, old in zip(pids, before, strict=True)]
     assert max(growth) < 8 * 1024, f"KiB grown: {growth}"
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files() <= files, "other tests' files may be closed meanwhile"
     data.close()

@@ -15,6 +15,7 @@ from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, processes
 from cl_train.training.build import build_train_state
 from cl_train.training.run_state import TrainState
+from tests.processes import LIMIT_S
 from tests.ranks import launch
 
 CASES = {
@@ -73,7 +74,7 @@ def look(words: dict[str, object], dist: Dist) -> dict[str, object]:
 
 
 def main() -> None:
-    with processes("cpu", timeout_s=60) as dist:
+    with processes("cpu", timeout_s=LIMIT_S) as dist:
         results = {name: look(words, dist) for name, words in CASES.items()}
         if dist.is_main:
             print(json.dumps(results))

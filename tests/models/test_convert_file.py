@@ -23,6 +23,7 @@ from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import Precision, build_scaler
 from cl_train.system import checkpoint_file as checkpoint
 from cl_train.training.run_state import collect, restore
+from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = (2, 3, 32, 32)
@@ -148,7 +149,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "scripts/convert.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "scripts/convert.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 

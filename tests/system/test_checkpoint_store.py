@@ -17,6 +17,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.system import checkpoint_store, files
 from cl_train.system.checkpoint_file import CheckpointError, load, write
 from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
+from tests.processes import LIMIT_S
 
 
 def small_state(value: float = 1.0) -> dict[str, Any]:
@@ -219,6 +220,6 @@ def test_a_program_that_ends_by_an_exception_finishes_the_write_first(tmp_path: 
         "CheckpointStore(sys.argv[1], 1, True).save({'w': torch.ones(4_000_000)}, 1)\n"
         "raise SystemExit(1)"
     )
-    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, timeout=LIMIT_S)
     assert result.returncode == 1
     assert load(tmp_path / "step-00000001.pt")["w"].sum() == 4_000_000

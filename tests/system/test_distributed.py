@@ -18,7 +18,8 @@ from cl_train.system.distributed import Dist, processes
 from cl_train.training.evaluation import evaluate_model
 from tests.conftest import write_images
 from tests.networks import without_batchnorm
-from tests.ranks import TINY, launch
+from tests.processes import LIMIT_S
+from tests.ranks import ENVIRONMENT, ROOT, TINY, launch
 
 
 def train(processes: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -88,7 +89,7 @@ def evaluate_folder(root: Path, batch_size: int, dist: Dist) -> dict[str, float]
 
 def main(folder: Path) -> None:
     """What each of the two processes runs: every case, then rank 0 prints the results."""
-    with processes("cpu", timeout_s=60) as dist:
+    with processes("cpu", timeout_s=LIMIT_S) as dist:
         cases = [(images, batch_size) for images in (7, 97, 101) for batch_size in (1, 4, 16)]
         results = {f"{n}-{batch_size}": evaluate_folder(folder / str(n), batch_size, dist) for n, batch_size in cases}
         if dist.is_main:
@@ -97,8 +98,12 @@ def main(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_multirun_under_torchrun_is_refused_with_the_right_command(tmp_path: Path) -> None:
-    done = train(2, tmp_path / "run", "-m", "channels_last=true,false", "data=sample")
-    assert done.returncode != 0
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    words = ("-m", *TINY, f"hydra.sweep.dir={tmp_path / 'run'}", "channels_last=true,false", "data=sample")
+    done = subprocess.run(
+        [sys.executable, "train.py", *words], cwd=ROOT, env=ENVIRONMENT | torchrun, capture_output=True, text=True
+    )
+    assert done.returncode == 2
     assert "nproc=" in done.stderr and "python train.py -m" in done.stderr
     assert not (tmp_path / "run").exists()
 

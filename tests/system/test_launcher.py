@@ -125,11 +125,12 @@ def test_cores_are_divided_unless_srun_bound_them() -> None:
 def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from cl_train.system.distributed import processes
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr("cl_train.system.distributed.end_with_parent", lambda signum: None)
-    with pytest.raises(ConnectionError, match=rf"rank 1 .*127\.0\.0\.1:{port}"), processes("cpu", 0.5):
-        pass
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
+        port = str(server.getsockname()[1])
+        variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConnectionError, match=rf"rank 1 .*127\.0\.0\.1:{port}"), processes("cpu", 0.5):
+            pass

@@ -2,22 +2,39 @@
 
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
+import pytest
+
+from cl_train.system import machine_load
 from cl_train.system.machine_load import MachineLoad, _own_cpu_s
+from tests.processes import Process, wait_until
 
-BUSY = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
+BUSY = "while True: pass"
 
 
 def test_a_running_child_is_not_another_process() -> None:
     load = MachineLoad()
     own_before = load._own_s
     child = subprocess.Popen([sys.executable, "-c", BUSY])
-    time.sleep(0.5)
-    while_running = _own_cpu_s() - own_before
+    wait_until(lambda: Process(child.pid).cpu_s() >= 0.25)
+    assert _own_cpu_s() - own_before >= 0.2
     child.kill()
     child.wait()
-    assert while_running > 0.05
-    assert _own_cpu_s() - own_before >= while_running - 0.05
+    assert _own_cpu_s() - own_before >= 0.2, "it still counts after its end"
     others_pct = load.others_pct()
-    assert others_pct is None or 0 <= others_pct <= 101
+    assert others_pct is None or others_pct >= 0
+
+
+def test_others_have_what_is_busy_without_the_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores, ten seconds: 12 s of work, of which 5 s are this process's own."""
+    clocks = {"busy": 100.0, "own": 30.0, "now": 0.0}
+    monkeypatch.setattr(machine_load.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(machine_load, "time", SimpleNamespace(monotonic=lambda: clocks["now"]))
+    monkeypatch.setattr(machine_load, "_own_cpu_s", lambda: clocks["own"])
+    monkeypatch.setattr(MachineLoad, "_all_busy_s", lambda self: clocks["busy"])
+    load = MachineLoad()
+    clocks.update(busy=112.0, own=35.0, now=10.0)
+    assert load.others_pct() == pytest.approx(100 * (12 - 5) / 20)
+    clocks.update(own=50.0)
+    assert load.others_pct() == 0

@@ -15,7 +15,7 @@ from cl_train.system.run_folder import check_space, check_writable, claimed_fold
 def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
     program = (
         "import sys, time; from cl_train.system.locks import lock_file\n"
-        "with lock_file(sys.argv[1] + '/.lock'): print(1, flush=True); time.sleep(60)"
+        "with lock_file(sys.argv[1] + '/.lock'): print(1, flush=True); time.sleep(10_000)"
     )
     first = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
     assert first.stdout is not None and first.stdout.readline() == b"1\n"

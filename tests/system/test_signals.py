@@ -5,15 +5,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
 from cl_train.system.signals import StopRequest
+from tests.processes import LIMIT_S, Process, send_and_wait, wait_until
 
 POLITE = """
 import signal, sys, time
+from cl_train.system import signals
 from cl_train.system.signals import StopRequest
+if len(sys.argv) > 1:
+    signals._SAME_REQUEST_S = float(sys.argv[1])
 with StopRequest() as request:
     print("ready", flush=True)
     while request.stop is None:
@@ -21,33 +24,28 @@ with StopRequest() as request:
         if request.save_requested:
             print("save", flush=True)
     print("stopping", flush=True)
-    time.sleep(float(sys.argv[1]))
+    sys.stdin.read()  # until the test closes it
 sys.exit(128 + request.stop)
 """
 
 
-def start(linger: float = 0.0, script: str = POLITE) -> subprocess.Popen[str]:
+def start(*arguments: str, script: str = POLITE) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(linger)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
-
-
-def until(condition: Callable[[], bool], seconds: float = 2.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_one_signal_stops_politely(signum: int, code: int) -> None:
     process = start()
     process.send_signal(signum)
-    output, errors = process.communicate(timeout=10)
+    output, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, output, errors) == (code, "stopping\n", "")
 
 
@@ -57,19 +55,19 @@ def test_sigusr1_asks_for_a_save_once_and_the_run_goes_on() -> None:
     assert process.stdout is not None and process.stdout.readline() == "save\n"
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=10)[0] == "stopping\n"
+    assert process.communicate(timeout=LIMIT_S)[0] == "stopping\n"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_second_signal_leaves_at_once(signum: int, code: int) -> None:
-    process = start(linger=30)
+    """The program waits for its standard input, which stays open."""
+    process = start()
     process.send_signal(signum)
     assert process.stdout is not None and process.stdout.readline() == "stopping\n"
     time.sleep(0.6)
-    before = time.monotonic()
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=10)
-    assert process.returncode == code and time.monotonic() - before < 1
+    assert process.wait(LIMIT_S) == code
+    _, errors = process.communicate()
     assert "second SIG" in errors
 
 
@@ -80,26 +78,25 @@ with StopRequest():
     print("ready", flush=True)
     # Signals now go to another thread, so that nothing interrupts the call: as in a hung collective.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    ctypes.CDLL(None).sleep(30)
+    ctypes.CDLL(None).sleep(10_000)
 """
 
 
 def test_a_second_signal_leaves_even_when_the_main_thread_is_stuck_in_c() -> None:
     process = start(script=STUCK)
-    for _ in range(2):
-        time.sleep(0.2)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    send_and_wait(process.pid, signal.SIGINT)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.wait(LIMIT_S)
+    process.communicate()
     assert process.returncode == 130
 
 
 def test_two_sigterms_within_milliseconds_are_one_request() -> None:
-    process = start(linger=0.2)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=10)
+    process = start("10_000")
+    send_and_wait(process.pid, signal.SIGTERM)
+    send_and_wait(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, output, errors) == (143, "stopping\n", "")
 
 
@@ -108,7 +105,7 @@ def test_handlers_are_put_back() -> None:
     with StopRequest() as request:
         assert signal.getsignal(signal.SIGTERM) is not before[0]
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert until(lambda: request.save_requested)
+        wait_until(lambda: request.save_requested)
         assert not request.save_requested
         assert request.stop is None
     assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
@@ -118,15 +115,15 @@ def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> No
     with StopRequest() as request:
         child = os.fork()
         if child == 0:
-            time.sleep(10)
+            signal.pause()  # SIGINT, which is ignored, does not end it
             os._exit(0)
-        time.sleep(0.1)
-        os.kill(child, signal.SIGINT)
-        time.sleep(0.1)
+        wait_until(lambda: Process(child).ignores(signal.SIGINT))
+        send_and_wait(child, signal.SIGINT)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)  # comes after what the child would have written to the shared socket
+        wait_until(lambda: request.save_requested)
         assert request.stop is None
 
 
@@ -153,8 +150,6 @@ exit_without_teardown(143)
 
 def test_a_closed_terminal_is_ignored_under_nohup() -> None:
     process = start(script="import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + POLITE)
-    process.send_signal(signal.SIGHUP)
-    time.sleep(0.3)
-    assert process.poll() is None
+    send_and_wait(process.pid, signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=10)[0] == "stopping\n" and process.returncode == 143
+    assert process.communicate(timeout=LIMIT_S)[0] == "stopping\n" and process.returncode == 143

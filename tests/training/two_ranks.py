@@ -21,6 +21,7 @@ from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import gather_objects, processes
 from cl_train.training import build, checkpoints, preflight
 from cl_train.training.loop import train
+from tests.processes import LIMIT_S
 
 RANK = int(os.environ["RANK"])
 
@@ -43,7 +44,7 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
     original = preflight.copy_model
     preflight.copy_model = lambda model: model  # type: ignore[assignment]
     equal = []
-    with processes("cpu", 60.0) as dist:
+    with processes("cpu", LIMIT_S) as dist:
         torch.manual_seed(0)
         state = build.build_train_state(cfg, precision, 3, dist, lr=0.5)
         for step in range(4):
@@ -102,13 +103,13 @@ def usr1_to_rank_1_saves(folder: Path) -> Any:
 def evaluation_is_eager_with_compile(folder: Path) -> Any:
     """`compile=true` compiles DDP's module in training, and not the module inside, which is evaluated."""
     cfg = settings(folder, compile=True)
-    with processes("cpu", 60.0) as dist:
+    with processes("cpu", LIMIT_S) as dist:
         state = build.build_train_state(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
         return [state.model._compiled_call_impl is None, state.parts.model._compiled_call_impl is not None]
 
 
 def slow_rank_is_named(folder: Path) -> Any:
-    cfg = settings(folder, model="tests.networks:slow_on_rank_1", max_steps=6, log_every=2, evaluate_every=-1)
+    cfg = settings(folder, model="tests.networks:slow_on_rank_1", max_steps=2, evaluate_every=-1)
     return train(cfg, folder / "slow")
 
 

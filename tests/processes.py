@@ -1,0 +1,77 @@
+"""Waiting for other processes: limits that only a failure reaches, and ports and processes that are a test's own."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LIMIT_S = 300.0  # of every wait and every program: the machine may be slow and busy
+_BELOW_EPHEMERAL = range(10_000, 20_000)  # the system gives none of these ports to a program that asks for any port
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s:g} s"
+        time.sleep(0.02)
+
+
+class Process:
+    """Another process, told from a later one with the same id by its start time."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._started = self._fields()[19:20]
+
+    def is_running(self) -> bool:
+        """A zombie, which waits for its parent, has ended."""
+        fields = self._fields()
+        return bool(fields) and fields[0] != "Z" and fields[19:20] == self._started
+
+    def cpu_s(self) -> float:
+        return sum(map(int, self._fields()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def has_pending(self, signum: int) -> bool:
+        """Whether a signal to the process has not been delivered yet; another one of its kind would be lost."""
+        return self._is_in("ShdPnd", signum)
+
+    def ignores(self, signum: int) -> bool:
+        return self._is_in("SigIgn", signum)
+
+    def _is_in(self, mask: str, signum: int) -> bool:
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return False
+        return bool(int(status.partition(f"{mask}:")[2].split()[0], 16) >> (signum - 1) & 1)
+
+    def _fields(self) -> list[str]:
+        """Of /proc/PID/stat from the state on; empty if the process is gone."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return []
+
+
+def send_and_wait(pid: int, signum: int) -> None:
+    """Send a signal, and wait until it is delivered: signals that are pending together are one."""
+    os.kill(pid, signum)
+    wait_until(lambda: not Process(pid).has_pending(signum))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on which nobody listens, and which no other program gets before they are used."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.SystemRandom().choice(_BELOW_EPHEMERAL)
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports += [port] if port not in ports else []
+    return ports
