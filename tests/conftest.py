@@ -107,6 +107,16 @@ class Run:
         return torch.load(path, weights_only=True)
 
 
+@pytest.fixture
+def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`channels_last=auto` measures two rounds, and knows no earlier choice."""
+    from cl_train.comparison import auto
+
+    measure = auto.benchmark_layouts
+    monkeypatch.setattr(auto, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0}))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture(autouse=True)
 def same_threads() -> Any:
     """A run may change torch's process-wide switches; the next test starts from the same ones."""

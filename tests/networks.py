@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from cl_train.system import signals
-from tests.processes import wait_until
+from tests.processes import is_signal_received, wait_until
 
 
 def small(num_classes: int) -> nn.Module:
@@ -45,12 +44,6 @@ def without_batchnorm(num_classes: int) -> nn.Module:
     )
 
 
-def _is_signal_received() -> bool:
-    """By the thread that reads signals."""
-    request = signals._active
-    return request is not None and (request.stop is not None or request._save.is_set())
-
-
 class _Gate(nn.Module):
     """The tenth forward pass in training waits until the folder GATE has the file `open`, or a signal arrives.
 
@@ -66,7 +59,7 @@ class _Gate(nn.Module):
         gate = Path(os.environ["GATE"])
         if self.calls == 10 and not (gate / "open").exists():
             (gate / str(os.getpid())).touch()
-            wait_until(lambda: (gate / "open").exists() or _is_signal_received())
+            wait_until(lambda: (gate / "open").exists() or is_signal_received())
         return images
 
 
@@ -141,7 +134,7 @@ class _Signalling(nn.Module):
             self.calls += 1
             if self.calls == self.at_call:
                 os.kill(os.getpid(), self.signum)
-                wait_until(_is_signal_received)
+                wait_until(is_signal_received)
         logits: torch.Tensor = self.network(images)
         return logits
 

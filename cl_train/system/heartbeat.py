@@ -19,6 +19,7 @@ from cl_train.system.distributed import Dist, store_prefix
 
 BEAT_S = 0.5
 LISTEN_S = 3.0
+ANSWER_S = 3.0  # the ranks' store may take this long to respond
 _LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")  # gloo's messages
 
 
@@ -74,11 +75,12 @@ def find_silent_ranks(dist: Dist) -> str:
     # In a thread, because a stopped process never responds.
     reader = threading.Thread(target=read_counters, args=(dist.world_size, readings), daemon=True)
     reader.start()
-    reader.join(LISTEN_S + 3.0)
+    reader.join(LISTEN_S + ANSWER_S)
     if len(readings) < 2:  # without torchrun, rank 0 holds the store
         return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not respond"
     before, after = readings
-    silent = [f"rank {rank}" for rank in range(dist.world_size) if after[rank] == before[rank]]
+    others = (rank for rank in range(dist.world_size) if rank != dist.rank)
+    silent = [f"rank {rank}" for rank in others if after[rank] == before[rank]]
     if not silent:
         return "a rank hangs although its process is alive"
     return f"{', '.join(silent)} {'is dead or hangs' if len(silent) == 1 else 'are dead or hang'}"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cl_train.commands.zoo import main
 from cl_train.comparison import zoo
 from cl_train.config.benchmarks import ZooSettings
 from cl_train.config.schema import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {"device": "cpu", "precision": "fp32", "batch_size": 2, "image_size": 64, "speed": False, "time_limit_s": 1.0}
 ENVIRONMENT = {"torch": "2.15.0", "device_name": "a CPU"}
 
@@ -106,16 +105,14 @@ def test_a_row_of_a_real_model() -> None:
     json.dumps(entry)
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "scripts/zoo.py", *words], cwd=ROOT, capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_the_command_runs_resumes_and_times(tmp_path: Path) -> None:
-    words = ("model=shufflenet_v2_x0_5", "device=cpu", "precision=fp32", "batch_size=2",
-             "data.image_size=64", "time_limit_s=0.5", f"out={tmp_path}")  # fmt: skip
-    done = command(*words)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_command_runs_resumes_and_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    words = ["model=shufflenet_v2_x0_5", "device=cpu", "precision=fp32", "batch_size=2",
+             "data.image_size=64", "time_limit_s=0.5", f"out={tmp_path}"]  # fmt: skip
+    assert main(words) == 0
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     table = json.loads((tmp_path / f"zoo-chosen-fp32-cpu-torch{version}.json").read_text())
     (entry,) = table["rows"]
@@ -123,14 +120,14 @@ def test_the_command_runs_resumes_and_times(tmp_path: Path) -> None:
         assert all(speed["images_per_s"] > 0 and speed["peak_memory_gib"] > 0 for speed in entry[mode]["speeds"])
         assert entry[mode]["pairs"][0]["ci95"][0] <= entry[mode]["pairs"][0]["ratio"]
     assert entry["audit"]["lost_forward"] == {"clone": 3, "cat": 13}
-    again = command(*words)
-    assert "1 of them done" in again.stdout
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "1 of them done" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_wrong_words() -> None:
-    wrong = command("model=resnet19")
-    assert wrong.returncode == 2 and "did you mean resnet1" in wrong.stderr
+    with pytest.raises(ConfigError, match="did you mean resnet1"):
+        main(["model=resnet19"])
 
 
 def test_a_failed_model_in_front_has_the_columns_of_the_others(tmp_path: Path) -> None:

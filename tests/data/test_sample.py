@@ -87,16 +87,16 @@ def test_the_sample_has_imagenets_sizes_and_oddities(sample):
 
 @pytest.mark.slow
 def test_the_mean_colour_says_nothing_about_the_class(sample):
-    """Least squares on the mean of each channel, fitted on train: under 20 % of val (chance is 10 %)."""
+    """Least squares on the mean of each channel, of every other image: under 20 % of val (chance is 10 %)."""
     folder = read_folder(sample)
 
     def features(split):
         rows = []
-        for index in range(len(split)):
+        for index in range(0, len(split), 2):
             pixels = Encoded(split.read(index)).decode().astype(float)
             rows.append([*pixels.mean(axis=(0, 1)), 1])
         return np.array(rows)
 
-    weights, *_ = np.linalg.lstsq(features(folder.train), np.eye(10)[folder.train.labels], rcond=None)
+    weights, *_ = np.linalg.lstsq(features(folder.train), np.eye(10)[folder.train.labels[::2]], rcond=None)
     guesses = (features(folder.val) @ weights).argmax(axis=1)
-    assert (guesses == folder.val.labels).mean() < 0.2
+    assert (guesses == folder.val.labels[::2]).mean() < 0.2

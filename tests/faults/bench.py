@@ -1,5 +1,6 @@
 """Training runs for the faults to act on, and undisturbed ones to compare with."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ import tiny
 from forkserver import ForkServer, Run
 
 from cl_train.system.checkpoint_store import CheckpointStore
+from tests.processes import LIMIT_S
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Bench:
     server: ForkServer
     folder: Path
     seed: int = 1  # of every random choice
+    patience: float = 1.0  # factor of the times within which a program must end: more than 1 on a busy machine
 
     def __post_init__(self) -> None:
         self.images = tiny.write_images(self.folder / "images")
@@ -52,6 +55,9 @@ class Bench:
             problems.append(f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {odd}")
         return [f"{run.name}: {problem}" for problem in problems[:3]]
 
+    def limit_s(self, seconds: float) -> float:
+        return self.patience * seconds
+
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
@@ -71,7 +77,13 @@ def newest_step(run: Path) -> int:
     return found[1]["progress"]["step"] if found else 0
 
 
-def wait_for(path: Path, content: str = "", seconds: float = 20.0) -> bool:
+def has_completed(run: Path) -> bool:
+    """A signal that comes later finds no run to stop."""
+    summary = run / "summary.json"
+    return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
+
+
+def wait_for(path: Path, content: str = "", seconds: float = LIMIT_S) -> bool:
     """Until `path` is there (a folder: a file with `content` in its name; a file: `content` in it)."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

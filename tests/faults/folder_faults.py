@@ -107,7 +107,7 @@ def disk_full_for_a_while(bench: Bench, rounds: int, full_s: float) -> Outcome:
                 fill(mount / "ballast")
                 time.sleep(full_s)
                 (mount / "ballast").unlink()
-                code = running.wait(full_s + 60)
+                code = running.wait()
                 problems = [] if code == 0 else [f"{run.name}: exit code {code}: {running.output()[-500:]}"]
                 problems += bench.compare(run, reference) if code == 0 else []
                 outcome.check(*problems, *(steps_of_events(run, epochs) if code == 0 else []))
@@ -144,11 +144,12 @@ def shared_or_moved_run_folder(bench: Bench) -> Outcome:
 
 
 def second_run(bench: Bench) -> list[str]:
-    run = bench.folder / "shared-shared"
-    first = bench.start(run, "plants:slow_steps", {"PLANT_MS": "250"})
-    wait_for(run / "metrics.jsonl", content="train")
+    run, hold = bench.folder / "shared-shared", bench.folder / "shared-shared.hold"
+    first = bench.start(run, "plants:hold_step", {"PLANT_HOLD": str(hold)})
+    wait_for(hold)
     second = bench.server.start(tiny.words(bench.images, run), bench.folder / "shared-second.log")
     code, output = second.wait(), second.output()
+    hold.unlink()
     problems = [] if code == 2 and f"process {first.pid}" in output else [f"the second run: {code}: {output[-400:]}"]
     problems += [] if first.wait() == 0 else ["the first run did not end well"]
     return problems + bench.compare(run, bench.reference())

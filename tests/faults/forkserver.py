@@ -34,7 +34,7 @@ class Run:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signum)
 
-    def wait(self, timeout: float = 60.0) -> int | None:
+    def wait(self, timeout: float = 300.0) -> int | None:
         """The exit code, -n after signal n; None if it still runs after `timeout` seconds."""
         if self._code is None:
             status = self._server.ask({"wait": self.pid, "timeout": timeout})["status"]
@@ -62,7 +62,7 @@ class ForkServer:
         if self._process is not None:
             assert self._process.stdin is not None and self._process.stdout is not None
             self._process.stdin.close()
-            self._process.wait(20)
+            self._process.wait(300)
             self._process.stdout.close()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def fuzzed_images(bench: Bench, count: int) -> Outcome:
 def decode_each(root: Path, outcome: Outcome) -> int:
     bad = 0
     for path in sorted((root / "train/a").iterdir()):
-        started = time.process_time()
+        started = time.thread_time()
         problem = ""
         try:
             result = Encoded(read_file(path)).decode()
@@ -113,7 +113,7 @@ def decode_each(root: Path, outcome: Outcome) -> int:
             bad += 1
             if not str(error):
                 problem = f"{path.name}: refused without a reason"
-        seconds = time.process_time() - started  # CPU time: other processes do not make an image slow
+        seconds = time.thread_time() - started  # CPU time: other processes do not make an image slow
         outcome.slowest("image, CPU", seconds)
         if seconds > MAX_SECONDS_PER_IMAGE:
             problem = f"{path.name}: took {seconds:.1f} s of CPU time"
@@ -257,12 +257,13 @@ def odd_imagenet_files(bench: Bench) -> Outcome:
 
 
 def problem_of(name: str, path: Path, expected: tuple[int, int] | str) -> str:
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         result: tuple[int, int] | str = Encoded(read_file(path)).decode().shape[:2]
     except BadImage as error:
         result = str(error)
-    if time.monotonic() - started > MAX_SECONDS_PER_IMAGE:
-        return f"{name}: took {time.monotonic() - started:.1f} s"
+    seconds = time.thread_time() - started
+    if seconds > MAX_SECONDS_PER_IMAGE:
+        return f"{name}: took {seconds:.1f} s of CPU time"
     fits = expected in result if isinstance(expected, str) and isinstance(result, str) else expected == result
     return "" if fits else f"{name}: {result!r} instead of {expected!r}"

@@ -15,13 +15,14 @@ from typing import Any
 
 import tiny
 from archive_faults import contents
-from bench import Bench, wait_for
+from bench import Bench, has_completed, wait_for
 from forkserver import HERE, Run
 from outcome import Outcome
 from rank_faults import finish, start_ranks
 
 from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.imagenet.resize import resize_folder
+from tests.processes import LIMIT_S, wait_until
 
 ORPHAN_S = 5.0  # how long a killed program's children may live
 STOP_S = 2.0  # from a signal to the end, beside one validation batch
@@ -57,7 +58,7 @@ def fields_of(pid: int) -> list[str]:
         return []
 
 
-def orphans(running: Callable[[], list[int]], outcome: Outcome, limit_s: float = ORPHAN_S) -> list[str]:
+def orphans(running: Callable[[], list[int]], outcome: Outcome, limit_s: float) -> list[str]:
     """Wait for the children of a killed program to end; kill and name those that do not."""
     started = time.monotonic()
     while (left := running()) and time.monotonic() - started < limit_s:
@@ -117,10 +118,10 @@ def kill_preparation(
             run = prepare(number)
             time.sleep(rng.uniform(0.0, duration))
             run.send((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3])
-            outcome.counts["finished before the kill"] += run.wait(ORPHAN_S) == 0
-            problems = orphans(partial(running, run.pid), outcome)
+            outcome.counts["finished before the kill"] += run.wait(bench.limit_s(ORPHAN_S)) == 0
+            problems = orphans(partial(running, run.pid), outcome, bench.limit_s(ORPHAN_S))
             again = prepare(number)
-            code = again.wait(10 * duration + 20)
+            code = again.wait(bench.limit_s(10 * duration + 20))
             again.kill_group()
             problems += [] if code == 0 else [f"the next command: {code}: {again.output()[-400:]}"]
             same = contents(folder / f"{name}-{number}") == contents(folder / f"{name}-0")
@@ -174,18 +175,24 @@ def stop_signal_in_evaluation(bench: Bench, rounds: int) -> Outcome:
             reference = bench.folder / f"evaluation-reference-{ranks}"
             runs = start(bench, reference, ranks)
             assert finish(runs) == [0] * ranks, runs[0].output()
-            for number in range(rounds):
+            number, stopped = -1, 0
+            while stopped < rounds and number < 10 * rounds:
+                number += 1
                 run, signum = bench.folder / f"evaluation-{ranks}-{number}", (signal.SIGTERM, signal.SIGINT)[number % 2]
                 runs = start_evaluation(bench, run, ranks, of_ema=number % 4 > 1)
                 time.sleep(rng.uniform(0.0, 0.001 * EVAL_MS))
                 sent = time.monotonic()
                 for one in runs:  # torchrun passes a signal on to all ranks
                     one.send(signum)
-                codes = finish(runs, 30)
+                codes = finish(runs)
                 seconds = time.monotonic() - sent
+                if has_completed(run):
+                    outcome.counts["ended before the signal"] += 1
+                    continue
+                stopped += 1
                 outcome.slowest(f"exit with {ranks} ranks", seconds)
                 problems = [] if codes == [128 + signum] * ranks else [f"{run.name}: {codes} {runs[0].output()[-400:]}"]
-                problems += [f"{run.name}: {seconds:.1f} s"] if seconds > STOP_S + EVAL_MS / 1000 else []
+                problems += [f"{run.name}: {seconds:.1f} s"] if seconds > bench.limit_s(STOP_S + EVAL_MS / 1000) else []
                 outcome.check(*problems, *resumed(bench, run, reference, ranks, run.name))
     return outcome
 
@@ -221,18 +228,12 @@ def kill_sweep_launcher(bench: Bench, kills: int) -> Outcome:
                 time.sleep(rng.uniform(0, 0.4))
             launcher.kill()
             launcher.wait()
-            problems = orphans(partial(running_in, folder), outcome)
+            problems = orphans(partial(running_in, folder), outcome, bench.limit_s(ORPHAN_S))
             log = bench.folder / f"launcher-{number}-resumed.log"
-            code = start_program(["-m", f"resume_sweep={folder}"], log).wait(120)
+            code = start_program(["-m", f"resume_sweep={folder}"], log).wait(LIMIT_S)
             problems += [] if code == 0 else [f"resume_sweep: {code}: {log.read_text()[-500:]}"]
             outcome.check(*problems, *(steps_recorded_twice(folder) if code == 0 else []))
     return outcome
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def start_program(words: list[str], log: Path, slow_ms: int = 0) -> "subprocess.Popen[bytes]":

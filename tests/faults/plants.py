@@ -16,9 +16,11 @@ import cl_train.step.train_step
 import cl_train.system.checkpoint_file
 import cl_train.system.checkpoint_store
 import cl_train.system.files
+import cl_train.system.heartbeat
 import cl_train.training.build
 import cl_train.training.checkpoints
 import cl_train.training.setup
+from tests.processes import is_signal_received, wait_until
 
 
 def number(name: str, default: int = 0) -> int:
@@ -44,6 +46,21 @@ def slow_steps() -> None:
         return original(*arguments)
 
     cl_train.training.build.train_step = train_step
+    cl_train.system.heartbeat.ANSWER_S = number("ANSWER_S", 3)
+
+
+def hold_step() -> None:
+    """Step PLANT_STEP makes the file PLANT_HOLD and waits until somebody deletes it."""
+    original, calls, hold = cl_train.training.build.train_step, [0], Path(os.environ["PLANT_HOLD"])
+
+    def train_step(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number("STEP", 3):
+            hold.touch()
+            wait_until(lambda: not hold.exists())
+        return original(*arguments)
+
+    cl_train.training.build.train_step = train_step
 
 
 def signal_after_save() -> None:
@@ -55,7 +72,7 @@ def signal_after_save() -> None:
         if progress.step == number("STEP"):
             self.store.wait()
             os.kill(os.getpid(), number("SIGNAL"))
-            time.sleep(0.02)
+            wait_until(is_signal_received)
 
     cl_train.training.checkpoints.Checkpoints.save = save  # type: ignore[method-assign]
 
@@ -184,10 +201,10 @@ def clock_jumps_back() -> None:
 
 
 def slow_data() -> None:
-    """Reading the list of images takes half a minute."""
+    """Reading the list of images takes hours."""
 
     def build_data(*arguments: Any, **named: Any) -> Any:
         print("reading the data", flush=True)
-        time.sleep(30)
+        time.sleep(10_000)
 
     cl_train.training.setup.build_data = build_data

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,9 @@ from bench import Bench, newest_step, wait_for
 from forkserver import HERE, Run
 from outcome import Outcome
 
-RANK_TIMEOUT_S = 4.0
+from tests.processes import LIMIT_S, free_ports
+
+RANK_TIMEOUT_S, PATIENT_RANK_TIMEOUT_S = 4.0, 15.0
 TORCHRUN_TIMEOUT_S = 15.0  # also the time in which both ranks must have imported torch
 ROLL_CALL_S = 5.0
 MAX_ORPHAN_S = 5.0
@@ -25,31 +26,29 @@ SLOW_STEP_MS = 300  # under torchrun: the 12 steps outlast the search for the ra
 TORCHRUN_GRACE_S = 30.0  # torchrun sends SIGTERM, and SIGKILL half a minute later
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
-
-
 def start_ranks(
     bench: Bench, run: Path, world: int, hook: str = "", plant: dict[str, str] | None = None, **settings: Any
 ) -> list[Run]:
     """What torchrun would start, without its five seconds of imports."""
-    port = str(free_port())
+    [port] = map(str, free_ports(1))
     runs = []
     for rank in range(world):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        words = tiny.words(bench.images, run, rank_timeout_s=RANK_TIMEOUT_S, **settings)
+        words = tiny.words(bench.images, run, **settings)
         runs.append(
             bench.server.start(words, bench.folder / f"{run.name}.rank{rank}.log", environment | (plant or {}), hook)
         )
     return runs
 
 
-def finish(ranks: list[Run], timeout: float = 60.0) -> list[int | None]:
-    return [rank.wait(timeout) for rank in ranks]
+def finish(ranks: list[Run]) -> list[int | None]:
+    return [rank.wait() for rank in ranks]
+
+
+def rank_timeout_s(bench: Bench) -> float:
+    """When a rank counts as hung; on a busy machine a sound one may take longer."""
+    return RANK_TIMEOUT_S if bench.patience == 1 else PATIENT_RANK_TIMEOUT_S
 
 
 def kill_one_of_two_ranks(bench: Bench, count: int) -> Outcome:
@@ -65,11 +64,12 @@ def kill_one_of_two_ranks(bench: Bench, count: int) -> Outcome:
         while outcome.tried < count and number < 10 * count + 10:
             number += 1
             run, victim = bench.folder / f"killed-rank-{number}", rng.choice((0, 1))
-            ranks = start_ranks(bench, run, 2, *slow, batch_size=4)
+            plant = slow[1] | ({"PLANT_ANSWER_S": "60"} if victim == 1 and bench.patience > 1 else {})
+            ranks = start_ranks(bench, run, 2, slow[0], plant, batch_size=4, rank_timeout_s=rank_timeout_s(bench))
             time.sleep(rng.uniform(0.2, 1.0) * seconds)
             ranks[victim].send(signal.SIGKILL)
             code, killed_at = ranks[victim].wait(), time.monotonic()
-            other = ranks[1 - victim].wait(RANK_TIMEOUT_S + ROLL_CALL_S + 5)
+            other = ranks[1 - victim].wait(bench.limit_s(RANK_TIMEOUT_S + ROLL_CALL_S + 5))
             outcome.slowest("end of the other", time.monotonic() - killed_at)
             if code == 0 or other == 0:
                 outcome.counts["ended before the kill"] += 1
@@ -102,11 +102,12 @@ def hang_one_of_two_ranks(bench: Bench, count: int) -> Outcome:
     with Outcome("one of two ranks stopped (SIGSTOP)", bench.seed) as outcome:
         for number in range(count):
             run, victim = bench.folder / f"hung-rank-{number}", number % 2
-            ranks = start_ranks(bench, run, 2, "plants:slow_steps", {"PLANT_MS": "30"}, batch_size=4)
+            settings = {"batch_size": 4, "epochs": 10_000, "rank_timeout_s": rank_timeout_s(bench)}
+            ranks = start_ranks(bench, run, 2, "plants:slow_steps", {"PLANT_MS": "30"}, **settings)
             wait_for(run / "checkpoints", content=".pt")
             ranks[victim].send(signal.SIGSTOP)
             stopped = time.monotonic()
-            other = ranks[1 - victim].wait(RANK_TIMEOUT_S + ROLL_CALL_S + 10)
+            other = ranks[1 - victim].wait(bench.limit_s(RANK_TIMEOUT_S + ROLL_CALL_S + 10))
             seconds = time.monotonic() - stopped
             outcome.slowest("end of the other", seconds)
             ranks[victim].kill_group()
@@ -261,7 +262,7 @@ def one_rank_down(bench: Bench, reference: Path, what: str, signum: int, victim:
             problems.append(f"{run.name}: process {pid} is left")
             os.kill(pid, signal.SIGKILL)
     problems += tiny.unloadable(run)
-    if torchrun(bench, run).process.wait(120) != 0:
+    if torchrun(bench, run).process.wait(LIMIT_S) != 0:
         return [*problems, f"{run.name} did not resume"]
     return problems + bench.compare(run, reference)
 
@@ -286,7 +287,7 @@ def agent_killed(
     problems = [f"{run.name}: rank {rank} still runs" for rank, pid in ranks.items() if is_running(pid)]
     for pid in filter(is_running, ranks.values()):
         os.kill(pid, signal.SIGKILL)
-    if torchrun(bench, run).process.wait(120) != 0:
+    if torchrun(bench, run).process.wait(LIMIT_S) != 0:
         return [*problems, f"{run.name} did not resume"]
     return problems + bench.compare(run, reference)
 
@@ -303,6 +304,6 @@ def restarted_by_torchrun(bench: Bench, reference: Path) -> list[str]:
     run = bench.folder / "torchrun-restarts"
     job = torchrun(bench, run, "--max-restarts=2", slow_ms=SLOW_STEP_MS)
     os.kill(job.ranks_in_training(run)[1], signal.SIGKILL)
-    if job.process.wait(120) != 0:
+    if job.process.wait(LIMIT_S) != 0:
         return [f"{run.name}: {job.log.read_text(errors='replace')[-1500:]}"]
     return bench.compare(run, reference)

@@ -12,7 +12,7 @@ from matrix import MATRIX
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with ForkServer() as server:
-        yield Bench(server, tmp_path_factory.mktemp("bench"))
+        yield Bench(server, tmp_path_factory.mktemp("bench"), patience=60.0)
 
 
 @pytest.mark.parametrize(

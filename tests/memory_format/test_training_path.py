@@ -16,6 +16,8 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
+from cl_train.commands.audit import main
+from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import LayoutCheck
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.inductor import compiled_graphs
@@ -128,21 +130,16 @@ def test_what_inductor_decides() -> None:
         torch.backends.mkldnn.enabled = True
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "scripts/audit.py", *words], cwd=ROOT, capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_the_command_tells_all(tmp_path: Path) -> None:
+def test_the_command_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "audit.json"
-    done = command("model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32", f"out={path}", "compile=true")
-    assert done.returncode == 0, done.stderr
-    assert "13 x cat (forward)" in done.stdout and "shufflenetv2.py:95" in done.stdout
+    assert main(["model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32", f"out={path}"]) == 0
+    output = capsys.readouterr().out
+    assert "13 x cat (forward)" in output and "shufflenetv2.py:95" in output
     report = json.loads(path.read_text())
     assert report["totals"]["lost"] == 33 and report["step_ms"] > 0
     around = {item["what"]: item["outcome"] for item in report["training_path"]}
     assert around["optimizer: momentum_buffer"] == around["EMA weights"] == "kept"
-    assert [graph["direction"] for graph in report["compiled"]] == ["forward", "backward"]
 
 
 @pytest.mark.slow
@@ -159,12 +156,14 @@ def test_the_command_on_a_model_of_ones_own_and_wrong_words(tmp_path: Path) -> N
         "build = Lossy\n"
     )
     script = str(ROOT / "scripts" / "audit.py")
-    words = [sys.executable, script, "model=my_model:build", "data.image_size=16", "precision=fp32"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    words = ["model=my_model:build", "data.image_size=16", "precision=fp32", "compile=true", "out=audit.json"]
+    done = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "my_model.py:7" in done.stdout and "x = self.conv(x).contiguous()" in done.stdout
-    wrong = command("modl=resnet18")
-    assert wrong.returncode == 2 and "did you mean model" in wrong.stderr
+    compiled = json.loads((tmp_path / "audit.json").read_text())["compiled"]
+    assert [graph["direction"] for graph in compiled] == ["forward", "backward"]
+    with pytest.raises(ConfigError, match="did you mean model"):
+        main(["modl=resnet18"])
 
 
 @pytest.mark.slow

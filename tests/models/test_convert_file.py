@@ -14,6 +14,7 @@ import torch
 import torchvision
 from torch import nn
 
+from cl_train.commands.convert import main
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_contiguous_state, to_memory_format
@@ -147,21 +148,18 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, 
         convert_file(files["state dict"], tmp_path / "out.pth", model_name="mobilenet_v3_small")
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "scripts/convert.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
-    )
-
-
 @pytest.mark.slow
-def test_the_command(files: dict[str, Path], tmp_path: Path) -> None:
-    done = command(str(files["checkpoint"]), f"out={tmp_path / 'c.pt'}", "input=2,3,32,32")
+def test_the_command(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(files["checkpoint"]), f"out={tmp_path / 'c.pt'}", "input=2,3,32,32"]
+    program = [sys.executable, "scripts/convert.py", *words]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert read_weights(tmp_path / "c.pt").recorded == "channels_last"
-    wrong = command(str(files["checkpoint"]), "memory_format=contiguous")
-    assert wrong.returncode == 2 and "channels_last" in wrong.stderr and "out=" in wrong.stderr
-    unproved = command(str(files["state dict"]), f"out={tmp_path / 'w.pth'}")
-    assert unproved.returncode == 1 and "model=<name>" in unproved.stdout
+    with pytest.raises(ConfigError) as wrong:
+        main([str(files["checkpoint"]), "memory_format=contiguous"])
+    assert "channels_last" in str(wrong.value) and "out=" in str(wrong.value)
+    assert main([str(files["state dict"]), f"out={tmp_path / 'w.pth'}"]) == 1
+    assert "model=<name>" in capsys.readouterr().out
 
 
 # --- every kind of model in memory, in both layouts -------------------------------------------------------------------
@@ -253,11 +251,11 @@ def test_models_inside_ddp_are_refused_with_the_reason() -> None:
 
 
 class Run:
-    """resnet50 with SGD and momentum on one batch; float64, as BatchNorm over few pixels multiplies rounding errors."""
+    """resnet18 with SGD and momentum on one batch; float64, as BatchNorm over few pixels multiplies rounding errors."""
 
     def __init__(self, layout: str) -> None:
         torch.manual_seed(0)
-        self.model = torchvision.models.resnet50(num_classes=10).double()
+        self.model = torchvision.models.resnet18(num_classes=10).double()
         convert(self.model, memory_format=LAYOUTS[layout])
         self.optimizer = build_optimizer(OptimConfig(), self.model, dict(self.model.named_parameters()), lr=1e-3)
         self.scaler = build_scaler(Precision("fp32"), torch.device("cpu"))
@@ -284,7 +282,7 @@ class Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("contiguous", "channels_last"), ("channels_last", "contiguous")])
-def test_a_resnet50_checkpoint_resumes_in_the_other_layout(first: str, second: str, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_the_other_layout(first: str, second: str, tmp_path: Path) -> None:
     run = Run(first)
     run.steps(2)
     checkpoint.save(tmp_path / "a.pt", run.state())

@@ -93,6 +93,7 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
 ) -> None:
     """An injected limit: what is measured for the chosen size stays below it, and the generators stay as they were."""
     monkeypatch.setattr(batch_size, "STEPS", 1)
+    monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
     cfg = tiny("batch_size=auto", "channels_last=auto", "precision=bf16", "augment.repeats=2")
     asked: list[list[BatchSpeed]] = []
     original = batch_size.search

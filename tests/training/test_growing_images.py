@@ -111,7 +111,7 @@ def test_another_batch_schedule_is_not_continued(train: Train, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("channels_last=auto",), ("batch_size=auto",)])
-def test_growing_images_go_with(train: Train, words: tuple[str, ...]) -> None:
+def test_growing_images_go_with(train: Train, quick_auto: None, words: tuple[str, ...]) -> None:
     schedule = "data.size_schedule=[[0,16],[1,32]]"
     done = train(*GROWING, schedule, *words, "model=tests.networks:small")
     assert done.exit_code == 0 and {w["image_size"] for w in done.records("train")} == {16, 32}
