@@ -34,6 +34,7 @@ from rank_faults import (
     hang_one_of_two_ranks,
     kill_one_of_two_ranks,
     kill_torchrun_agent,
+    lose_a_node,
     rank_fails_under_torchrun,
     resume_with_other_number_of_ranks,
 )
@@ -98,6 +99,7 @@ _FAULTS = (
     Fault(hang_one_of_two_ranks, (1,), (3,), slow=True),
     Fault(rank_fails_under_torchrun, None, (True,)),
     Fault(kill_torchrun_agent, None, (10,)),
+    Fault(lose_a_node, None),
     Fault(resume_with_other_number_of_ranks, (False,), (True,), slow=True),
     Fault(images_seen_per_epoch, (20,), (500,)),
     Fault(fuzzed_images, (300,), (50_000,), slow=True),

@@ -4,9 +4,11 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from bench import Bench, newest_step, wait_for
 from forkserver import HERE, Run
 from outcome import Outcome
 
-from tests.processes import LIMIT_S, free_ports
+from tests.processes import LIMIT_S, free_ports, wait_until
 
 RANK_TIMEOUT_S, PATIENT_RANK_TIMEOUT_S = 4.0, 15.0
 TORCHRUN_TIMEOUT_S = 15.0  # also the time in which both ranks must have imported torch
@@ -192,7 +194,12 @@ class Torchrun:
         return ranks
 
 
-def torchrun(bench: Bench, run: Path, *options: str, slow_ms: int = 0, **settings: Any) -> Torchrun:
+ONE_NODE = ("--standalone", "--nproc-per-node=2")
+
+
+def torchrun(
+    bench: Bench, run: Path, *options: str, launcher: Sequence[str] = ONE_NODE, slow_ms: int = 0, **settings: Any
+) -> Torchrun:
     words = tiny.words(bench.images, run, rank_timeout_s=TORCHRUN_TIMEOUT_S, batch_size=4, **settings)
     log = bench.folder / f"{run.name}.log"
     program = str(HERE / "slow_train.py") if slow_ms else str(tiny.REPOSITORY / "train.py")
@@ -201,7 +208,7 @@ def torchrun(bench: Bench, run: Path, *options: str, slow_ms: int = 0, **setting
         "OMP_NUM_THREADS": "1",
         "PLANT_MS": str(slow_ms),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options, program]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *options, program]
     with log.open("ab") as file:
         process = subprocess.Popen([*command, *words], stdout=file, stderr=file, env=environment)
     return Torchrun(process, log)
@@ -290,6 +297,39 @@ def agent_killed(
     if torchrun(bench, run).process.wait(LIMIT_S) != 0:
         return [*problems, f"{run.name} did not resume"]
     return problems + bench.compare(run, reference)
+
+
+def lose_a_node(bench: Bench) -> Outcome:
+    """The second of two elastic agents is killed: the first continues alone, with two micro-steps instead of one."""
+    plain = {"model": "tiny:plain_model", "ema_decay": 0, "log_every": 1}
+    with Outcome("elastic torchrun loses a node", bench.seed) as outcome:
+        reference, run, [port] = bench.reference(**plain), bench.folder / "elastic", free_ports(1)
+        elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=1")
+        elastic = (*elastic, f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=10")
+        agents = []
+        for _ in range(2):
+            agents.append(torchrun(bench, run, launcher=elastic, slow_ms=SLOW_STEP_MS, global_batch_size=8, **plain))
+            wait_until(lambda: is_listening(port))  # on one machine both agents could hold the store
+        wait_for(run / "metrics.jsonl", content='"world_size": 2')
+        wait_for(run / "checkpoints", content=".pt")
+        lost = agents[1]
+        for pid in (lost.process.pid, *lost.ranks().values()):
+            os.kill(pid, signal.SIGKILL)
+        lost.process.wait()
+        code = agents[0].process.wait(LIMIT_S)
+        steps = [record["step"] for record in tiny.records(run) if record["kind"] == "train"]
+        sizes = {record["world_size"] for record in tiny.records(run) if record["kind"] == "train"}
+        outcome.check(
+            "" if code == 0 else f"exit code {code}: {agents[0].log.read_text(errors='replace')[-1500:]}",
+            "" if steps == list(range(1, tiny.STEPS + 1)) and sizes == {1, 2} else f"steps {steps}, processes {sizes}",
+            *close_losses(run, reference),
+        )
+    return outcome
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def is_running(pid: int) -> bool:
