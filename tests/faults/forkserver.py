@@ -38,7 +38,9 @@ class Run:
         """The exit code, -n after signal n; None if it still runs after `timeout` seconds."""
         if self._code is None:
             status = self._server.ask({"wait": self.pid, "timeout": timeout})["status"]
-            self._code = None if status is None else os.waitstatus_to_exitcode(status)
+            if status is not None:
+                self._code = os.waitstatus_to_exitcode(status)
+                self._server.running.discard(self.pid)
         return self._code
 
     def output(self) -> str:
@@ -50,13 +52,13 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._children: set[int] = set()
+        self.running: set[int] = set()  # that nobody has waited for: the id of another may belong to a new process
 
     def __enter__(self) -> "ForkServer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self._children:
+        for pid in self.running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         if self._process is not None:
@@ -93,7 +95,7 @@ class ForkServer:
     def _fork(self, question: dict[str, Any]) -> Run:
         pid = self.ask(question)["pid"]
         log = Path(question["log"])
-        self._children.add(pid)
+        self.running.add(pid)
         return Run(self, pid, log)
 
 
