@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,13 @@ def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measure = auto.benchmark_layouts
     monkeypatch.setattr(auto, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0}))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` traces and differentiates as always, and runs the graphs without compiling C++ for a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
 
 
 @pytest.fixture(autouse=True)

@@ -194,7 +194,7 @@ def test_a_profile_is_left(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_run_has_the_eager_losses(train: Train) -> None:
+def test_a_compiled_run_has_the_eager_losses(train: Train, without_inductor: None) -> None:
     eager, compiled = train("epochs=1"), train("epochs=1", "compile=true")
     assert compiled.summary["compile"] is True
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
