@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,6 @@ def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.compile` traces and differentiates as always, and runs the graphs without compiling C++ for a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
 
 
 @pytest.fixture(autouse=True)
