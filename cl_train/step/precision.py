@@ -1,6 +1,6 @@
 """Mixed precision: the dtype of each part of a step, loss scaling and fp32 master weights.
 
-All decisions about precision are made here. The names are those of `precision=`:
+The dtypes and switches of each precision. The names are those of `precision=`:
 
 | name    | weights | convolutions, matmuls | BatchNorm's input | loss scale | master weights |
 |---------|---------|-----------------------|-------------------|------------|----------------|
@@ -30,7 +30,7 @@ VOLTA = (7, 0)  # compute capability of the first GPUs with tensor cores
 
 @dataclass(frozen=True)
 class Precision:
-    """One row of the table above, resolved for a device."""
+    """One row of the table above."""
 
     name: str  # never "auto"
     autocast_dtype: torch.dtype | None = None
@@ -49,7 +49,7 @@ class Precision:
     @property
     def for_fp32_weights(self) -> Precision:
         """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become autocast."""
-        return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
+        return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
 
 
 _RESOLVED = {

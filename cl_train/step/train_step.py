@@ -1,7 +1,7 @@
 """One optimizer step and one evaluation pass. No logging, no clock, no files.
 
 A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update ->
-zero_grad. All results stay on the device: the host does not wait for it here.
+zero_grad. All results stay on the device: the host waits here only for an optimizer without a fused kernel.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StepResult:
     """The result of one optimizer step on this rank: 0-d tensors on the device."""
 
     loss: torch.Tensor  # float32, mean over the images
-    correct1: torch.Tensor  # int64, images whose top-1 prediction is correct
-    correct5: torch.Tensor  # int64
+    correct1: torch.Tensor  # int64 (float32 from a CUDA graph), images whose top-1 prediction is correct
+    correct5: torch.Tensor  # the same for top-5
     skipped: torch.Tensor  # float32, 1 if the update was skipped because a gradient was not finite
 
 
@@ -57,7 +57,7 @@ def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     """One optimizer step over one or more micro-batches (gradient accumulation).
 
-    In every precision, a non-finite gradient skips the update on the device and the weights do not change. With loss
+    In every precision, a non-finite gradient skips the update and the weights do not change. With loss
     scaling it also lowers the scale.
     """
     losses, correct1, correct5 = [], [], []
@@ -101,14 +101,14 @@ def _scaled_update(parts: StepParts) -> torch.Tensor:
     parts.scaler.step(parts.optimizer)
     # Private, but the only flag on the device: comparing scales before and after would make the host wait.
     flags = parts.scaler._found_inf_per_device(parts.optimizer).values()
-    skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax().clone()
+    skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax()
     parts.scaler.update()
     return skipped
 
 
 def _plain_update(parts: StepParts) -> torch.Tensor:
     gradients = [parameter.grad for parameter in _parameters(parts.optimizer) if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
+    norm = nn.utils.get_total_norm(gradients)  # not finite if any gradient is not
     if parts.clip_norm is not None:
         nn.utils.clip_grads_with_norm_(_parameters(parts.optimizer), parts.clip_norm, norm)
     skipped = (~norm.isfinite()).float()
@@ -135,7 +135,7 @@ def sum_over_images(
     *,
     flip: bool = False,
 ) -> torch.Tensor:
-    """Sums over this rank's validation images, in the precision of the run.
+    """Sums over this rank's validation images; the loss is the plain cross-entropy, whatever `loss=` is.
 
     Args:
         model: not wrapped in DDP, because ranks may have different numbers of batches.

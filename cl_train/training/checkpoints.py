@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cl_train.config.schema import ConfigError
+from cl_train.step.precision import full_precision_state
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_file import snapshot
 from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
@@ -53,7 +54,7 @@ class Checkpoints:
             ConfigError: a module's `get_extra_state` returns something else than plain types and tensors, or the disk
                 has no space for one checkpoint.
         """
-        weights = self.state.model.state_dict()
+        weights = full_precision_state(self.state.model, self.state.parts.masters)
         try:
             for name, value in weights.items():
                 if name.endswith("_extra_state"):
@@ -61,7 +62,7 @@ class Checkpoints:
         except TypeError as error:
             raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
         if self.dist.is_main:
-            tensors_per_weight = 3 if self.state.ema is None else 4  # the weight, up to two moments, the EMA
+            tensors_per_weight = 3 if self.state.ema is None else 4  # weight, two moments at most, EMA
             checkpoint_bytes = tensors_per_weight * tensor_bytes(weights)
             for line in check_space(self.store.folder.parent, checkpoint_bytes, self.store.keep):
                 log.warning("%s", line)

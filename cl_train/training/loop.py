@@ -1,6 +1,6 @@
 """The training loop: `train` is a whole run, top to bottom.
 
-After each step it decides whether to log, save and stop, in this order. An epoch ends with a save and an evaluation.
+After each step: log (and perhaps roll back), save, stop, in this order. An epoch ends with a save and an evaluation.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def train(cfg: Config, folder: Path) -> int:
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
-        folder = Path(broadcast_object(str(folder.absolute()), dist))  # rank 0's
+        folder = Path(broadcast_object(str(folder.absolute()), dist))  # ranks would generate different timestamps
         if dist.is_main:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
             run_log.open_file(folder)
@@ -100,7 +100,7 @@ def train(cfg: Config, folder: Path) -> int:
         run = set_up(cfg, folder, dist, signals, stack)
         stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
-        signals.__enter__()  # only now: until here, a signal ends the process at once
+        signals.__enter__()  # left last, see above; until here, a signal ends the process at once
         plan, state = run.plan, run.state
         bar = progress_bar("training", plan.last_step, run.progress.step, shown=dist.is_main)
 
@@ -191,7 +191,7 @@ def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -
 
 
 def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
-    """The only place where training waits for the device, and the only reduction over the ranks.
+    """Where logging waits for the device, with one reduction of the results over the ranks per log line.
 
     Returns:
         The record of the steps since the last log line, and the non-finite steps of every rank.
@@ -202,17 +202,18 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     epoch = run.plan.epoch_of(progress)
     micro_steps = epoch.global_batch_size // (epoch.batch_size * dist.world_size)
     times = own_times(run.state.parts.model, run.meter.data_wait_ms(), micro_steps, dist)
-    of_host = torch.cat([bad_images, times.flatten()]).to(dist.device, non_blocking=True)
-    totals = sum_over_ranks(torch.cat([rows.sum(0), of_host]), dist).cpu()  # the host waits for the device
+    host_values = torch.cat([bad_images, times.flatten()]).to(dist.device, non_blocking=True)
+    totals = sum_over_ranks(torch.cat([rows.sum(0), host_values]), dist).cpu()  # the host waits for the device
     loss, correct1, correct5, skipped, skipped_images = totals[:5].tolist()
     window = run.meter.window()
     progress.skipped_steps += round(skipped / dist.world_size)
     images = len(steps) * epoch.global_batch_size
     nonfinite: list[NonFiniteStep] = []
     if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
-        losses, flags, first_step = rows[:, 0].tolist(), rows[:, 3].tolist(), progress.step - len(steps) + 1
-        own = find_nonfinite_steps(losses, flags, first_step, dist.rank, scales_loss=scaler.is_enabled())
-        nonfinite = [step for steps_of_rank in gather_objects(own, dist) for step in steps_of_rank]
+        losses, _, _, skips = rows.T.tolist()
+        first_step = progress.step - len(steps) + 1
+        own_steps = find_nonfinite_steps(losses, skips, first_step, dist.rank, scales_loss=scaler.is_enabled())
+        nonfinite = [step for steps_of_rank in gather_objects(own_steps, dist) for step in steps_of_rank]
     record = {
         # Values that a resumed run may change; a comparison refuses runs in which they changed.
         **{name: run.summary[name] for name in ("memory_format", "precision", "world_size", "device_name")},

@@ -1,4 +1,4 @@
-"""Progress of a run, its planned length, and the actions due at each step: plain numbers."""
+"""Progress of a run, its planned length, and the actions due at each step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers derived from the settings, the data and the ranks."""
+    """The epochs, and the settings that say what is due at a step."""
 
     epochs: tuple[Epoch, ...]
     last_step: int  # the end of this run, which `max_steps` may set earlier

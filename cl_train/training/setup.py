@@ -1,6 +1,6 @@
 """From the configuration to a run that is ready for its first step.
 
-Besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model) and `batch_size.py`
+In this package, besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model) and `batch_size.py`
 (batch_size=auto): the functions that they call in other packages get plain values or their own part of it.
 """
 
@@ -70,7 +70,7 @@ class Run:
     unlogged_steps: list[StepResult]  # since the last log line
     summary: dict[str, Any]  # becomes summary.json
     report: bool = False  # evaluations write `report/`
-    records: list[dict[str, Any]] = field(default_factory=list)  # of training, since this process started
+    records: list[dict[str, Any]] = field(default_factory=list)  # of this process; empty if nothing was trained
     stop: int = 0  # the signal that ends the run
     advised: bool = False  # advice on data loading is given once per run
 
@@ -80,7 +80,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
     """
-    load = MachineLoad()
+    load = MachineLoad()  # first: it measures from here on
     precision = resolve_precision(cfg.precision, dist.device)
     prepare_torch(dist, deterministic=cfg.deterministic)
     # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
@@ -137,8 +137,9 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
 
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
-    """Ranks with different settings, data or steps would train inconsistent models, or deadlock. With
-    another layout, DDP's broadcast of bytes in storage order has permuted the weights (NVIDIA/physicsnemo#1614).
+    """Ranks with different settings, data or steps would train inconsistent models, or deadlock. If
+    layouts differ, DDP's broadcast, which copies bytes in storage order, has already permuted the weights
+    (NVIDIA/physicsnemo#1614).
 
     Raises ConfigError: what differs, with the values of two ranks.
     """
@@ -204,8 +205,8 @@ def starting_point(
 
 def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
     """Identifies the run of a checkpoint: see `run_state.check_compatible`."""
-    same = ("model", "precision", "memory_format", "world_size", "global_batch_size")
-    return {name: summary[name] for name in same} | {
+    identifying = ("model", "precision", "memory_format", "world_size", "global_batch_size")
+    return {name: summary[name] for name in identifying} | {
         "num_classes": data.num_classes,
         "classes": list(data.classes),
         "data_fingerprint": data.fingerprint,
@@ -247,7 +248,7 @@ def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any
 
 
 def prepare_torch(dist: Dist, *, deterministic: bool) -> None:
-    """Process-wide switches."""
+    """Process-wide switches, which are never restored."""
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results
