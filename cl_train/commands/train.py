@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from cl_train.config.command_line import (
@@ -24,11 +25,9 @@ from cl_train.config.command_line import (
     GROUPS,
     Words,
     check_command_line,
-    given_keys,
     group_choices,
     hydra_folder,
     quoted,
-    run_folder,
 )
 from cl_train.config.help import train_help
 from cl_train.config.schema import ConfigError
@@ -46,11 +45,13 @@ def train(raw: DictConfig) -> None:
     from cl_train.training.loop import run_and_log_failure
     from cl_train.training.pretrained import follow_published_preprocessing
 
+    context = HydraConfig.get()
+    given_keys = {word.partition("=")[0].lstrip("+") for word in context.overrides.task}
     try:
         cfg = load(raw)
         if cfg.evaluate_only and cfg.weights is not None:
-            cfg.data = follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys())
-        exit_without_teardown(run_and_log_failure(cfg, run_folder()))
+            cfg.data = follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys)
+        exit_without_teardown(run_and_log_failure(cfg, Path(context.runtime.output_dir)))
     except ConfigError as error:  # caught here, because Hydra would print a traceback
         stop_with(error)
 

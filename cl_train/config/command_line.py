@@ -1,6 +1,6 @@
-"""From train.py's arguments to checked settings: the only file that uses Hydra.
+"""From train.py's arguments to checked settings.
 
-Everything is checked before Hydra starts, before torch is imported and before any file is made. Hydra's own message for
+Everything is checked before Hydra starts, torch is imported or a file is created. Hydra's own message for
 a typo advises `+key`, which would train with the default value; it is never shown here.
 """
 
@@ -17,7 +17,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.core.plugins import Plugins
@@ -49,15 +48,6 @@ def conf_folders() -> list[Path]:
     """Where files of settings are searched: `conf/` of the working folder, then the project's own."""
     own = Path.cwd() / "conf"
     return [own, CONF_DIR] if own.is_dir() and own.resolve() != CONF_DIR else [CONF_DIR]
-
-
-def prepare_hydra() -> None:
-    """Make the defaults known to Hydra as `schema`, which `conf/config.yaml` starts from, and the search path.
-
-    The defaults are plain values, not a typed node: Hydra would stop at the first wrong type, `load` reports all.
-    """
-    ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
-    Plugins.instance().register(WorkingFolderConf)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -106,10 +96,11 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
     Raises:
         ConfigError: every problem found.
     """
-    prepare_hydra()
+    # `conf/config.yaml` starts from the defaults: plain values, because Hydra would stop at the first wrong type of a
+    # typed node, and `load` reports all.
+    ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
+    Plugins.instance().register(WorkingFolderConf)
     asked = Words.read(words)
-    if asked.for_hydra and not asked.overrides:
-        return []
     parsed, problems = _parse_overrides(asked.overrides)
     valid = []
     for override in parsed:
@@ -255,8 +246,8 @@ def _swept_values(override: Override) -> list[str]:
 
 def _compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """The configuration that Hydra composes from the arguments and the files."""
-    _check_files()
     try:
+        _check_files()
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
             return compose("config", overrides=list(words), return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -293,13 +284,3 @@ def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
 def quoted(path: Path) -> str:
     """A path as the value of a setting, quoted so that commas and equal signs are literal."""
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def given_keys() -> set[str]:
-    """The settings that this run's command line names."""
-    return {word.partition("=")[0].lstrip("+") for word in HydraConfig.get().overrides.task}
-
-
-def run_folder() -> Path:
-    """The folder that Hydra made for this run."""
-    return Path(HydraConfig.get().runtime.output_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config
 from cl_train.config.validation import Setting, kind_of, setting_fields, show
@@ -20,30 +20,27 @@ def command_help(usage: str, doc: str, settings: Mapping[str, type]) -> str:
         doc: the docstring of its module: a summary, a blank line, then examples and notes.
         settings: dataclasses of settings by the title of their section.
     """
-    summary, _, examples = doc.strip().partition("\n\n")
-    sections = [f"{title}\n{describe(schema)}" for title, schema in settings.items()]
-    return "\n\n".join([f"usage: {usage}", _wrapped(summary), *sections, f"examples:\n{examples.rstrip()}"])
+    return _page(usage, doc, {title: setting_fields(schema).values() for title, schema in settings.items()})
 
 
 def train_help(usage: str, doc: str, groups: Mapping[str, list[str]]) -> str:
-    """The help page of train.py, with the settings listed by group."""
+    """The help page of train.py: the choices of the groups, then the settings by group."""
     choices = [f"  {group}={'|'.join(names)}" for group, names in groups.items()]
-    pages = ["groups of settings, one file each (conf/<group>/<choice>.yaml)\n" + "\n".join(choices)]
-    rows: dict[str, list[str]] = {}
+    sections: dict[str, list[Setting]] = {
+        "\n".join(["groups of settings, one file each (conf/<group>/<choice>.yaml)", *choices]): []
+    }
+    hints = typing.get_type_hints(Config)
     for setting in setting_fields(Config).values():
         if setting.key not in CHOSEN_BY_GROUP:
-            rows.setdefault(setting.key.rpartition(".")[0], []).append(_row(setting))
-    hints = typing.get_type_hints(Config)
-    for group, lines in rows.items():
-        title = f"{group}: {hints[group].__doc__}" if group else "settings"
-        pages.append("\n".join([title, *lines]))
+            group = setting.key.rpartition(".")[0]
+            sections.setdefault(f"{group}: {hints[group].__doc__}" if group else "settings", []).append(setting)
+    return _page(usage, doc, sections)
+
+
+def _page(usage: str, doc: str, sections: Mapping[str, Iterable[Setting]]) -> str:
     summary, _, examples = doc.strip().partition("\n\n")
-    return "\n\n".join([f"usage: {usage}", _wrapped(summary), *pages, f"examples:\n{examples.rstrip()}"])
-
-
-def describe(schema: type) -> str:
-    """One or more lines for each setting of a dataclass."""
-    return "\n".join(map(_row, setting_fields(schema).values()))
+    texts = ["\n".join([title, *map(_row, settings)]) for title, settings in sections.items()]
+    return "\n\n".join([f"usage: {usage}", _wrapped(summary), *texts, f"examples:\n{examples.rstrip()}"])
 
 
 def _row(setting: Setting) -> str:

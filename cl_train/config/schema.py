@@ -80,9 +80,7 @@ class DataConfig:
     )
     dataset: str | None = setting(None, "data=dataset: package.module:function, called with (split, size)")
     val_split: str | None = setting(None, "folder of the validation images; null = val, valid, validation or test")
-    val_fraction: float | None = setting(
-        None, "use this share of the training images for validation", above=0, maximum=0.9
-    )
+    val_fraction: float | None = setting(None, "share of the training images used for validation", above=0, maximum=0.9)
     extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff")
     image_size: int = setting(
         224,
@@ -91,15 +89,12 @@ class DataConfig:
         maximum=4096,
     )
     size_schedule: list[list[int]] = setting(
-        [],
-        "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32",
+        [], "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32"
     )
     scale_batch: bool = setting(
         False, "size_schedule: batch_size is that of the largest images, smaller ones come in larger batches"
     )
-    val_size: int | None = setting(
-        None, "side of the validation crop, pixels; null = image_size", minimum=8, maximum=4096
-    )
+    val_size: int | None = setting(None, "side of the validation crop; null = image_size", minimum=8, maximum=4096)
     val_resize: int | None = setting(
         None, "validation: short side before the centre crop, pixels; null = 256/224 of val_size", minimum=8
     )
@@ -112,9 +107,7 @@ class DataConfig:
     workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
     prefetch: int = setting(3, "batches prepared in advance by all workers together", minimum=1, maximum=64)
-    worker_timeout_s: float = setting(
-        60.0, "stop the run if no worker finishes an image for this many seconds", above=0
-    )
+    worker_timeout_s: float = setting(60.0, "stop if no worker finishes an image for this many seconds", above=0)
     on_bad_image: str = free_setting("error", "action for an image that cannot be decoded", choices=("error", "skip"))
     max_bad_images: int = free_setting(100, "on_bad_image=skip: stop after more than this many", minimum=0)
     mean: list[float] = setting([0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale")
@@ -174,9 +167,7 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate over the run: a linear warm-up, then one of four schedules."""
 
-    name: str = loss_setting(
-        "cosine", "the learning rate after the warm-up", choices=("cosine", "step", "linear", "constant")
-    )
+    name: str = loss_setting("cosine", "curve after the warm-up", choices=("cosine", "step", "linear", "constant"))
     warmup_epochs: float = loss_setting(0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
     warmup_start: float = loss_setting(0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1)
     warmup_prefix: bool = loss_setting(
@@ -243,9 +234,7 @@ class Config:
     )
     epochs: int = loss_setting(5, "passes over the training images", minimum=1)
     max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", minimum=1)
-    seed: int = loss_setting(
-        0, "seed of weights, order of images, augmentation and dropout", minimum=0, maximum=2**32 - 1
-    )
+    seed: int = loss_setting(0, "seed of weights, image order, augmentation, dropout", minimum=0, maximum=2**32 - 1)
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     compile: bool = setting(False, "compile the model with torch.compile")
 
@@ -275,9 +264,7 @@ class Config:
         None, "loss=bce: targets above it become 1, others 0; null = mixed and smoothed targets", minimum=0, maximum=1
     )
     label_smoothing: float = setting(0.0, "label smoothing of the loss", minimum=0, maximum=0.999)
-    drop_path: float | None = setting(
-        None, "drop path rate (stochastic depth); null = the model's default", minimum=0, maximum=0.999
-    )
+    drop_path: float | None = setting(None, "stochastic depth; null = the model's default", minimum=0, maximum=0.999)
     ema_decay: float = setting(
         0.0,
         "decay of an exponential moving average (EMA) of the weights, evaluated beside the model; 0 = off",
@@ -291,8 +278,7 @@ class Config:
     evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_flip: bool = loss_setting(False, "evaluation averages the logits of each image and of its mirror image")
     evaluate_only: bool = setting(
-        False,
-        "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing",
+        False, "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing"
     )
     report: bool = free_setting(
         False, "evaluation: also write per-class accuracy, confusions and the worst images into the run folder"
@@ -314,9 +300,7 @@ class Config:
 
     nproc: int = free_setting(1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1)
     repeats: int = free_setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1)
-    resume_sweep: str | None = free_setting(
-        None, "multirun: folder of an earlier sweep; run only what is missing in it"
-    )
+    resume_sweep: str | None = free_setting(None, "multirun: run what is missing in this folder of a sweep")
     compare_by: str = free_setting("channels_last", "multirun: the setting whose values the report compares")
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""From plain values to checked settings: types, ranges, choices, combinations, and suggestions for unknown names.
+"""From plain values to checked settings: types, ranges, choices, and suggestions for unknown names.
 
 Every problem is reported at once, one line each. Nothing here imports torch or Hydra.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
+import functools
 import math
 import os
 import re
@@ -21,8 +21,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.group_problems import data_problems, launcher_problems, size_schedule_problems
-from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, Config, ConfigError
+from cl_train.config.combinations import combination_problems
+from cl_train.config.schema import Config, ConfigError
 
 T = TypeVar("T")
 MAX_LENGTH = 4096  # of a value; the longest path of Linux
@@ -35,49 +35,35 @@ class Setting:
     """One leaf of a dataclass of settings."""
 
     key: str  # the full one, such as optim.lr
-    type: Any  # int, str | None, list[float], ...
+    path: tuple[str, ...]  # the fields that lead to it
+    base_type: type  # bool, int, float or str: of the value, or of the items of a list
+    list_depth: int  # 0: one value, 1: a list, 2: a list of lists
+    optional: bool  # null is allowed
     default: Any
     metadata: Mapping[str, Any]  # see `schema.setting`
 
-    @property
-    def optional(self) -> bool:
-        return isinstance(self.type, types.UnionType)
 
-    @property
-    def base_type(self) -> Any:
-        """The type without `| None`."""
-        return typing.get_args(self.type)[0] if self.optional else self.type
-
-    @property
-    def is_list_of_lists(self) -> bool:
-        return self.is_list and typing.get_origin(typing.get_args(self.base_type)[0]) is list
-
-    @property
-    def is_list(self) -> bool:
-        return typing.get_origin(self.type) is list
-
-
-def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
+def setting_fields(schema: type, prefix: str = "", parents: tuple[str, ...] = ()) -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key."""
     hints = typing.get_type_hints(schema)
     leaves: dict[str, Setting] = {}
     for item in dataclasses.fields(schema):
-        key, hint = _key(item, prefix), hints[item.name]
+        key, path, hint = prefix + (item.metadata.get("key") or item.name), (*parents, item.name), hints[item.name]
         if dataclasses.is_dataclass(hint):
-            leaves |= setting_fields(typing.cast(type, hint), f"{key}.")
-        else:
-            default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-            leaves[key] = Setting(key, hint, default, item.metadata)
+            leaves |= setting_fields(typing.cast(type, hint), f"{key}.", path)
+            continue
+        optional, list_depth = isinstance(hint, types.UnionType), 0
+        hint = typing.get_args(hint)[0] if optional else hint
+        while typing.get_origin(hint) is list:
+            hint, list_depth = typing.get_args(hint)[0], list_depth + 1
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        leaves[key] = Setting(key, path, hint, list_depth, optional, default, item.metadata)
     return leaves
 
 
-def _key(item: dataclasses.Field[Any], prefix: str) -> str:
-    return prefix + (item.metadata.get("key") or item.name)
-
-
-def suggest(name: str, known: Iterable[str], count: int = 3) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean a, b?` for the nearest of the known names, or an empty string where none is near."""
-    near = difflib.get_close_matches(name, sorted(known), n=count, cutoff=0.6)
+    near = difflib.get_close_matches(name, sorted(known))
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
@@ -97,20 +83,20 @@ def from_mapping(schema: type[T], values: Mapping[str, Any]) -> T:
     Raises:
         ConfigError: with every problem found, not only the first.
     """
-    known = setting_fields(schema)
-    problems, checked = [], {}
+    known, settings, problems = setting_fields(schema), schema(), list[str]()
     for key, value in flatten(values, known):
         if key not in known:
             few = f" (there are {', '.join(known)})" if len(known) <= 12 else ""
             problems.append(f"unknown setting '{key}'{suggest_key(key, known) or few}")
             continue
+        *groups, name = known[key].path
         try:
-            checked[key] = checked_value(value, known[key])
+            setattr(functools.reduce(getattr, groups, settings), name, checked_value(value, known[key]))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _build(schema, checked)
+    return settings
 
 
 def flatten(
@@ -123,19 +109,6 @@ def flatten(
             yield from flatten(value, known, f"{key}.")
         else:
             yield key, value
-
-
-def _build(schema: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """The dataclass with its leaves from `values` (by full key), and defaults for the rest."""
-    hints = typing.get_type_hints(schema)
-    given = {}
-    for item in dataclasses.fields(schema):  # type: ignore[arg-type]
-        key = _key(item, prefix)
-        if dataclasses.is_dataclass(hints[item.name]):
-            given[item.name] = _build(hints[item.name], values, f"{key}.")
-        elif key in values:
-            given[item.name] = values[key]
-    return schema(**given)
 
 
 def checked_value(value: Any, setting: Setting) -> Any:
@@ -152,58 +125,49 @@ def checked_value(value: Any, setting: Setting) -> Any:
     if isinstance(value, bool) and choices:  # YAML reads channels_last=true as a boolean
         value = show(value)
     try:
-        converted = _converted(value, setting.base_type)
-        items = converted if setting.is_list else [converted]
-        for item in itertools.chain.from_iterable(items) if setting.is_list_of_lists else items:
-            _check_range(item, setting.metadata)
-        return converted
+        return _converted(value, setting, setting.list_depth)
     except (ValueError, OverflowError):
         text = show(value)
         shown = text if len(text) <= 80 else f"{text[:80]}..."
         raise ConfigError(f"{setting.key}={shown}: expected {kind_of(setting)}{suggest(text[:80], choices)}") from None
 
 
-def _converted(value: Any, kind: Any) -> Any:
-    """`value` as a `kind`; text is read as numbers (YAML reads 1e-3 as text), numbers as text."""
-    if typing.get_origin(kind) is list:
-        items = list(value) if isinstance(value, list | tuple) else [value]
-        return [_converted(item, typing.get_args(kind)[0]) for item in items]
+def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
+    """`value` in the setting's type; text is read as numbers (YAML reads 1e-3 as text), numbers as text."""
+    if list_depth:
+        items = value if isinstance(value, list | tuple) else [value]
+        return [_converted(item, setting, list_depth - 1) for item in items]
+    kind = setting.base_type
     if kind is bool and value in (0, 1):
         return bool(value)
-    if kind is bool or isinstance(value, bool) or not isinstance(value, int | float | str):
+    is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
+    if kind is bool or not is_plain or (kind is int and isinstance(value, float)):
         raise ValueError
-    if kind is int and isinstance(value, float):
+    converted = kind(value)
+    if not _is_in_range(converted, setting.metadata):
         raise ValueError
-    return kind(value)
+    return converted
 
 
-def _check_range(value: Any, limits: Mapping[str, Any]) -> None:
+def _is_in_range(value: float | str, limits: Mapping[str, Any]) -> bool:
     if isinstance(value, str):
-        if (limits["choices"] and value not in limits["choices"]) or len(value) > MAX_LENGTH:
-            raise ValueError
-        return
+        return len(value) <= MAX_LENGTH and value in (limits["choices"] or (value,))
     low, above, high = (limits[name] for name in ("minimum", "above", "maximum"))
-    if not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above):
-        raise ValueError
-    if high is not None and value > high:
-        raise ValueError
+    is_above = (low is None or value >= low) and (above is None or value > above)
+    return math.isfinite(value) and is_above and (high is None or value <= high)
 
 
 def kind_of(setting: Setting) -> str:
     """The allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
     limits = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
-    base = setting.base_type
-    while typing.get_origin(base) is list:
-        base = typing.get_args(base)[0]
-    kind = "|".join(limits["choices"] or ()) or names[base]
+    kind = "list of " * setting.list_depth + ("|".join(limits["choices"] or ()) or names[setting.base_type])
     if limits["minimum"] is not None and limits["maximum"] is not None:
         kind += f" {limits['minimum']:.10g} to {limits['maximum']:.10g}"
     else:
         signs = ((">=", "minimum"), (">", "above"), ("<=", "maximum"))
         kind += "".join(f" {sign} {limits[name]:.10g}" for sign, name in signs if limits[name] is not None)
-    lists = "list of " * (setting.is_list + setting.is_list_of_lists)
-    return " or ".join([f"{lists}{kind}", *(limits["words"] or {})])
+    return " or ".join([kind, *(limits["words"] or {})])
 
 
 def show(value: Any) -> str:
@@ -215,73 +179,7 @@ def show(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# --- combinations -----------------------------------------------------------------------------------------------------
-
-
-def check_together(cfg: Config) -> list[str]:
-    """Problems of combinations that cannot work, or in which one setting has no effect; one line each."""
-    conflict, keys = graph_conflict(cfg), setting_fields(Config)
-    rules = [
-        (
-            cfg.loss != "bce" and cfg.bce_threshold is not None,
-            f"bce_threshold={cfg.bce_threshold} has no effect with loss={cfg.loss}; use loss=bce",
-        ),
-        (
-            cfg.optim.library == "torch" and cfg.optim.name not in OPTIMIZERS,
-            f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}",
-        ),
-        (cfg.optim.nesterov and cfg.optim.momentum == 0, "optim.nesterov=true needs optim.momentum above 0"),
-        (
-            cfg.schedule.warmup_epochs > cfg.epochs,
-            f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}",
-        ),
-        (
-            (cfg.conversion == "select") != bool(cfg.select),
-            "conversion=select and select=[NAMES] must be used together",
-        ),
-        (
-            cfg.evaluate_only and cfg.weights is None and cfg.resume is None,
-            "evaluate_only=true needs weights=... or resume=..., else it would evaluate random weights",
-        ),
-        (cfg.cuda_graph == "true" and conflict is not None, f"cuda_graph=true: {conflict}"),
-        (
-            cfg.ddp_static_graph and cfg.accumulate_steps > 1,
-            "ddp_static_graph=true does not work with accumulate_steps above 1",
-        ),
-        (
-            cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None,
-            "batch_size=auto with resume=...: give the batch size that the run started with (see its config.yaml)",
-        ),
-        (
-            cfg.global_batch_size is not None and (cfg.accumulate_steps > 1 or cfg.batch_size == AUTO_BATCH_SIZE),
-            "global_batch_size sets accumulate_steps and needs a number as batch_size: leave out the other setting, or "
-            "write global_batch_size=null if a recipe sets it",
-        ),
-        (
-            cfg.report and cfg.evaluate_every == -1 and not cfg.evaluate_only,
-            "report=true is written by evaluations, and evaluate_every=-1 has none; use evaluate_every=0",
-        ),
-        (
-            cfg.compare_by not in keys,
-            f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, keys)}",
-        ),
-    ]
-    return (
-        data_problems(cfg.data, cfg.augment)
-        + [text for broken, text in rules if broken]
-        + launcher_problems(cfg.launcher)
-        + size_schedule_problems(cfg.data.size_schedule, cfg.epochs)
-    )
-
-
-def graph_conflict(cfg: Config) -> str | None:
-    """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
-    if cfg.optim.library != "torch" or cfg.optim.name == "rmsprop":
-        name = cfg.optim.name if cfg.optim.library == "torch" else f"timm's {cfg.optim.name}"
-        return f"{name} has no fused kernel, so the host decides whether to skip a step; use optim=sgd or optim=adamw"
-    if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
-        return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use default or max-autotune-no-cudagraphs"
-    return None
+# --- whole configurations ---------------------------------------------------------------------------------------------
 
 
 def load(values: Mapping[str, Any] | DictConfig) -> Config:
@@ -295,8 +193,10 @@ def load(values: Mapping[str, Any] | DictConfig) -> Config:
             values = typing.cast(Mapping[str, Any], OmegaConf.to_container(values, resolve=True))
         except OmegaConfBaseException as error:  # ${...} refers to a missing key
             raise ConfigError(f"cannot resolve a value: {str(error).splitlines()[0]}") from None
-    cfg = from_mapping(Config, values)
-    problems = check_together(cfg)
+    cfg, known = from_mapping(Config, values), setting_fields(Config)
+    problems = [*combination_problems(cfg)]
+    if cfg.compare_by not in known:
+        problems.append(f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, known)}")
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -318,7 +218,7 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             problems.append(f"{word}: write {f'{name}=' if name in known else f'key=value{suggest_key(name, known)}'}")
         elif word == "channels_last=auto" and key in known:
             problems.append(f"{word}: only train measures which layout is faster; write true or false")
-        elif key in known and known[key].is_list and not text.startswith("["):
+        elif key in known and known[key].list_depth and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
             values[key] = _value_of(text)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from cl_train.comparison.auto import choose_memory_format
+from cl_train.config.combinations import graph_conflict
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import graph_conflict
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import size_schedule
 from cl_train.memory_format.convert import convert

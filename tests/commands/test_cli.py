@@ -13,7 +13,7 @@ import pytest
 from cl_train.cli import main
 from cl_train.commands import COMMANDS
 from cl_train.completion import candidates
-from cl_train.config.help import describe, train_help
+from cl_train.config.help import command_help, train_help
 from cl_train.config.schema import Config, ConfigError, setting
 from cl_train.config.validation import is_setting, setting_fields, settings_from_arguments
 from tests.processes import LIMIT_S
@@ -65,7 +65,7 @@ def test_folders_are_told_from_settings() -> None:
 
 
 def test_help_states_name_default_meaning_type_and_range() -> None:
-    text = describe(Example)
+    text = command_help("", "", {"settings": Example})
     for part in (
         "data.root=null",
         "folder of images",
@@ -96,7 +96,8 @@ def test_the_same_key_has_the_same_type_in_every_command() -> None:
         for schema in getattr(importlib.import_module(f"cl_train.commands.{name}"), "SETTINGS", {}).values():
             for key, item in setting_fields(schema).items():
                 if key in known and key not in lists and known[key].metadata["choices"] != ("true", "false", "auto"):
-                    assert item.base_type == known[key].base_type, (name, key)
+                    own = known[key]
+                    assert (item.base_type, item.list_depth) == (own.base_type, own.list_depth), (name, key)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,11 @@ MAX_LINES = 24  # one screen
 
 def wrong_values(item: Setting) -> Iterator[str]:
     """Values that the setting cannot take, by its declared type and range."""
-    metadata, base = item.metadata, getattr(item.base_type, "__name__", "")
+    metadata, base = item.metadata, item.base_type.__name__
+    if item.list_depth:
+        if base == "float":
+            yield from ("[a,b,c]", "[[1]]", "{a:1}")
+        return
     if base in ("int", "float"):
         yield from ("many", "[1,2]", "nan", "inf", "''", "true", "{a:1}")
         for name, outside in (("minimum", -1), ("above", 0), ("maximum", 1)):
@@ -28,11 +32,9 @@ def wrong_values(item: Setting) -> Iterator[str]:
             yield "x" * 300
     elif base == "bool":
         yield from ("maybe", "3", "[true]", "''")
-    elif item.base_type == list[float]:
-        yield from ("[a,b,c]", "[[1]]", "{a:1}")
     elif base == "str" and metadata["choices"]:
         yield from ("nonsense", "3", "[a]", "''", metadata["choices"][-1] + "x")
-    if not item.optional and not item.is_list:
+    if not item.optional:
         yield "null"
 
 

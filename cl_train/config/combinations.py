@@ -1,0 +1,115 @@
+"""Combinations of settings that cannot work, or in which one setting has no effect."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, AugmentConfig, Config, DataConfig, LauncherConfig
+
+_EXAMPLE = "[[0,128],[6,160],[12,192]]"
+
+
+def combination_problems(cfg: Config) -> Iterator[str]:
+    """One line per problem."""
+    yield from _data_problems(cfg.data)
+    yield from _augment_problems(cfg.augment)
+    yield from _run_problems(cfg)
+    yield from _optimizer_problems(cfg)
+    yield from _launcher_problems(cfg.launcher)
+    if cfg.data.size_schedule:
+        yield from _size_schedule_problems(cfg.data.size_schedule, cfg.epochs)
+
+
+def _data_problems(data: DataConfig) -> Iterator[str]:
+    val_size = data.val_size or data.image_size
+    if data.name in ("imagenet", "folder") and data.root is None:
+        yield f"data={data.name} needs data.root=FOLDER with train/<class>/* and val/<class>/* (no data? data=sample)"
+    if len(data.mean) != 3 or len(data.std) != 3 or min(data.std) <= 0:
+        yield "data.mean and data.std need three numbers each, those of data.std above 0"
+    if data.val_resize is not None and data.val_resize < val_size:
+        yield f"data.val_resize={data.val_resize} is smaller than the validation crop of {val_size} px"
+    if data.scale_batch and not data.size_schedule:
+        yield f"data.scale_batch=true has no effect without data.size_schedule={_EXAMPLE}"
+
+
+def _augment_problems(augment: AugmentConfig) -> Iterator[str]:
+    if augment.crop_scale_min > augment.crop_scale_max:
+        yield "augment.crop_scale_min is above augment.crop_scale_max"
+    if augment.crop_ratio_min > augment.crop_ratio_max:
+        yield "augment.crop_ratio_min is above augment.crop_ratio_max"
+    if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
+        yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
+    if augment.policy != "timm" and augment.timm_policy != AugmentConfig.timm_policy:
+        yield (
+            f"augment.timm_policy={augment.timm_policy} has no effect with augment.policy={augment.policy}: use "
+            f"augment.policy=timm, or write augment.timm_policy={AugmentConfig.timm_policy} if a recipe sets it"
+        )
+
+
+def _run_problems(cfg: Config) -> Iterator[str]:
+    if cfg.loss != "bce" and cfg.bce_threshold is not None:
+        yield f"bce_threshold={cfg.bce_threshold} has no effect with loss={cfg.loss}; use loss=bce"
+    if cfg.schedule.warmup_epochs > cfg.epochs:
+        yield f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}"
+    if (cfg.conversion == "select") != bool(cfg.select):
+        yield "conversion=select and select=[NAMES] must be used together"
+    if cfg.evaluate_only and cfg.weights is None and cfg.resume is None:
+        yield "evaluate_only=true needs weights=... or resume=..., else it would evaluate random weights"
+    if cfg.ddp_static_graph and cfg.accumulate_steps > 1:
+        yield "ddp_static_graph=true does not work with accumulate_steps above 1"
+    if cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None:
+        yield "batch_size=auto with resume=...: give the batch size that the run started with (see its config.yaml)"
+    if cfg.global_batch_size is not None and (cfg.accumulate_steps > 1 or cfg.batch_size == AUTO_BATCH_SIZE):
+        yield (
+            "global_batch_size sets accumulate_steps and needs a number as batch_size: leave out the other setting, or "
+            "write global_batch_size=null if a recipe sets it"
+        )
+    if cfg.report and cfg.evaluate_every == -1 and not cfg.evaluate_only:
+        yield "report=true is written by evaluations, and evaluate_every=-1 has none; use evaluate_every=0"
+
+
+def _optimizer_problems(cfg: Config) -> Iterator[str]:
+    if cfg.optim.library == "torch" and cfg.optim.name not in OPTIMIZERS:
+        yield f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}"
+    if cfg.optim.nesterov and cfg.optim.momentum == 0:
+        yield "optim.nesterov=true needs optim.momentum above 0"
+    conflict = graph_conflict(cfg)
+    if cfg.cuda_graph == "true" and conflict is not None:
+        yield f"cuda_graph=true: {conflict}"
+
+
+def graph_conflict(cfg: Config) -> str | None:
+    """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
+    if cfg.optim.library != "torch" or cfg.optim.name == "rmsprop":
+        name = cfg.optim.name if cfg.optim.library == "torch" else f"timm's {cfg.optim.name}"
+        return f"{name} has no fused kernel, so the host decides whether to skip a step; use optim=sgd or optim=adamw"
+    if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
+        return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use default or max-autotune-no-cudagraphs"
+    return None
+
+
+def _launcher_problems(launcher: LauncherConfig) -> Iterator[str]:
+    if launcher.name == "slurm" and launcher.gpus:
+        yield "launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"
+    if launcher.name == "local" and launcher != LauncherConfig(gpus=launcher.gpus):
+        yield "with launcher=local only launcher.gpus can be set; the other launcher settings need launcher=slurm"
+
+
+def _size_schedule_problems(schedule: list[list[int]], epochs: int) -> Iterator[str]:
+    """One problem at most."""
+    name = f"data.size_schedule={schedule}"
+    if any(len(point) != 2 for point in schedule):
+        yield f"{name}: write pairs of epoch and size, such as {_EXAMPLE}"
+        return
+    starts, sizes = zip(*schedule, strict=True)
+    wrong = [size for size in sizes if not 8 <= size <= 4096 or size % 4]
+    if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+        yield f"{name}: each epoch must be later than the one before it, as in {_EXAMPLE}"
+    elif starts[0] != 0:
+        yield f"{name}: the first epoch is {starts[0]}; begin with [0,{sizes[0]}]"
+    elif wrong:
+        nearest = min(4096, max(8, 4 * round(wrong[0] / 4)))
+        yield f"{name}: size {wrong[0]} is not a multiple of 4 from 8 to 4096; use {nearest}"
+    elif starts[-1] >= epochs:
+        yield f"{name}: its last epoch {starts[-1]} is not reached with epochs={epochs} (epochs 0 to {epochs - 1})"
