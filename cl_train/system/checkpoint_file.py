@@ -14,7 +14,7 @@ import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
@@ -32,30 +32,25 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message has the file and the reason."""
 
 
-def save(path: str | Path, state: Mapping[str, Any]) -> None:
-    """Write `state` to `path` atomically and durably.
+def write(path: Path, state: Mapping[str, Any]) -> None:
+    """Write `state`, a `snapshot`, to `path` atomically and durably.
 
     Raises:
-        TypeError: see `snapshot`.
         OSError: the disk is full or failing; `path` is then unchanged.
     """
-    write(Path(path), snapshot(state))
-
-
-def write(path: Path, state: Mapping[str, Any]) -> None:
-    """`save` of a snapshot."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            writer = _HashingWriter(file)
+        with temporary.open("w+b") as file:
             try:
-                torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, cast(IO[bytes], writer))
-            except RuntimeError:
-                if writer.error is not None:  # torch replaces the OSError with an error of its zip writer
-                    raise writer.error from None
+                torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch replaces it with an error of its zip writer
+                    raise error.__context__ from None
                 raise
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(-2, os.SEEK_END)  # the empty comment's length, two zero bytes
-            file.write(struct.pack("<H", _COMMENT_BYTES) + _DIGEST_LABEL + writer.digest.hexdigest().encode())
+            file.write(_trailer(digest))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -65,24 +60,9 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
         raise
 
 
-class _HashingWriter:
-    """A binary file that hashes the bytes that `torch.save` writes in order, and keeps the error of a failed write."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
+def _trailer(digest: str) -> bytes:
+    """The length of the zip archive's comment and the comment: the SHA-256 of the file as `torch.save` wrote it."""
+    return struct.pack("<H", _COMMENT_BYTES) + _DIGEST_LABEL + digest.encode()
 
 
 def sync_folder(folder: Path) -> None:
@@ -123,21 +103,16 @@ def _check_digest(path: Path) -> None:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # opening a FIFO would block
         raise CheckpointError(f"{path}: not a regular file")
-    size = status.st_size
+    content_bytes = status.st_size - _TRAILER_BYTES
+    if content_bytes <= 0:
+        raise CheckpointError(f"{path}: truncated: {status.st_size} bytes")
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        if size <= _TRAILER_BYTES:
-            raise CheckpointError(f"{path}: truncated: {size} bytes")
-        digest = hashlib.sha256()
-        remaining = size - _TRAILER_BYTES
-        while remaining:
-            chunk = file.read(min(remaining, 1 << 20))
-            if not chunk:
-                raise CheckpointError(f"{path}: became shorter while it was read")
+        while chunk := file.read(min(1 << 20, content_bytes - file.tell())):
             digest.update(chunk)
-            remaining -= len(chunk)
-        digest.update(b"\0\0")  # the comment's length as torch.save wrote it
         trailer = file.read(_TRAILER_BYTES)
-    if trailer != struct.pack("<H", _COMMENT_BYTES) + _DIGEST_LABEL + digest.hexdigest().encode():
+    digest.update(b"\0\0")  # the comment's length as torch.save wrote it
+    if trailer != _trailer(digest.hexdigest()):
         raise CheckpointError(
             f"{path}: truncated, altered or not written by cl_train (its SHA-256 does not match); if another program "
             f"wrote it, weights={path} starts from its weights only"

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 MAX_MINUTES_WITHOUT_CHECKPOINT = 30.0
 
 _STEP_FILE = re.compile(r"step-(\d+)\.pt")
-_TEMPORARY = re.compile(r"\..+\.pt\.tmp-\d+")
 
 
 @dataclass
@@ -166,9 +165,8 @@ class CheckpointStore:
     def _prepare_folder(self) -> None:
         """Delete temporary files of a killed process: a run folder has one writer, see run_folder.claimed_folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.iterdir():
-            if _TEMPORARY.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        for path in self.folder.glob(".*.pt.tmp-*"):
+            path.unlink(missing_ok=True)
 
     def _retire(self, step: int) -> None:
         """Delete all but the newest `keep`, after the new one is durable. Later steps than `step` are renamed.

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torchvision
 
+_DRIVER_VERSION = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+
 
 def describe_environment(device: torch.device) -> dict[str, str | None]:
     """Versions and hardware; None for hardware that this machine does not have."""
@@ -20,7 +22,7 @@ def describe_environment(device: torch.device) -> dict[str, str | None]:
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "cudnn": str(cudnn) if cudnn is not None else None,
         "cpu": cpu_name(),
-        "driver": _driver_version() if device.type == "cuda" else None,
+        "driver": _output_of(_DRIVER_VERSION) if device.type == "cuda" else None,
     }
 
 
@@ -40,10 +42,6 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _driver_version() -> str | None:
-    return _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
 
 
 def git_state() -> dict[str, str | bool | None]:

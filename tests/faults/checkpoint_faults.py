@@ -18,9 +18,8 @@ import torch
 from bench import Bench
 from outcome import Outcome
 
-from cl_train.system import checkpoint_file as checkpoint
 from cl_train.system import checkpoint_store
-from cl_train.system.checkpoint_file import CheckpointError, load, save
+from cl_train.system.checkpoint_file import CheckpointError, load, write
 from cl_train.system.checkpoint_store import CheckpointStore
 
 EIGHT_MB = 2_000_000  # float32 values
@@ -104,21 +103,30 @@ def failing_disk(kind: str, at_byte: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, previous)
         return
-    original = checkpoint._HashingWriter.write
+    original = torch.save
 
-    def write(self: Any, data: bytes) -> int:
-        position = self._file.tell()
-        if position + len(data) > at_byte:
-            self._file.write(memoryview(data)[: max(0, at_byte - position)])
-            self.error = OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))
-            raise self.error
-        return original(self, data)
+    def save(state: Any, file: Any) -> None:
+        original(state, FailingFile(file, kind, at_byte))
 
-    checkpoint._HashingWriter.write = write  # type: ignore[method-assign]
-    try:
+    with unittest.mock.patch.object(torch, "save", save):
         yield
-    finally:
-        checkpoint._HashingWriter.write = original  # type: ignore[method-assign]
+
+
+class FailingFile:
+    """A file whose disk fails at a byte."""
+
+    def __init__(self, file: Any, kind: str, at_byte: int) -> None:
+        self.file, self.error, self.at_byte = file, getattr(errno, kind), at_byte
+
+    def write(self, data: bytes) -> int:
+        left = max(0, self.at_byte - self.file.tell())
+        if len(data) > left:
+            self.file.write(memoryview(data)[:left])
+            raise OSError(self.error, os.strerror(self.error))
+        return int(self.file.write(data))
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def disk_full_while_writing_checkpoint(bench: Bench, count: int) -> Outcome:
@@ -169,7 +177,7 @@ def sample_checkpoint(path: Path) -> dict[str, Any]:
         "progress": {"step": 7, "epoch": 1, "random": [{"cpu": torch.get_rng_state()}]},
         "facts": {"classes": ["ant", "bee"], "model": "tiny"},
     }
-    save(path, state)
+    write(path, state)
     return state
 
 
@@ -222,7 +230,7 @@ def bit_flip_in_checkpoint(bench: Bench, count: int) -> Outcome:
 
 
 def flip_each_bit(path: Path, outcome: Outcome) -> int:
-    save(path, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
+    write(path, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
     whole = bytearray(path.read_bytes())
     for bit in range(len(whole) * 8):
         whole[bit // 8] ^= 1 << bit % 8
@@ -261,7 +269,7 @@ def malicious_checkpoint(bench: Bench) -> Outcome:
             for nested in (False, True):
                 marker = folder / "marker"
                 evil = Evil(how, str(marker))
-                checkpoint.write(folder / "evil.pt", {"model": {"w": [(evil,)]} if nested else evil})
+                write(folder / "evil.pt", {"model": {"w": [(evil,)]} if nested else evil})
                 try:
                     load(folder / "evil.pt")
                     outcome.check(f"{how} was loaded")

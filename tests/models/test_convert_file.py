@@ -50,7 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("scripted", "s.pt"), ("traced", "t.pt"), ("exported program", "e.pt2"))}  # fmt: skip
     torch.save(model.state_dict(), paths["state dict"])
     facts = {"model": "squeezenet1_1", "memory_format": "channels_last"}
-    checkpoint.save(paths["checkpoint"], {"model": model.state_dict(), "facts": facts})
+    checkpoint.write(paths["checkpoint"], checkpoint.snapshot({"model": model.state_dict(), "facts": facts}))
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, paths["safetensors"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -285,14 +285,15 @@ class Run:
 def test_a_checkpoint_resumes_in_the_other_layout(first: str, second: str, tmp_path: Path) -> None:
     run = Run(first)
     run.steps(2)
-    checkpoint.save(tmp_path / "a.pt", run.state())
+    checkpoint.write(tmp_path / "a.pt", checkpoint.snapshot(run.state()))
     uninterrupted = run.steps(3)
     other = Run(second)
     other.resume(tmp_path / "a.pt")
     assert model_memory_format(other.model) == second
     for parameter in other.model.parameters():
         assert other.optimizer.state[parameter]["momentum_buffer"].stride() == parameter.stride()
-    checkpoint.save(tmp_path / "b.pt", {**other.state(), "saved_at": checkpoint.load(tmp_path / "a.pt")["saved_at"]})
+    saved_at = checkpoint.load(tmp_path / "a.pt")["saved_at"]
+    checkpoint.write(tmp_path / "b.pt", checkpoint.snapshot({**other.state(), "saved_at": saved_at}))
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()  # equal weights, equal bytes
     assert other.steps(3) == pytest.approx(uninterrupted, rel=1e-6)
 

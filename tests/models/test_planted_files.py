@@ -160,7 +160,7 @@ class Planted:
     def checkpoint(self, content: dict[str, Any]) -> Path:
         """A file with a valid digest, which anybody can compute."""
         path = self.folder / "checkpoint.pt"
-        checkpoint_file.save(path, content)
+        checkpoint_file.write(path, content)
         return path
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cl_train.system import checkpoint_file
-from cl_train.system.checkpoint_file import CheckpointError, load, save
+from cl_train.system.checkpoint_file import CheckpointError, load, snapshot, write
 
 
 def small_state(value: float = 1.0) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def test_round_trip_keeps_values_and_plain_types(tmp_path: Path) -> None:
         "l": [1, {"x": b"y"}],
         3: "int key",
     }
-    save(tmp_path / "a.pt", state)
+    write(tmp_path / "a.pt", snapshot(state))
     loaded = load(tmp_path / "a.pt")
     assert torch.equal(loaded.pop("t"), state.pop("t"))
     assert {key: loaded[key] for key in state} == state
@@ -39,7 +39,7 @@ def test_round_trip_keeps_values_and_plain_types(tmp_path: Path) -> None:
 
 
 def test_torch_load_and_zipfile_read_the_file_without_this_package(tmp_path: Path) -> None:
-    save(tmp_path / "a.pt", small_state())
+    write(tmp_path / "a.pt", snapshot(small_state()))
     assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["model"]["w"], torch.ones(64, 3, 3, 3))
     assert zipfile.ZipFile(tmp_path / "a.pt").testzip() is None
 
@@ -48,7 +48,7 @@ def test_channels_last_tensors_are_stored_contiguous_also_ambiguous_ones(tmp_pat
     weight = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
     pointwise = torch.randn(8, 4, 1, 1).to(memory_format=torch.channels_last)
     assert pointwise.stride() != (4, 1, 1, 1)
-    save(tmp_path / "a.pt", {"w": weight, "p": pointwise})
+    write(tmp_path / "a.pt", snapshot({"w": weight, "p": pointwise}))
     loaded = load(tmp_path / "a.pt")
     assert loaded["w"].stride() == (36, 9, 3, 1) and torch.equal(loaded["w"], weight)
     assert loaded["p"].stride() == (4, 1, 1, 1) and torch.equal(loaded["p"], pointwise)
@@ -56,8 +56,8 @@ def test_channels_last_tensors_are_stored_contiguous_also_ambiguous_ones(tmp_pat
 
 def test_both_layouts_give_the_same_bytes(tmp_path: Path) -> None:
     weight = torch.randn(8, 4, 3, 3)
-    save(tmp_path / "a.pt", {"w": weight})
-    save(tmp_path / "b.pt", {"w": weight.to(memory_format=torch.channels_last)})
+    write(tmp_path / "a.pt", snapshot({"w": weight}))
+    write(tmp_path / "b.pt", snapshot({"w": weight.to(memory_format=torch.channels_last)}))
     assert load(tmp_path / "a.pt").keys() == load(tmp_path / "b.pt").keys()
     contents = []
     for name in ("a.pt", "b.pt"):
@@ -69,7 +69,7 @@ def test_both_layouts_give_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [{1, 2}, object(), {"a": {1.5: 2}}, torch.nn.ReLU()])
 def test_other_types_are_refused_before_anything_is_written(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\['x'\]"):
-        save(tmp_path / "a.pt", {"x": value})
+        write(tmp_path / "a.pt", snapshot({"x": value}))
     assert os.listdir(tmp_path) == []
 
 
@@ -88,7 +88,7 @@ def test_load_names_the_reason(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_file, "FORMAT_VERSION", 99)
-    save(tmp_path / "a.pt", small_state())
+    write(tmp_path / "a.pt", snapshot(small_state()))
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="newer version"):
         load(tmp_path / "a.pt")
@@ -122,7 +122,7 @@ def test_malicious_checkpoints_are_refused_even_with_a_right_digest(
     marker = tmp_path / "marker"
     evil = kind(marker)
     state = {"model": evil} if place == "top" else {"model": {"w": torch.ones(2), "deep": [{"x": (evil,)}]}}
-    checkpoint_file.write(tmp_path / "evil.pt", state)  # write() is what save() calls after its own check of types
+    write(tmp_path / "evil.pt", state)  # without `snapshot`, which refuses other types
     with pytest.raises(CheckpointError, match=r"evil\.pt"):
         load(tmp_path / "evil.pt")
     assert not marker.exists()

@@ -10,7 +10,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.step.ema import EMA
 from cl_train.step.precision import MasterWeights, Precision, cast_model, trainable_parameters
-from cl_train.system.checkpoint_file import CheckpointError, load, save
+from cl_train.system.checkpoint_file import CheckpointError, load, snapshot, write
 from cl_train.training.run_state import (
     check_compatible,
     collect,
@@ -60,7 +60,7 @@ def saved(path: Path, model: Any, optimizer: Any, scaler: Any, masters: Any = No
         progress={"step": 3},
         metadata={},
     )
-    save(path, state)
+    write(path, snapshot(state))
     return load(path)
 
 
@@ -200,7 +200,7 @@ def test_moving_average_comes_back_or_starts_from_the_weights(tmp_path: Path) ->
 def test_random_numbers_continue(tmp_path: Path) -> None:
     torch.manual_seed(5)
     torch.rand(3)
-    save(tmp_path / "a.pt", {"rng": [random_state(CPU)]})
+    write(tmp_path / "a.pt", {"rng": [random_state(CPU)]})
     expected = torch.rand(4)
     torch.manual_seed(99)
     restore_random_state(load(tmp_path / "a.pt")["rng"][0], CPU)
@@ -242,5 +242,5 @@ def test_layout_precision_world_size_and_settings_may_change_with_a_note() -> No
 def test_tensor_bytes_count_what_a_checkpoint_takes(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1000), "deep": [{"x": torch.zeros(10, 10, dtype=torch.float16)}], "n": 3}
     assert tensor_bytes(state) == 4200
-    save(tmp_path / "a.pt", state)
+    write(tmp_path / "a.pt", snapshot(state))
     assert 4200 < (tmp_path / "a.pt").stat().st_size < 4200 + 4096
