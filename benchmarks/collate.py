@@ -2,36 +2,25 @@
 
     python -m benchmarks.collate [batch_size] [image_size]
 
-Prints JSON: medians over interleaved repeats and their ratios, on one thread. `block_copy` is one copy of the whole
+Prints JSON: medians over alternating calls and their ratios, on one thread. `block_copy` is one copy of the whole
 batch, `image_copies` copies image by image; both write to new memory, as a collate function must.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from cl_train.comparison.alternation import alternate
 from cl_train.data.collate import channels_last_collate
-
-REPEATS = 41
-
-
-def medians_ms(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(REPEATS):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: round(1000 * statistics.median(values[1:]), 3) for name, values in seconds.items()}
+from cl_train.system.timing import timed_s
 
 
 def measure(batch_size: int, size: int) -> dict[str, Any]:
@@ -49,7 +38,9 @@ def measure(batch_size: int, size: int) -> dict[str, Any]:
         "default_interleaved": lambda: default_collate(interleaved)[0].to(memory_format=torch.channels_last),
         "default_planar": lambda: default_collate(planar)[0].to(memory_format=torch.channels_last),
     }
-    ms = medians_ms(functions)
+    blocks = [partial(timed_s, function, torch.device("cpu")) for function in functions.values()]
+    found = alternate(blocks, time_limit_s=20.0, min_rounds=20)
+    ms = {name: round(1000 * found.median_s(number), 3) for number, name in enumerate(functions)}
     of_block_copy = {name: round(ms["block_copy"] / ms[name], 2) for name in functions if name.startswith("ours")}
     of_default = {kind: round(ms[f"default_{kind}"] / ms[f"ours_{kind}"], 2) for kind in ("interleaved", "planar")}
     return {"ms": ms, "of_block_copy": of_block_copy, "times_default_collate": of_default}

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,7 +34,8 @@ from cl_train.models.registry import build_model
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.system.environment import describe_environment, device_name
-from cl_train.system.timing import timed_s, wait_for
+from cl_train.system.memory import peak_memory_of_step_gib
+from cl_train.system.timing import timed_s
 from cl_train.training.build import build_train_state
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,11 +170,9 @@ def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
     step = build_step(variant, rows.group, device)
     for _ in range(6):
         step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # after the warm-up, which needs workspace for autotuning
     seconds = statistics.median(timed_s(step, device) for _ in range(3))
-    peak_bytes = torch.cuda.max_memory_allocated(device) - held_bytes if device.type == "cuda" else None
-    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_bytes and peak_bytes / 2**30)
+    peak_memory_gib = peak_memory_of_step_gib(step, 0, held_bytes, device)
+    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_memory_gib)
     print(f"{variant.name}: ready with {rows.left_s:.0f} s left", flush=True)
     return step
 
@@ -264,13 +263,9 @@ def profile_steps(rows: Rows, device: torch.device, *, ncu: bool) -> None:
     step = build_step(variant, rows.group, device)
     for _ in range(6):
         step()
-    wait_for(device)
     if ncu:  # it counts the bytes of each kernel, see `gpu_report.dram_bytes`
-        if device.type == "cuda":
-            torch.cuda.profiler.start()
-        timed_s(step, device)
-        if device.type == "cuda":
-            torch.cuda.profiler.stop()
+        with torch.cuda.profiler.profile() if device.type == "cuda" else nullcontext():
+            timed_s(step, device)
         return
     with torch.profiler.profile() as profiler:
         timed_s(step, device)
@@ -288,14 +283,12 @@ def measure_jpegs(rows: Rows, device: torch.device) -> None:
     root, cores = rows.folder / "images", len(os.sched_getaffinity(0))
     ensure_sample(root, SampleSpec(train_per_class=2 if dry_run else 600, val_per_class=1))
     words = [
-        *(f"model={group.model}", f"device={device.type}", "channels_last=true", f"batch_size={group.batch_size}"),
-        *("evaluate_every=-1", "epochs=50", "checkpoint.every_epochs=0", f"data.image_size={group.image_size}"),
+        *(f"model={group.model}", f"precision={group.precision}", f"batch_size={group.batch_size}"),
+        *(f"data.image_size={group.image_size}", f"data.workers={cores}", f"device={device.type}"),
+        *("channels_last=true", f"compile={not dry_run}", "cuda_graph=auto"),
+        *("epochs=50", "evaluate_every=-1", "checkpoint.every_epochs=0"),
+        *(("max_steps=4", "log_every=2", "warmup_steps=1") if dry_run else ("max_steps=100", "warmup_steps=30")),
     ]
-    if dry_run:
-        words += ["max_steps=4", "log_every=2", "warmup_steps=1", "precision=fp32", "data.workers=1"]
-    else:
-        words += ["max_steps=100", "log_every=10", "warmup_steps=30", f"precision={group.precision}"]
-        words += ["compile=true", "cuda_graph=true", f"data.workers={cores}"]
     sources = {"one fixed batch": ["data=synthetic"], "JPEGs": ["data=folder", f"data.root={root}"]}
     fixed_images_per_s = 0.0
     for name, source in sources.items():

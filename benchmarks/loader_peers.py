@@ -27,22 +27,22 @@ from cl_train.comparison.loader_speed import (
     with_defaults,
 )
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
-from cl_train.config.validation import settings_from_arguments
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import settings_from_arguments, stop_with
 from cl_train.data.folder import read_folder
 from cl_train.system.files import write_json
 
 _DECODED_FILES = 256
 
 
-def main(words: list[str]) -> int:
-    settings = with_defaults(settings_from_arguments(LoaderBenchmarkSettings, words))
-    workers = settings.workers[-1]
-    pipelines = [
-        torchvision_reference(settings, workers),
-        ours(settings, workers),
-        ours(settings, workers, decoder="pillow"),
-        decoding_only(settings),
-    ]
+def main(words: list[str]) -> None:
+    try:
+        settings = with_defaults(settings_from_arguments(LoaderBenchmarkSettings, words))
+        workers = settings.workers[-1]
+        own = [ours(settings, workers), ours(settings, workers, decoder="pillow"), decoding_only(settings)]
+    except ConfigError as error:
+        stop_with(error)
+    pipelines = [torchvision_reference(settings, workers), *own]
     missing: dict[str, str] = {}
     try:
         pipelines.append(timm(settings, workers))
@@ -53,7 +53,6 @@ def main(words: list[str]) -> int:
     if settings.out:
         write_json(Path(settings.out), result)
     print(json.dumps(result))
-    return 0
 
 
 def decoding_only(settings: LoaderBenchmarkSettings) -> Pipeline:
@@ -94,4 +93,4 @@ def _as_uint8(image: Any) -> np.ndarray[Any, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

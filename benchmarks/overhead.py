@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -31,25 +31,20 @@ from cl_train.training.loop import train
 
 
 @dataclass
-class ImageSettings:
-    image_size: int = setting(224, "height and width of the images, pixels", minimum=8)
-
-
-@dataclass
 class OverheadSettings:
     """Settings of the overhead measurement."""
 
     model: str = setting("resnet18", "name of a model")
     batch_size: int = setting(32, "images per step", minimum=1)
+    image_size: int = setting(224, "height and width of the images, pixels", minimum=8, key="data.image_size")
     steps: int = setting(10, "measured steps per round and side, after as many for warm-up", minimum=2)
     rounds: int = setting(7, "pairs of blocks", minimum=1)
     out: str | None = setting(None, "JSON file to write")
-    data: ImageSettings = field(default_factory=ImageSettings)
 
 
 def bare_step_ms(settings: OverheadSettings, device: torch.device) -> float:
     """The shortest correct training loop: forward, backward, step, zero_grad; channels_last and fused SGD."""
-    precision, size = resolve_precision("auto", device), settings.data.image_size
+    precision, size = resolve_precision("auto", device), settings.image_size
     torch.manual_seed(0)
     model = build_model(settings.model, num_classes=1000, image_size=size)
     model = model.to(device).to(memory_format=torch.channels_last)
@@ -74,8 +69,8 @@ def bare_step_ms(settings: OverheadSettings, device: torch.device) -> float:
 
 def cl_train_step_ms(settings: OverheadSettings, device: torch.device) -> float:
     """The same with `train`: the step time of one window of `steps` steps, from metrics.jsonl."""
-    steps = settings.steps
-    data = {"name": "synthetic", "synthetic_images": settings.batch_size * 2 * steps} | asdict(settings.data)
+    steps, size = settings.steps, settings.image_size
+    data = {"name": "synthetic", "synthetic_images": settings.batch_size * 2 * steps, "image_size": size}
     words = {"model": settings.model, "batch_size": settings.batch_size, "device": device.type, "data": data}
     words |= {"channels_last": "true", "epochs": 1, "log_every": steps, "warmup_steps": 1, "evaluate_every": -1}
     with tempfile.TemporaryDirectory() as folder:

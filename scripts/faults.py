@@ -9,11 +9,9 @@ Exit codes: 0 every row passed, 1 something was lost, 2 wrong usage.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import platform
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, stop_with, suggest
 from cl_train.system.files import write_json, write_text
@@ -45,12 +44,13 @@ def run(settings: FaultSettings) -> int:
     from forkserver import ForkServer  # type: ignore[import-not-found]
     from matrix import MATRIX  # type: ignore[import-not-found]
 
+    from cl_train.system.environment import git_state
+
     unknown = [f"rows={name}: no such row{suggest(name, MATRIX)}" for name in settings.rows if name not in MATRIX]
     if unknown:
         raise ConfigError([*unknown, f"there are {', '.join(MATRIX)}"])
     logging.disable(logging.WARNING)
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    commit = done.stdout.strip() or None
+    commit = str(git_state()["commit"] or "")[:7] or None
     path = Path(settings.out or REPOSITORY / f"results/faults-{settings.counts}.json")
     rows = read_rows(path) if settings.rows else {}
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
@@ -124,9 +124,7 @@ def write_table(path: Path, settings: FaultSettings, rows: list[dict[str, Any]])
 
 def main(words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
-        print(__doc__)
-        for field in dataclasses.fields(FaultSettings):
-            print(f"  {field.name}: {field.metadata['help']}")
+        print(command_help("python scripts/faults.py [key=value ...]", __doc__, {"settings": FaultSettings}))
         return 0
     try:
         return run(settings_from_arguments(FaultSettings, words))
