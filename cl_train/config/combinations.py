@@ -25,6 +25,10 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
     val_size = data.val_size or data.image_size
     if data.name in ("imagenet", "folder") and data.root is None:
         yield f"data={data.name} needs data.root=FOLDER with train/<class>/* and val/<class>/* (no data? data=sample)"
+    if data.name == "shards" and data.root is None:
+        yield "data=shards needs data.root=FOLDER with *-train-*.tar and *-val-*.tar, or a brace pattern of tar files"
+    if data.name == "dataset" and data.dataset is None:
+        yield "data=dataset needs data.dataset=package.module:function"
     if len(data.mean) != 3 or len(data.std) != 3 or min(data.std) <= 0:
         yield "data.mean and data.std need three numbers each, those of data.std above 0"
     if data.val_resize is not None and data.val_resize < val_size:

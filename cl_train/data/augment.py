@@ -22,16 +22,10 @@ from cl_train.system.distributed import Dist
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global CPU generator, from which torchvision draws, and restore its state afterwards.
-
-    `torch.manual_seed` would also reset the GPU's generators.
-    """
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
+    """Seed torch's global CPU generator, from which torchvision draws, and restore its state afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the GPU's generators
         yield
-    finally:
-        torch.set_rng_state(state)
 
 
 @contextmanager

@@ -8,18 +8,17 @@ from pathlib import Path
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.augment import label_mix
 from cl_train.data.bad_images import BadImages
-from cl_train.data.file_check import check_files
-from cl_train.data.folder import FolderLayout, read_folder
+from cl_train.data.folder import check_files, read_folder
 from cl_train.data.image_reader import ImageReader
 from cl_train.data.imagenette import ensure_imagenette
 from cl_train.data.loader import HostLoader, Loader, Reader, StreamLoader
 from cl_train.data.order import permutation, repeated, shard_permutation
 from cl_train.data.sample import ensure_sample
-from cl_train.data.shards import read_shards
+from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.splits import Data, ImageData, SyntheticData
-from cl_train.data.user_dataset import BySize, DatasetReader, is_stream, load_datasets, samples_of
+from cl_train.data.user_dataset import BySize, DatasetReader, is_stream, load_datasets
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 
@@ -41,12 +40,10 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     global_batch = f"one global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
     if augment.repeats > batch_size * dist.world_size:
         raise ConfigError(f"augment.repeats={augment.repeats} is more than {global_batch}; raise batch_size")
-    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-    classes, fingerprint, train, val = _loaders(cfg, augment, sizes, seed, dist, bad_images)
-    if train.batch_count() == 0:
-        raise ConfigError(f"{train.samples} training images are fewer than {global_batch}; lower batch_size")
-    mix = label_mix(augment, len(classes), seed, dist)
-    return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
+    data = image_data(cfg, augment, sizes, seed, dist)
+    if data.batch_count(0) == 0:
+        raise ConfigError(f"{data.train_images} training images are fewer than {global_batch}; lower batch_size")
+    return data
 
 
 def size_schedule(cfg: DataConfig, batch_size: int) -> SizeSchedule:
@@ -55,26 +52,20 @@ def size_schedule(cfg: DataConfig, batch_size: int) -> SizeSchedule:
     return SizeSchedule(points, batch_size, cfg.scale_batch)
 
 
-def _loaders(
-    cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, seed: int, dist: Dist, bad_images: BadImages
-) -> tuple[tuple[str, ...], str, Loader, Loader]:
-    """Classes, fingerprint, and the loaders of both splits."""
+def image_data(cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, seed: int, dist: Dist) -> ImageData:
+    """The images of a folder, of shards, or of the user's datasets."""
     val_size = cfg.val_size or cfg.image_size
     train_images: Split | BySize
     val_images: Split | BySize
     shards: tuple[Indices, ...] | None = None
     if cfg.name == "dataset":
-        train_images, val_images, classes = load_datasets(cfg.dataset, sizes.image_sizes, val_size)
-        count = samples_of(train_images)
-        fingerprint = f"{cfg.dataset}-{count}-{samples_of(val_images)}"
+        train_images, val_images, classes, fingerprint = load_datasets(cfg.dataset, sizes.image_sizes, val_size)
     else:
         source = _source(cfg, dist)
         train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
-        shards, count = source.train_shards if cfg.shuffle == "shards" else None, len(source.train)
-
-    def order(epoch: int) -> Indices:
-        indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, count)
-        return repeated(indices, augment.repeats, sizes.batch_size_at(epoch) * dist.world_size)
+        if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
+            shards = source.train.by_shard()
+    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
 
     def loader(images: Split | BySize, sizes: SizeSchedule, *, training: bool) -> Loader:
         if isinstance(images, Split):
@@ -85,26 +76,32 @@ def _loaders(
             raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
         else:
             return StreamLoader(images, sizes, cfg, dist, seed, training=training)
+
+        def order(epoch: int) -> Indices:
+            indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(reader))
+            return repeated(indices, augment.repeats, sizes.batch_size_at(epoch) * dist.world_size)
+
         return HostLoader(reader, sizes, cfg, dist, bad_images, order if training else None)
 
     val_sizes = SizeSchedule.constant(val_size, sizes.batch_size)
     train, val = loader(train_images, sizes, training=True), loader(val_images, val_sizes, training=False)
-    return classes, fingerprint, train, val
+    mix = label_mix(augment, len(classes), seed, dist)
+    return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
 
 
 def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
     if cfg.name == "imagenette":
         root = ensure_imagenette(Path(cfg.root or DATA_DIR / "imagenette").expanduser(), download=cfg.download)
-    elif cfg.root is not None:
-        root = Path(cfg.root).expanduser()
-    elif cfg.name == "sample":
+    elif cfg.name == "sample" and cfg.root is None:
         root = ensure_sample(DATA_DIR / "sample")
     else:
-        raise ConfigError(f"data={cfg.name} needs data.root=FOLDER")
+        assert cfg.root is not None, "config/combinations.py requires data.root"
+        root = Path(cfg.root).expanduser()
     if cfg.name == "shards":
         source = read_shards(root)
     else:
-        source = read_folder(root, FolderLayout(cfg.val_split, cfg.val_fraction, tuple(cfg.extensions)))
+        assert cfg.name in ("folder", "imagenet", "imagenette", "sample"), cfg.name
+        source = read_folder(root, cfg)
     if cfg.on_bad_image == "skip":
         check_files(source, cfg.max_bad_images)
     for note in source.notes if dist.is_main else ():

@@ -43,7 +43,7 @@ def _collate(members: list[Any]) -> Any:
         return _stack(members)
     if isinstance(first, Mapping):
         return {key: _collate([member[key] for member in members]) for key in first}
-    if isinstance(first, (tuple, list)) and _holds_image(first):
+    if isinstance(first, (tuple, list)):
         columns = [_collate(list(column)) for column in zip(*members, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return default_collate(members)
@@ -55,11 +55,6 @@ def _is_image(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 3 and (value.dtype == np.uint8 or value.dtype.kind == "f")
     return isinstance(value, Image.Image)
-
-
-def _holds_image(value: Any) -> bool:
-    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return _is_image(value) or any(map(_holds_image, members))
 
 
 def _check_alike(members: list[Any]) -> None:

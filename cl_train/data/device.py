@@ -73,17 +73,14 @@ class DevicePrefetcher:
         return _prepared(batches, self._prepare, self._normalise.format.device, self._ahead)
 
     def _prepare(self, batch: Any) -> Any:
-        four_dimensional = [tensor for tensor in _tensors(batch) if tensor.ndim == 4]
-        raw = {id(x) for x in four_dimensional if x.dtype == torch.uint8 and x.shape[1] == self._channels}
-        normalised = [id(x) for x in four_dimensional if x.is_floating_point()][:1] if not raw else []
-        form = self._normalise.format
+        form, tensors = self._normalise.format, _tensors(batch)
+        if any(map(self._is_raw, tensors)):
+            return _map_tensors(batch, lambda x: self._normalise(x) if self._is_raw(x) else x)
+        images = next((x for x in tensors if x.ndim == 4 and x.is_floating_point()), None)
+        return _map_tensors(batch, lambda x: x.to(form.dtype, memory_format=form.memory_format) if x is images else x)
 
-        def prepare(tensor: Tensor) -> Tensor:
-            if id(tensor) in raw:
-                return self._normalise(tensor)
-            return tensor.to(form.dtype, memory_format=form.memory_format) if id(tensor) in normalised else tensor
-
-        return _map_tensors(batch, prepare)
+    def _is_raw(self, tensor: Tensor) -> bool:
+        return tensor.ndim == 4 and tensor.dtype == torch.uint8 and tensor.shape[1] == self._channels
 
 
 class Normalise:

@@ -1,10 +1,14 @@
-"""Folders of images: `root/train/<class>/*` and `root/val/<class>/*`, or one folder of classes that is split in two."""
+"""Folders of images: `root/train/<class>/*` and `root/val/<class>/*`, or one folder of classes that is split in two.
+
+Lists them, and for `data.on_bad_image=skip` finds files that are not images by their first bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import stat
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,16 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data import index_cache
-from cl_train.data.decode import FORMATS, read_file
+from cl_train.data.decode import FORMATS, JPEG_MAGIC, PNG_MAGIC, read_file
 from cl_train.data.source import ImageSource, Split, fingerprint, listed, packed
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 _CACHED_FROM = 50_000  # images; listing fewer takes less than a second
 _SETTLED_NS = 2_000_000_000  # a second change within the resolution of modification times would not be noticed
-_SHOWN = 5  # names in a message; a folder can hold a thousand
+_SHOWN = 5  # kinds of ignored files in a message
+_CHECKED = 10_000  # files of a split: less than a second on a local disk, ten seconds over a network
+_STARTS = (JPEG_MAGIC, PNG_MAGIC, b"BM", b"II*\0", b"MM\0*", b"RIFF")  # BMP, TIFF in both byte orders, WEBP
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,6 @@ class FolderSplit(Split):
 
     def path(self, index: int) -> bytes:
         return os.path.join(os.fsencode(self.folder), self.stored_name(index))
-
-
-@dataclass(frozen=True)
-class FolderLayout:
-    """How images lie below a root.
-
-    val_split: folder of the validation images; None = the first of `VAL_NAMES` that exists. val_fraction: this share of
-    each class's training images is the validation split. extensions: of image files, in lower case.
-    """
-
-    val_split: str | None = None
-    val_fraction: float | None = None
-    extensions: tuple[str, ...] = EXTENSIONS
 
 
 @dataclass
@@ -74,28 +67,30 @@ class _Listing:
         )
 
 
-def read_folder(root: Path, layout: FolderLayout = FolderLayout()) -> ImageSource:
-    """List the images below `root`. The list of a large folder is kept in the user's cache folder.
+def read_folder(root: Path, cfg: DataConfig | None = None) -> ImageSource:
+    """List the images below `root`; `val_split`, `val_fraction` and `extensions` of `cfg` determine which.
 
-    Raises:
-        ConfigError: no such folder, no classes, different classes in the splits, or classes without images.
+    The list of a large folder is kept in the user's cache folder. Raises ConfigError for a missing folder, no classes,
+    different classes in the splits, or classes without images.
     """
-    base, val = _split_folders(root, layout)
+    cfg = cfg or DataConfig()
+    base, val = _split_folders(root, cfg)
+    layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions)
     stored_at = index_cache.cache_path("folder", f"{root.resolve()}{layout}")
-    index = index_cache.load(stored_at, ("names", "starts", "labels")) or _index(base, val, layout, stored_at)
+    index = index_cache.load(stored_at, ("names", "starts", "labels")) or _index(base, val, cfg, stored_at)
     splits = FolderSplit(**index.train, folder=base), FolderSplit(**index.val, folder=val)
     arrays = [array for split in splits for array in (split.names, split.starts, split.labels)]
     return ImageSource(index.classes, *splits, fingerprint(index.classes, arrays), notes=index.notes)
 
 
-def _index(base: Path, val: Path, layout: FolderLayout, stored_at: Path) -> index_cache.Index:
+def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> index_cache.Index:
     settled_ns = time.time_ns() - _SETTLED_NS
     classes = _class_names(base, val)
-    listings = {folder: _list(folder, classes, layout) for folder in dict.fromkeys((base, val))}
-    if layout.val_fraction is None:
+    listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
+    if cfg.val_fraction is None:
         files = listings[base].files, listings[val].files
     else:
-        files = _divide(listings[base].files, layout.val_fraction)
+        files = _divide(listings[base].files, cfg.val_fraction)
     notes = tuple(note for listing in listings.values() if (note := listing.note()))
     index = index_cache.Index(tuple(classes), notes, *map(_packed_split, files))
     if sum(len(names) for split in files for names in split) >= _CACHED_FROM:
@@ -104,16 +99,16 @@ def _index(base: Path, val: Path, layout: FolderLayout, stored_at: Path) -> inde
     return index
 
 
-def _split_folders(root: Path, layout: FolderLayout) -> tuple[Path, Path]:
+def _split_folders(root: Path, cfg: DataConfig) -> tuple[Path, Path]:
     """The folders that hold the classes of both splits; the same folder if it is to be split."""
     if re.match(r"\w+:/", str(root)):
         raise ConfigError(f"data.root '{root}' is a URL, and data is read from the file system: copy or mount it")
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise ConfigError(f"data.root '{root}' {what}; give the folder that holds train/ and val/, or try data=sample")
-    train, val_names = root / "train", [layout.val_split] if layout.val_split else VAL_NAMES
+    train, val_names = root / "train", [cfg.val_split] if cfg.val_split else VAL_NAMES
     val = next((root / name for name in val_names if (root / name).is_dir()), None)
-    if layout.val_fraction is not None:
+    if cfg.val_fraction is not None:
         if val is not None and train.is_dir():
             raise ConfigError(f"'{val}' exists: use it without data.val_fraction, or move it away")
         return (train, train) if train.is_dir() else (root, root)
@@ -144,9 +139,9 @@ def _class_names(train: Path, val: Path) -> list[str]:
     return classes[train]
 
 
-def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
+def _list(folder: Path, classes: list[str], cfg: DataConfig) -> _Listing:
     """FIFOs and dangling links with the name of an image are listed as well: the reader reports them."""
-    root, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in layout.extensions)
+    root, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
     listing = _Listing(folder, folders=[root])
     for name in classes:
         files: list[bytes] = []
@@ -164,9 +159,9 @@ def _list(folder: Path, classes: list[str], layout: FolderLayout) -> _Listing:
                     listing.ignored[os.fsdecode(os.path.splitext(entry.name)[1].lower())] += 1
                     listing.example = listing.example or os.fsdecode(path)
         listing.files.append(sorted(files))
-    least = 1 if layout.val_fraction is None else 2
+    least = 1 if cfg.val_fraction is None else 2
     if empty := [name for name, files in zip(classes, listing.files, strict=True) if len(files) < least]:
-        what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(layout.extensions)})"
+        what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(cfg.extensions)})"
         raise ConfigError(
             f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {listing.note()}"
         )
@@ -187,3 +182,48 @@ def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[by
 def _packed_split(files: list[list[bytes]]) -> index_cache.Arrays:
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
     return packed([name for of_class in files for name in of_class]) | {"labels": labels}
+
+
+# --- files that are not images ----------------------------------------------------------------------------------------
+
+
+def check_files(source: ImageSource, max_bad_images: int) -> None:
+    """For on_bad_image=skip, before training. Of a large folder a random part is checked.
+
+    Raises ConfigError if more than `max_bad_images` files are not images, or if a class has no image at all.
+    """
+    for split in (source.train, source.val):
+        if not isinstance(split, FolderSplit):  # shards are checked when they are written
+            continue
+        count = len(split)
+        checked = np.sort(np.random.default_rng(0).permutation(count)[:_CHECKED])
+        bad = {int(index): reason for index in checked if (reason := why_no_image(split.path(int(index))))}
+        problems = []
+        if len(bad) > max_bad_images:
+            problems.append(
+                f"{len(bad)} of {len(checked)} files are not images, more than data.max_bad_images={max_bad_images}"
+            )
+        if bad and len(checked) == count:
+            left = np.delete(split.labels, list(bad))
+            lost = [source.classes[label] for label in np.setdiff1d(split.labels, left)]
+            problems += [f"no file of {listed(lost)} is an image"] if lost else []
+        if problems:
+            first, reason = next(iter(bad.items()))
+            raise ConfigError(
+                f"'{split.folder}': {'; '.join(problems)}; the first: '{split.name(first)}': {reason}. cl-train "
+                "prepare_imagenet verify lists them"
+            )
+
+
+def why_no_image(path: str | bytes, starts: tuple[bytes, ...] = _STARTS) -> str | None:
+    """The reason why a file is not an image, from its kind and first bytes; None if it may be one."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return "not a regular file"
+        with open(path, "rb", buffering=0) as file:
+            start = file.read(8)
+    except OSError as error:
+        return error.strerror
+    if not start:
+        return "the file is empty"
+    return None if start.startswith(starts) else "not an image: its first bytes are of another format"

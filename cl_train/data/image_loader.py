@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import DeviceFormat
+from cl_train.data.build import image_data
 from cl_train.data.device import Normalise, to_device
-from cl_train.data.folder import EXTENSIONS, FolderLayout, read_folder
-from cl_train.data.image_reader import ImageReader
-from cl_train.data.loader import HostLoader
-from cl_train.data.order import permutation
+from cl_train.data.folder import EXTENSIONS
 from cl_train.data.size_schedule import SizeSchedule
+from cl_train.data.splits import ImageData
 from cl_train.system.distributed import Dist
 
 
@@ -28,11 +28,9 @@ class ImageLoader:
         bad_images: names and reasons of the images that could not be read so far.
     """
 
-    def __init__(
-        self, loader: HostLoader, classes: tuple[str, ...], bad_images: BadImages, normalise: Normalise | None
-    ) -> None:
-        self.classes, self.bad_images = classes, bad_images
-        self._loader, self._normalise = loader, normalise
+    def __init__(self, data: ImageData, split: str, normalise: Normalise | None) -> None:
+        self.classes, self.bad_images = data.classes, data.bad_images
+        self._loader, self._normalise = data.train_loader if split == "train" else data.val_loader, normalise
         self._epoch = self._first_batch = 0
 
     def __len__(self) -> int:
@@ -116,16 +114,14 @@ def image_loader(
     """
     if split not in ("train", "val"):
         raise ValueError(f"split={split!r}: use 'train' or 'val'")
-    source = read_folder(Path(root).expanduser(), FolderLayout(None, val_fraction, tuple(extensions)))
-    cfg = DataConfig(workers=workers, extensions=list(extensions))
-    augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
+    cfg = DataConfig(name="folder", root=str(root), image_size=image_size, workers=workers, extensions=list(extensions))
+    on_bad_image = "skip" if skip_bad_images else "error"
+    cfg = replace(cfg, val_fraction=val_fraction, on_bad_image=on_bad_image, max_bad_images=sys.maxsize)
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
-    training, bad_images = split == "train", BadImages(skip=skip_bad_images, limit=len(source.train) + len(source.val))
-    reader = ImageReader(source.train if training else source.val, cfg, augment, seed, training=training)
-    order = (lambda epoch: permutation(seed, epoch, len(source.train))) if training else None
-    loader = HostLoader(reader, SizeSchedule.constant(image_size, batch_size), cfg, dist, bad_images, order)
+    augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
+    data = image_data(cfg, augment, SizeSchedule.constant(image_size, batch_size), seed, dist)
     form = DeviceFormat(dist.device, dtype, memory_format)
-    return ImageLoader(loader, source.classes, bad_images, Normalise(mean, std, form) if device is not None else None)
+    return ImageLoader(data, split, Normalise(mean, std, form) if device is not None else None)
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:

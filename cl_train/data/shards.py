@@ -18,9 +18,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,7 +102,7 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     train = ShardSplit(**index.train, shards=tuple(shards["train"]))
     val = ShardSplit(**index.val, shards=tuple(shards["val"]))
     arrays = [array for split in (train, val) for array in (split.names, split.labels, split.sizes)]
-    return ImageSource(index.classes, train, val, fingerprint(index.classes, arrays), train.by_shard(), notes)
+    return ImageSource(index.classes, train, val, fingerprint(index.classes, arrays), notes)
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
@@ -154,40 +154,29 @@ def _gaps(paths: list[str]) -> list[str]:
 # --- contents of a shard ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Content:
-    """One shard. images: (label, name, offset, size). classes: (class, label) -> the first sample with both."""
+class _Content(NamedTuple):
+    """One shard."""
 
     path: str
-    images: list[tuple[int, str, int, int]] = field(default_factory=list)
-    classes: dict[tuple[str, int], str] = field(default_factory=dict)
+    images: list[tuple[int, str, int, int]]  # label, name, offset, size
     problems: Sequence[str] = ()  # each names the shard
 
 
 def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> index_cache.Index:
-    index = partial(index_shard, by_folder=manifest is not None)
     paths = shards["train"] + shards["val"]
-    contents = list(map_in_processes(index, paths, workers, description="index shards", unit="shard"))
+    contents = list(map_in_processes(index_shard, paths, workers, description="index shards", unit="shard"))
     _raise_all([problem for content in contents for problem in content.problems])
     count = len(shards["train"])
     train, val = _sorted(contents[:count]), _sorted(contents[count:])
     return index_cache.Index(_checked_classes(train["labels"], contents, manifest), (), train, val)
 
 
-def index_shard(path: str, by_folder: bool) -> _Content:
-    """`by_folder`: the class of a sample is its folder; else it is the WordNet id in its name, if there is one."""
-    content = _Content(path)
+def index_shard(path: str) -> _Content:
     try:
         images, labels = _samples(path)
     except ConfigError as error:
-        content.problems = error.problems
-        return content
-    for key, (name, offset, size) in images.items():
-        content.images.append((labels[key], name, offset, size))
-        found = _WORDNET_ID.match(name)
-        class_name = name.rpartition("/")[0] if by_folder else found[1] if found else ""
-        content.classes.setdefault((class_name, labels[key]), f"{path}/{name}")
-    return content
+        return _Content(path, [], error.problems)
+    return _Content(path, [(labels[key], *image) for key, image in images.items()])
 
 
 def _samples(path: str) -> tuple[dict[str, tuple[str, int, int]], dict[str, int]]:
@@ -247,11 +236,13 @@ def _sorted(contents: list[_Content]) -> index_cache.Arrays:
 def _checked_classes(train_labels: Indices, contents: list[_Content], manifest: Path | None) -> tuple[str, ...]:
     """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text.
 
-    Raises:
-        ConfigError: labels outside the range, without a training image, or in contradiction to the names; images that
-            the manifest lists and the shards lack.
+    Raises ConfigError for labels outside the range, without a training image, or in contradiction to the names; and for
+    images that the manifest lists and the shards lack.
     """
-    pairs = {pair: sample for content in contents for pair, sample in content.classes.items()}
+    pairs: dict[tuple[str, int], str] = {}  # class in the name, label -> the first sample with both
+    for content in contents:
+        for label, name, _, _ in content.images:
+            pairs.setdefault((_class_in(name, by_folder=manifest is not None), label), f"{content.path}/{name}")
     problems: list[str] = []
     wrong: list[str] = []
     if manifest is not None:
@@ -271,6 +262,14 @@ def _checked_classes(train_labels: Indices, contents: list[_Content], manifest: 
         problems.append(f"no training image has label {listed(empty)}; labels start at 0")
     _raise_all(problems)
     return tuple(classes)
+
+
+def _class_in(name: str, *, by_folder: bool) -> str:
+    """The folder of a sample, or else the WordNet id in its name, if there is one."""
+    if by_folder:
+        return name.rpartition("/")[0]
+    found = _WORDNET_ID.match(name)
+    return found[1] if found else ""
 
 
 def _check_manifest(path: Path, contents: list[_Content]) -> tuple[list[str], list[str]]:

@@ -55,8 +55,6 @@ class ImageSource:
     Attributes:
         classes: names in the order of the labels.
         fingerprint: identifies the list of images, their labels and the classes, not the files' contents.
-        train_shards: for each shard the indices of its training images, int64, in the order of the file; None if the
-            images are not stored in shards.
         notes: remarks for the user about the source, one sentence each; logged once per run.
     """
 
@@ -64,7 +62,6 @@ class ImageSource:
     train: Split
     val: Split
     fingerprint: str
-    train_shards: tuple[Indices, ...] | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -24,15 +24,14 @@ BySize = Mapping[int, Any]  # image size -> Dataset; all have the same samples
 
 def load_datasets(
     name: str | None, train_sizes: Sequence[int], val_size: int
-) -> tuple[BySize, BySize, tuple[str, ...]]:
-    """Train and val datasets, and the classes. The user's function is called with ("train", size) once per size of
-    `data.size_schedule`, and with ("val", val_size).
+) -> tuple[BySize, BySize, tuple[str, ...], str]:
+    """Train and val datasets, the classes and the fingerprint. The user's function is called with ("train", size) once
+    per size of `data.size_schedule`, and with ("val", val_size).
 
     Raises:
         ConfigError: no such function, it fails, or its results have no length, different lengths, or no classes.
     """
-    if name is None:
-        raise ConfigError("data=dataset needs data.dataset=package.module:function")
+    assert name is not None, "config/combinations.py requires data.dataset"
     function = user_function("data.dataset", name)
 
     def build(split: str, size: int) -> Any:
@@ -52,7 +51,8 @@ def load_datasets(
     classes, count = (getattr(train[train_sizes[0]], attribute, None) for attribute in ("classes", "num_classes"))
     if classes is None and count is None:
         raise ConfigError(f"data.dataset={name}: set `classes` (names) or `num_classes` on the train dataset")
-    return train, val, tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
+    names = tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
+    return train, val, names, f"{name}-{samples_of(train)}-{samples_of(val)}"
 
 
 def samples_of(datasets: BySize) -> int:

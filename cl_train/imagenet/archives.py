@@ -23,11 +23,12 @@ from tqdm import tqdm
 from cl_train.config.schema import ConfigError
 from cl_train.data.tar import open_tar, read_member, regular_files
 from cl_train.imagenet.devkit import validation_labels
+from cl_train.imagenet.output_folder import write_image
 from cl_train.system.locks import lock_file
 
 CLASSES, TRAIN_IMAGES, VAL_IMAGES = 1000, 1_281_167, 50_000
 DONE = ".done"  # in a completed class folder and in a completed val/; its content is the number of images
-PARTIAL = ".partial"  # holds incomplete output; after an interruption the next run removes it
+_PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it
 
 _CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 _TRAIN_IMAGE = re.compile(r"(n\d{8})_\d+\.JPEG")
@@ -79,16 +80,11 @@ def done_count(folder: Path) -> int | None:
 
 @contextmanager
 def _folder(folder: Path) -> Iterator[Path]:
-    """Create and lock the folder; PARTIAL is empty at the start and removed at the end."""
+    """Create and lock the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock_file(folder.parent / f".{folder.name}.lock", waiting_for=str(folder)):
-            shutil.rmtree(folder / PARTIAL, ignore_errors=True)
-            (folder / PARTIAL).mkdir()
-            try:
-                yield folder
-            finally:
-                shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+            yield folder
     except PermissionError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
 
@@ -114,7 +110,8 @@ def _unpack_train(archive: Path, folder: Path) -> int:
 
 def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None:
     """Unpack one class; `folder/wnid` is created only when it is complete."""
-    partial = folder / PARTIAL / wnid
+    partial = folder / _PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     with open_tar(stream, what) as archive:
         members = _official_members(archive, what, _TRAIN_IMAGE)
@@ -159,10 +156,8 @@ def _unpack_val(source: Path, target: Callable[[re.Match[str]], Path], folder: P
         _check_space(folder, sum(member.size for member, _ in members))
         for member, match in tqdm(members, "val", unit="image", disable=None):
             path = target(match)
-            if not path.exists():  # a file under its final name is complete
-                partial = folder / PARTIAL / match[0]
-                partial.write_bytes(read_member(archive, member, str(source)))
-                os.replace(partial, path)
+            if not path.exists():
+                write_image(path, read_member(archive, member, str(source)))
 
 
 def _official_members(archive: tarfile.TarFile, what: str, pattern: re.Pattern[str]) -> Members:

@@ -17,7 +17,7 @@ from pathlib import Path
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import PNG_MAGIC
 from cl_train.data.shards import MANIFEST
-from cl_train.imagenet.output_folder import output_folder
+from cl_train.imagenet.output_folder import output_folder, write_image
 from cl_train.imagenet.shards import sample_name, write_shard
 from cl_train.system.files import write_json
 from cl_train.system.process_pool import map_in_processes
@@ -68,25 +68,19 @@ def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None
 
 
 def _files(root: Path, workers: int | None) -> list[_File]:
-    splits: dict[Path, str] = {}
-    for path in sorted(root.rglob("*.parquet")):
-        if match := re.match(r"(train|val)(idation)?\b", path.name):
-            splits[path] = match[1]
-    if not splits:
-        raise ConfigError(f"'{root}' has no files train-*.parquet or validation-*.parquet")
-    for split, count in Counter(splits.values()).items():
-        first = next(path.name for path, of in splits.items() if of == split)
-        expected = re.search(r"-of-(\d+)", first)
-        if expected and int(expected[1]) != count:
-            raise ConfigError(f"'{root}' has {count} of {int(expected[1])} {split} files")
-    contents = map_in_processes(_labels_and_names, list(splits), workers, description="labels", unit="file")
     files: list[_File] = []
-    shards: Counter[str] = Counter()
-    rows: Counter[str] = Counter()
-    for (path, split), (labels, names) in zip(splits.items(), contents, strict=True):
-        files.append(_File(path, split, f"imagenet-{split}-{shards[split]:06d}.tar", rows[split], labels, names))
-        shards[split] += 1
-        rows[split] += len(labels)
+    for split, pattern in (("train", r"train\b"), ("val", r"val(idation)?\b")):
+        paths = sorted(path for path in root.rglob("*.parquet") if re.match(pattern, path.name))
+        expected = re.search(r"-of-(\d+)", paths[0].name) if paths else None
+        if expected and int(expected[1]) != len(paths):
+            raise ConfigError(f"'{root}' has {len(paths)} of {int(expected[1])} {split} files")
+        contents = map_in_processes(_labels_and_names, paths, workers, description=f"{split} labels", unit="file")
+        row = 0
+        for number, (path, (labels, names)) in enumerate(zip(paths, contents, strict=True)):
+            files.append(_File(path, split, f"imagenet-{split}-{number:06d}.tar", row, labels, names))
+            row += len(labels)
+    if not files:
+        raise ConfigError(f"'{root}' has no files train-*.parquet or validation-*.parquet")
     return files
 
 
@@ -149,14 +143,9 @@ def _write_shard(out: Path, classes: list[str], file: _File) -> int:
 
 def _write_images(out: Path, classes: list[str], file: _File) -> int:
     for row, label, name, data in _rows(file):
-        folder = out / file.split / classes[label]
-        folder.mkdir(parents=True, exist_ok=True)
         suffix = ".png" if data.startswith(PNG_MAGIC) else ".JPEG"
-        target = folder / (_stem(name, classes[label]) or f"{row:08d}")
-        target = target.with_name(target.name + suffix)
-        temporary = target.with_name(f".{target.name}.part")
-        temporary.write_bytes(data)
-        os.replace(temporary, target)
+        stem = _stem(name, classes[label]) or f"{row:08d}"
+        write_image(out / file.split / classes[label] / f"{stem}{suffix}", data)
     return len(file.labels)
 
 

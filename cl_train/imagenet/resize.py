@@ -18,7 +18,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS
 from cl_train.data.image_reader import resized
-from cl_train.imagenet.output_folder import output_folder
+from cl_train.imagenet.output_folder import output_folder, write_image
 from cl_train.system.process_pool import map_in_processes
 
 _DEFAULT_MAX_SIDE = 400
@@ -104,10 +104,7 @@ def _copy(root: Path, out: Path, smaller: Callable[[bytes], bytes], name: str) -
         copy = smaller(data)
     except BadImage as bad:
         return f"{root / name}: {bad}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + ".part")
-    temporary.write_bytes(copy)
-    temporary.replace(target)
+    write_image(target, copy)
     return len(data), len(copy)
 
 

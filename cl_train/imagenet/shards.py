@@ -83,7 +83,7 @@ def sample_name(class_name: str, index: int, file_name: str) -> str:
 def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     """Write a shard, unless it exists. Returns its number of images."""
     if path.exists():
-        known = index_shard(str(path), by_folder=True)
+        known = index_shard(str(path))
         if known.problems:
             raise RuntimeError(f"{known.problems[0]}; delete the shard")
         return len(known.images)

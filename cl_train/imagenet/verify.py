@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
-from cl_train.data.file_check import why_no_image
-from cl_train.data.folder import EXTENSIONS
+from cl_train.data.folder import EXTENSIONS, why_no_image
+from cl_train.data.source import listed
 from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES, done_count
 from cl_train.system.process_pool import map_in_processes
 
@@ -99,13 +99,12 @@ def _problems(found: dict[str, list[_Class]], images: dict[str, int], official_c
             official_text = f"ILSVRC2012 has {official:,} in {CLASSES:,} (another data set: expect=any)"
             problems.append(f"{split}: {images[split]:,} images in {len(classes):,} classes; {official_text}")
         if only := sorted(names[split] - names[other]):
-            problems.append(f"{len(only)} classes are in {split} only: {', '.join(only[:_SHOWN])}")
+            problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
         if empty := [item.name for item in classes if not item.images]:
-            problems.append(f"{split}: {len(empty)} classes have no image: {', '.join(empty[:_SHOWN])}")
+            problems.append(f"{split}: {len(empty)} classes have no image: {listed(empty)}")
         if lost := [item for item in classes if item.missing]:
             count = sum(item.missing for item in lost)
             problems.append(f"{split}: {count} files were deleted after unpacking, for example in {lost[0].name}")
         if bad := [file for item in classes for file in item.bad]:
-            listed = "".join(f"\n  {file}" for file in bad[:_SHOWN])
-            problems.append(f"{split}: {len(bad)} files are not usable images:{listed}")
+            problems.append("\n  ".join([f"{split}: {len(bad)} files are not usable images:", *bad[:_SHOWN]]))
     return problems

@@ -21,7 +21,7 @@ CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_file_of_conf_composes(group: str, choice: str) -> None:
-    (cfg,) = check_command_line(["-m", f"{group}={choice}", "data.root=/anywhere"])
+    (cfg,) = check_command_line(["-m", f"{group}={choice}", "data.root=/anywhere", "data.dataset=a:b"])
     if group != "experiment" and group != "augment":
         assert getattr(cfg, group).name == {"timm": "lamb"}.get(choice, choice)
 
@@ -79,6 +79,8 @@ WRONG = [
     (["report=true", "evaluate_every=-1"], "evaluate_every=0"),
     (["experiment=nothing"], "no such choice"),
     (["data=imagenet"], "needs data.root=FOLDER"),
+    (["data=shards"], "needs data.root=FOLDER"),
+    (["data=dataset"], "needs data.dataset=package.module:function"),
     (["data.image_size=256", "data.val_resize=224"], "is smaller than"),
     (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
     (["schedule.warmup_epochs=9", "epochs=5"], "is longer than epochs=5"),

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.config.schema import ConfigError
-from cl_train.data.folder import FolderLayout, read_folder
+from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.data import folder as folder_module
+from cl_train.data.folder import check_files, read_folder, why_no_image
 from tests.data.image_folders import folder_data, jpeg, write_folder
 
 
 def refused(root, **layout):
     with pytest.raises(ConfigError) as caught:
-        read_folder(root, FolderLayout(**layout))
+        read_folder(root, DataConfig(**layout))
     return str(caught.value)
 
 
@@ -107,7 +108,7 @@ def test_other_names_of_the_validation_folder(tmp_path, name):
     assert len(read_folder(root).val) == 6
     (root / "mine").mkdir()
     assert "has no class folders" in refused(root, val_split="mine")
-    assert len(read_folder(root, FolderLayout(val_split=name)).val) == 6
+    assert len(read_folder(root, DataConfig(val_split=name)).val) == 6
     assert "nothing" in refused(root, val_split="nothing")
 
 
@@ -119,7 +120,7 @@ def test_val_is_preferred_to_test(tmp_path):
 
 def test_the_training_images_can_be_the_validation_split_too(tmp_path):
     root = write_folder(tmp_path, train=4, val=2)
-    source = read_folder(root, FolderLayout(val_split="train"))
+    source = read_folder(root, DataConfig(val_split="train"))
     assert [source.val.name(index) for index in range(4)] == [source.train.name(index) for index in range(4)]
 
 
@@ -128,13 +129,13 @@ def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
     write_folder(tmp_path / "made", train=30, val=0, classes=3)
     root = tmp_path / "data"
     (tmp_path / "made" / "train").rename(root / below if below and not root.mkdir() else root)
-    source = read_folder(root, FolderLayout(val_fraction=0.2))
+    source = read_folder(root, DataConfig(val_fraction=0.2))
     train, val = ({split.name(index) for index in range(len(split))} for split in (source.train, source.val))
     assert len(train) == 24 and len(val) == 6 and not train & val
     assert source.val.labels.tolist() == [0, 0, 1, 1, 2, 2]
     new = os.path.join(os.path.dirname(source.train.name(0)), "zzz.jpg")
     os.link(source.train.name(0), new)
-    again = read_folder(root, FolderLayout(val_fraction=0.2))
+    again = read_folder(root, DataConfig(val_fraction=0.2))
     assert len({again.val.name(index) for index in range(len(again.val))} ^ val) <= 2
 
 
@@ -156,7 +157,7 @@ def test_ignored_files_are_counted_and_named_once(tmp_path):
     (note,) = source.notes
     assert "3 files" in note and "2 .webp" in note and "1 .txt" in note and "class_0" in note
     assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in note
-    wider = read_folder(root, FolderLayout(extensions=(".jpg", ".webp")))
+    wider = read_folder(root, DataConfig(extensions=[".jpg", ".webp"]))
     assert len(wider.train) == 6 and "1 .txt" in wider.notes[0] and "data.extensions" not in wider.notes[0]
 
 
@@ -171,3 +172,42 @@ def test_a_class_of_ignored_files_names_them(tmp_path):
 @pytest.mark.parametrize("url", ["s3://bucket/imagenet", "gs://bucket/x", "https://host/x"])
 def test_a_url_is_answered(url):
     assert "file system" in refused(Path(url))
+
+
+# --- files that are not images ----------------------------------------------------------------------------------------
+
+
+def test_too_many_files_that_are_no_images(tmp_path):
+    root = write_folder(tmp_path, train=12, val=12)
+    for number, content in enumerate((b"", b"<html>", b"GIF89a")):
+        (root / "train" / "class_0" / f"{2 * number:04d}.jpg").write_bytes(content)
+    check_files(read_folder(root), max_bad_images=3)
+    with pytest.raises(ConfigError, match=r"3 of 12 .*max_bad_images=2.*class_0/0000\.jpg.*empty"):
+        check_files(read_folder(root), max_bad_images=2)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_class_without_an_image(tmp_path, split):
+    root = write_folder(tmp_path, train=4, val=4)
+    for path in (root / split / "class_1").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="no file of class_1 is an image"):
+        check_files(read_folder(root), max_bad_images=100)
+
+
+def test_a_part_of_a_large_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "_CHECKED", 8)
+    root = write_folder(tmp_path, train=12, val=2)
+    for path in (root / "train").rglob("*.jpg"):
+        path.write_bytes(b"")
+    check_files(read_folder(root), max_bad_images=8)
+    with pytest.raises(ConfigError, match="8 of 8"):
+        check_files(read_folder(root), max_bad_images=7)
+
+
+def test_why_a_file_is_no_image(tmp_path):
+    path = tmp_path / "a.jpg"
+    assert why_no_image(path.as_posix()) is not None
+    path.write_bytes(jpeg())
+    assert why_no_image(path.as_posix()) is None
+    assert why_no_image(tmp_path.as_posix()) is not None

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cl_train.config.schema import DataConfig
 from cl_train.data import folder, index_cache
-from cl_train.data.folder import FolderLayout, read_folder
+from cl_train.data.folder import read_folder
 from cl_train.system.files import cache_folder
 from tests.data.image_folders import write_folder
 
@@ -56,7 +57,7 @@ def test_the_stored_list_is_the_list(root, monkeypatch):
 
 def test_each_layout_has_a_list_of_its_own(root):
     assert len(read_folder(root).train) == 6
-    assert len(read_folder(root, FolderLayout(extensions=(".jpg", ".txt"))).train) == 7
+    assert len(read_folder(root, DataConfig(extensions=[".jpg", ".txt"])).train) == 7
 
 
 @pytest.mark.parametrize("change", ["added", "removed", "class", "nested"])

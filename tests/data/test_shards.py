@@ -33,7 +33,7 @@ def test_images_are_sorted_by_label_and_name_and_read_as_they_were(tmp_path, man
 
 def test_each_shards_images_are_listed_in_the_order_of_the_file(tmp_path):
     source = read_shards(write(tmp_path / "s", sound_shards()), workers=1)
-    names = [[source.train.name(index).partition(".tar/")[2] for index in shard] for shard in source.train_shards]
+    names = [[source.train.name(index).partition(".tar/")[2] for index in shard] for shard in source.train.by_shard()]
     assert names == [[name for name, _ in sound_shards()[f"im-train-{n:04d}.tar"][::2]] for n in range(3)]
 
 

@@ -89,10 +89,6 @@ def test_an_iterable_dataset_is_accepted_with_a_statement(caplog):
 def test_what_cannot_be_used_is_refused(name, reason):
     with pytest.raises(ConfigError, match=reason):
         own_data(name)
-    with pytest.raises(ConfigError, match=r"package\.module:function"):
-        build_data(
-            DataConfig(name="dataset"), AugmentConfig(), batch_size=1, seed=0, dist=Dist(0, 0, 1, torch.device("cpu"))
-        )
 
 
 @pytest.mark.parametrize("name", ["Tensors", pytest.param("Pictures", marks=pytest.mark.slow)])

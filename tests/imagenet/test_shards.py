@@ -12,7 +12,7 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.data.folder import read_folder
-from cl_train.data.shards import read_shards
+from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.imagenet.parquet import unpack_parquet
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.distributed import Dist
@@ -41,8 +41,8 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder: Path, tmp_p
     for ours, theirs in ((shards.train, source.train), (shards.val, source.val)):
         assert np.array_equal(ours.labels, theirs.labels)
         assert [ours.read(index) for index in range(len(ours))] == [theirs.read(index) for index in range(len(theirs))]
-    assert shards.train_shards is not None
-    assert all(len(set(shards.train.labels[shard])) == 2 for shard in shards.train_shards), "classes are mixed"
+    assert isinstance(shards.train, ShardSplit)
+    assert all(len(set(shards.train.labels[shard])) == 2 for shard in shards.train.by_shard()), "classes are mixed"
 
 
 def losses(name: str, root: Path, workers: int = 0, **settings: str) -> tuple[list[float], list[float]]:
