@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -48,18 +49,12 @@ class CheckpointStore:
         self.background = background
         self.last_saved: Path | None = None
         self._unwritten: list[_Save] = []  # in order of steps; at most the best and the last one
-        self._failing_since: float | None = None
-        self._failing_minutes = 0.0  # from the first failed write in a row to the last
+        self._failing_since: float | None = None  # time of the first failed write in a row
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the last write
+        self._error: BaseException | None = None  # that ends the run
 
     def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
-        """Save `state` as `step-<n>.pt`, and also as `best.pt` if `best`.
-
-        Raises:
-            CheckpointError: no checkpoint could be written for too long.
-            TypeError: see `snapshot`.
-        """
+        """Save `state` as `step-<n>.pt`, and also as `best.pt` if `best`. Raises as `wait` and `snapshot`."""
         self.wait()
         self._unwritten = [save for save in self._unwritten if save.best and not best and save.step < step]
         self._unwritten.append(_Save(snapshot(state), step, best))
@@ -72,10 +67,9 @@ class CheckpointStore:
     def mark_best(self, step: int) -> bool:
         """Make `best.pt` the checkpoint of `step`; false if that step was not saved."""
         self.wait()
-        last = self._unwritten[-1] if self._unwritten else None
-        if last is not None and last.step == step:
-            last.best = True
-            self._unwritten = [last]
+        if self._unwritten and self._unwritten[-1].step == step:
+            del self._unwritten[:-1]
+            self._unwritten[0].best = True
             return True
         path = self._path(step)
         try:
@@ -90,80 +84,70 @@ class CheckpointStore:
         return self.folder / f"step-{step:08d}.pt"
 
     def wait(self) -> None:
-        """Wait until the current write has ended.
-
-        Raises:
-            CheckpointError: it failed, and no checkpoint could be written for too long.
-        """
+        """Wait until the current write has ended. Raises CheckpointError if none has succeeded for too long."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is None:
-            return
-        if not isinstance(self._error, OSError):
+        if self._error is not None:
             raise self._error
-        if self._failing_minutes > MAX_MINUTES_WITHOUT_CHECKPOINT:
-            raise self._failure(f"no checkpoint could be written for {self._failing_minutes:.0f} minutes")
 
     def finish(self) -> None:
-        """Wait until all is written, and repeat failed writes.
-
-        Raises:
-            CheckpointError: the last checkpoint cannot be written.
-        """
+        """Wait until all is written, and repeat failed writes. Raises CheckpointError if the last one fails."""
         self.wait()
         try:
-            if self._unwritten:
-                retry(self._write_all)
+            retry(self._write_all)
         except OSError as error:
-            self._error = error
-            raise self._failure("the last checkpoint could not be written") from error
+            raise self._failure("the last checkpoint could not be written", error) from error
 
-    def _failure(self, what: str) -> CheckpointError:
+    def _failure(self, what: str, error: OSError) -> CheckpointError:
         path = self._path(self._unwritten[-1].step)
         return CheckpointError(
-            f"{what}: {path}: {self._error}; the last good one of this process: {self.last_saved or 'none'}; "
+            f"{what}: {path}: {error}; the last good one of this process: {self.last_saved or 'none'}; "
             "free some space and use resume=auto"
         )
 
     def _write(self) -> None:
-        path = self._path(self._unwritten[-1].step)
+        """In the thread: `wait` raises in the training thread what must end the run."""
         try:
             self._write_all()
         except OSError as error:
+            self._note_failure(error)
+        except BaseException as error:
             self._error = error
-            if self._failing_since is not None:
-                self._failing_minutes = (time.monotonic() - self._failing_since) / 60
-                log.info("checkpoint %s was not written either: %s", path, error)
-                return
-            self._failing_since, self._failing_minutes = time.monotonic(), 0.0
+
+    def _note_failure(self, error: OSError) -> None:
+        path = self._path(self._unwritten[-1].step)
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
             log.warning(
                 "checkpoint %s was not written: %s; earlier ones are unchanged and training continues, but it ends if "
                 "none can be written for %g minutes; free some space",
                 *(path, error, MAX_MINUTES_WITHOUT_CHECKPOINT),
             )
-        except BaseException as error:
-            self._error = error  # `wait` raises it in the training thread
+            return
+        log.info("checkpoint %s was not written either: %s", path, error)
+        minutes = (time.monotonic() - self._failing_since) / 60
+        if minutes > MAX_MINUTES_WITHOUT_CHECKPOINT:
+            self._error = self._failure(f"no checkpoint could be written for {minutes:.0f} minutes", error)
 
     def _write_all(self) -> None:
         while self._unwritten:
             save = self._unwritten[0]
             path = self._path(save.step)
             if self.last_saved is None:
-                self._prepare_folder()
+                self._create_folder()
             write(path, save.state)
             if save.best:
                 _link(path, self.folder / "best.pt")
             self._retire(save.step)
             self.last_saved = path
             del self._unwritten[0]
-        self._error = None
         if self._failing_since is not None:
             self._failing_since = None
             log.warning("checkpoints are written again: %s", self.last_saved)
 
-    def _prepare_folder(self) -> None:
-        """Delete temporary files of a killed process: a run folder has one writer, see run_folder.claimed_folder."""
+    def _create_folder(self) -> None:
+        """Also deletes temporary files of a killed process: see `claimed_folder`, a run folder has one writer."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob(".*.pt.tmp-*"):
             path.unlink(missing_ok=True)
@@ -176,29 +160,26 @@ class CheckpointStore:
         steps = self._steps()
         for later in [known for known in steps if known > step]:
             path = steps.pop(later)
-            target = _unused_name(path.with_suffix(".pt.superseded"))
+            target = path.with_suffix(".pt.superseded")
+            numbers = itertools.count(2)
+            while target.exists():
+                target = path.with_suffix(f".pt.superseded-{next(numbers)}")
             os.replace(path, target)
             log.warning("%s is later than the checkpoint just written: renamed to %s", path, target.name)
         for old in sorted(steps)[: -self.keep]:
             steps[old].unlink(missing_ok=True)
 
     def _steps(self) -> dict[int, Path]:
-        if not self.folder.is_dir():
-            return {}
-        matches = ((_STEP_FILE.fullmatch(path.name), path) for path in self.folder.iterdir())
+        matches = ((_STEP_FILE.fullmatch(path.name), path) for path in self.folder.glob("*"))
         return {int(match[1]): path for match, path in matches if match}
 
     def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
         """The newest whole checkpoint: its path, its state, and why newer ones were skipped, one line each.
 
-        `best.pt` is tried last. None if there is no checkpoint at all.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none of them is whole.
+        `best.pt` is tried last. None if there is no checkpoint. Raises CheckpointError if none of several is whole.
         """
-        steps, best = self._steps(), self.folder / "best.pt"
         skipped: list[str] = []
-        for path in [*(steps[step] for step in sorted(steps, reverse=True)), *([best] if best.exists() else [])]:
+        for path in [*(path for _, path in sorted(self._steps().items(), reverse=True)), *self.folder.glob("best.pt")]:
             try:
                 return path, load(path), skipped
             except CheckpointError as error:
@@ -206,14 +187,6 @@ class CheckpointStore:
         if skipped:
             raise CheckpointError("no checkpoint can be used:\n" + "\n".join(skipped))
         return None
-
-
-def _unused_name(path: Path) -> Path:
-    number, candidate = 1, path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
 
 
 def _link(source: Path, target: Path) -> None:

@@ -38,8 +38,7 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
 def end_with_torchrun() -> None:
     """Call in a process that may be a rank of torchrun: it receives SIGTERM when torchrun's agent has ended.
 
-    Raises:
-        ConfigError: the agent ended before the call.
+    Raises ConfigError if the agent ended before the call.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not host or not port.isdecimal():

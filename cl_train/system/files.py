@@ -1,7 +1,8 @@
-"""Small files, replaced atomically: a killed process leaves the old or the new content. Also the cache folder."""
+"""Small files, replaced atomically or extended by whole records; retries on a full disk; the cache folder."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -19,30 +20,73 @@ RETRY_S = 60.0
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` by `text`, in UTF-8; undecodable bytes of file names are kept.
 
-    Raises:
-        OSError: the disk is full or failing; it names `path`, which is unchanged. No temporary file remains.
+    Raises OSError if the disk is full or failing; it names `path`, which is unchanged. No temporary file remains.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
         os.replace(temporary, path)
     except OSError as error:
-        raise with_file_name(error, path) from error
+        raise _with_file_name(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
-    """`write_text` of strict JSON.
-
-    Raises:
-        ValueError: `value` holds a NaN or an infinity, which JSON cannot express.
-        OSError: see `write_text`.
-    """
+    """`write_text` of strict JSON. Raises ValueError if `value` holds a NaN or an infinity."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
-def with_file_name(error: OSError, path: Path) -> OSError:
+class AppendFile:
+    """An append-only file. Records that cannot be written stay in memory and are written with later ones.
+
+    Training must not end because its log cannot be written. The first failure is logged, and so is the recovery.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[bytes] = []
+        self._is_failing = False
+
+    def append(self, record: bytes) -> None:
+        """Write `record`, which includes the terminator of the file's format (a line feed for lines)."""
+        self._waiting.append(record)
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._is_failing:
+                self._is_failing = True  # first: the log may be the file that fails
+                log.warning("%s; the records stay in memory; free some space", error)
+
+    def flush(self) -> None:
+        """Write the pending records. Raises OSError if they cannot be written; they remain pending."""
+        if not self._waiting:
+            return
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            raise _with_file_name(error, self.path) from error
+        self._waiting.clear()
+        if self._is_failing:
+            self._is_failing = False
+            log.warning("%s is written again and complete", self.path)
+
+    def keep_waiting(self, wanted: Callable[[bytes], bool]) -> None:
+        """Drop the pending records that are not `wanted`."""
+        self._waiting = [record for record in self._waiting if wanted(record)]
+
+    def _write(self, data: bytes) -> None:
+        with open(self.path, "ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)
+                raise
+
+
+def _with_file_name(error: OSError, path: Path) -> OSError:
     """The same error with the name of the file: a failed write, unlike a failed open, does not have it."""
     return OSError(error.errno, error.strerror or str(error), str(path))
 
@@ -50,19 +94,18 @@ def with_file_name(error: OSError, path: Path) -> OSError:
 def retry(write: Callable[[], None]) -> None:
     """Call `write` until it succeeds, for `RETRY_S`: somebody may free space on a full disk.
 
-    Raises:
-        OSError: of the last attempt.
+    Raises the OSError of the last attempt.
     """
-    deadline, is_first = time.monotonic() + RETRY_S, True
+    deadline = None
     while True:
         try:
             return write()
         except OSError as error:
-            if time.monotonic() >= deadline:
-                raise
-            if is_first:
+            if deadline is None:
+                deadline = time.monotonic() + RETRY_S
                 log.warning("%s: trying again for %g s; free some space", error, RETRY_S)
-            is_first = False
+            elif time.monotonic() >= deadline:
+                raise
         time.sleep(min(1.0, RETRY_S))
 
 

@@ -21,8 +21,7 @@ class Launch(NamedTuple):
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """Read RANK, LOCAL_RANK and WORLD_SIZE; None for a single process without a launcher. See `adopt_srun`.
 
-    Raises:
-        ConfigError: only some of the variables are set, or a value is invalid.
+    Raises ConfigError if only some of the variables are set, or a value is invalid.
     """
     alone = environment.get("RANK") == "0" and environment.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in environment
     if alone or not {"RANK", "WORLD_SIZE"} & environment.keys():

@@ -6,7 +6,6 @@ forked children do not inherit them: a worker that outlives a killed parent does
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import socket
@@ -28,15 +27,11 @@ class LockHeld(RuntimeError):
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`, which is created if necessary and not deleted.
 
-    It excludes other processes, not other threads of this one.
+    It excludes other processes, not other threads of this one. Raises OSError if the file system has no locks.
 
     Args:
         waiting_for: wait for the lock, and report this on stderr once a minute, for example "waiting for the sample
-            data: locked by process 4711 on host since ...". None = do not wait.
-
-    Raises:
-        LockHeld: another process holds the lock and `waiting_for` is None.
-        OSError: the file cannot be created, or its file system has no locks.
+            data: locked by process 4711 on host since ...". None = raise LockHeld.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -63,8 +58,6 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
+    except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
         return False
     return True

@@ -41,12 +41,8 @@ def map_in_processes(
     Raises:
         RuntimeError: a process died, by a signal or for lack of memory; names the first item without a result.
     """
-    count = min(workers or len(os.sched_getaffinity(0)), len(items))
-    pool = (
-        ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=_start_worker)
-        if count > 1
-        else None
-    )
+    count, fork = min(workers or len(os.sched_getaffinity(0)), len(items)), multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(count, fork, initializer=_start_worker) if count > 1 else None
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     bar = tqdm(desc=description, total=len(items), unit=unit, mininterval=seconds)
     done = 0

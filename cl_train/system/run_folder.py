@@ -64,8 +64,7 @@ def _continues(resume: str | None, folder: Path) -> bool:
 def check_writable(folder: str | Path) -> None:
     """Create the folder, and write, sync and delete a small file in it, to find problems before the first checkpoint.
 
-    Raises:
-        ConfigError: with the system's reason.
+    Raises ConfigError with the system's reason.
     """
     folder = Path(folder)
     probe = folder / f".probe-{os.getpid()}"
@@ -85,11 +84,7 @@ def check_writable(folder: str | Path) -> None:
 def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[str]:
     """Check for space for the `keep` last checkpoints, the best one and the one being written.
 
-    Returns:
-        A warning if some but not all fit; empty if all fit.
-
-    Raises:
-        ConfigError: not even one fits.
+    Returns a warning if some but not all fit, else nothing. Raises ConfigError if not even one fits.
     """
     disk = os.statvfs(folder)
     if disk.f_files and not disk.f_favail:

@@ -23,8 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import hparams, image, scalar, text
 from torchvision.utils import make_grid
 
-from cl_train.system.append_file import AppendFile
-from cl_train.system.files import retry, write_json, write_text
+from cl_train.system.files import AppendFile, retry, write_json, write_text
 
 TENSORBOARD_TAGS = {
     "loss": "loss",

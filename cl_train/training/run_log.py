@@ -16,8 +16,8 @@ from tqdm import tqdm
 from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.data.bad_images import BadImageError
 from cl_train.data.workers import WorkerError
-from cl_train.system.append_file import AppendFile
 from cl_train.system.checkpoint_file import CheckpointError
+from cl_train.system.files import AppendFile
 from cl_train.system.heartbeat import RankFault
 from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.preflight import memory_problem

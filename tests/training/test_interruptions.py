@@ -16,10 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cl_train.config.schema import ConfigError
 from cl_train.system import checkpoint_store, files
-from cl_train.system.append_file import AppendFile
 from cl_train.system.checkpoint_file import CheckpointError
 from cl_train.system.checkpoint_store import CheckpointStore
-from cl_train.system.files import write_json
+from cl_train.system.files import AppendFile, write_json
 from cl_train.training import records
 from tests.conftest import Run, write_images
 

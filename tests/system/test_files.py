@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.system.append_file import AppendFile
+from cl_train.system.files import AppendFile
 
 
 def test_refused_records_are_written_later_in_order(
