@@ -228,7 +228,7 @@ def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
         "device": device.type,
         "data": {"name": "synthetic", "image_size": group.image_size},
     }
-    state = build_train_state(load(settings), precision, 1000, Dist(0, 0, 1, device), LEARNING_RATE)
+    state = build_train_state(load(settings), precision, 1000, Dist(0, 1, device), LEARNING_RATE)
     batch = Batch(images.to(precision.input_dtype), targets)
     return lambda: state.train_step([batch])
 

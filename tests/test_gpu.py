@@ -58,7 +58,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def alone() -> Dist:
-    return Dist(0, 0, 1, torch.device("cuda", 0))
+    return Dist(0, 1, torch.device("cuda", 0))
 
 
 def settings(**words: object) -> Config:

@@ -119,7 +119,7 @@ def ours(settings: LoaderBenchmarkSettings, workers: int, decoder: str = "simple
     cfg = DataConfig(
         name="folder", root=settings.root, image_size=settings.image_size, workers=workers, decoder=decoder
     )
-    dist, augment = Dist(0, 0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
+    dist, augment = Dist(0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
     data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
     assert isinstance(data, ImageData)
     epochs = itertools.count()

@@ -128,4 +128,4 @@ def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dis
     if world_size is None:
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
-    return Dist(rank or 0, 0, world_size, device)
+    return Dist(rank or 0, world_size, device)

@@ -25,7 +25,6 @@ class Dist:
     """Rank and device of this process."""
 
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
 
@@ -67,7 +66,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     adopt_srun()
     launch = read_launch()
     if launch is None:
-        yield Dist(0, 0, 1, choose_device(device))
+        yield Dist(0, 1, choose_device(device))
         return
     end_with_parent(signal.SIGTERM)  # a rank whose launcher was killed saves and ends
     # `srun --gpus-per-task=1` shows each task its own GPU only; NCCL refuses two ranks on one GPU.
@@ -94,7 +93,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         timeout=timeout,
         device_id=chosen if chosen.type == "cuda" else None,
     )
-    dist = Dist(rank, launch.local_rank, world_size, chosen)
+    dist = Dist(rank, world_size, chosen)
     try:
         yield dist
     finally:

@@ -68,7 +68,7 @@ def settle_batch_size(cfg: Config, dist: Dist) -> Config:
 
 
 def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
-    device, alone = dist.device, Dist(0, 0, 1, dist.device)
+    device, alone = dist.device, Dist(0, 1, dist.device)
     augment = dataclasses.replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
     with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=alone)) as data:
         images, classes = data.train_images, data.num_classes

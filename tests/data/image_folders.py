@@ -57,7 +57,7 @@ def folder_data(
     """The data of `root` at 32 px, without workers; `settings` as in DataConfig, `augment`, `device`."""
     augment, device = settings.pop("augment", AugmentConfig()), settings.pop("device", CPU)
     cfg = DataConfig(name="folder", root=str(root), **{"image_size": 32, "workers": 0, **settings})
-    data = build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, rank, world_size, device))
+    data = build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, world_size, device))
     assert isinstance(data, ImageData)
     return data
 

@@ -62,7 +62,7 @@ def test_three_augment_turns_a_third_of_the_images_grey() -> None:
 
 def test_mixup_is_timms() -> None:
     """Two images: torchvision's neighbour is timm's mirrored place."""
-    mix = label_mix(AugmentConfig(mixup=0.8), 4, 0, Dist(0, 0, 1, torch.device("cpu")))
+    mix = label_mix(AugmentConfig(mixup=0.8), 4, 0, Dist(0, 1, torch.device("cpu")))
     images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
     assert mix is not None
     mixed, targets = mix(images, labels, 0, 0)

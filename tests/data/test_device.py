@@ -121,7 +121,7 @@ def test_a_batch_is_not_overwritten_by_the_next_ones(tmp_path):
 
 def synthetic(world_size=1, **settings):
     cfg = DataConfig(name="synthetic", image_size=16, synthetic_images=100, synthetic_classes=7, **settings)
-    return build_data(cfg, AugmentConfig(), batch_size=8, seed=0, dist=Dist(0, 0, world_size, CPU))
+    return build_data(cfg, AugmentConfig(), batch_size=8, seed=0, dist=Dist(0, world_size, CPU))
 
 
 @pytest.mark.parametrize("target", FORMATS)

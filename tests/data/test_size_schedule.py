@@ -24,7 +24,7 @@ GROWING = [[0, 16], [2, 32]]
 
 def data_of(batch_size: int = 8, **settings: Any) -> Data:
     cfg = DataConfig(**{"workers": 0, "size_schedule": GROWING, "val_size": 24, "image_size": 20, **settings})
-    return build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=Dist(0, 0, 1, CPU))
+    return build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=Dist(0, 1, CPU))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def own_data(name, *, batch_size=4, seed=0, rank=0, world_size=1, **settings):
     cfg = DataConfig(
         name="dataset", dataset=f"tests.data.own_datasets:{name}", **{"image_size": 16, "workers": 0, **settings}
     )
-    return build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=seed, dist=Dist(rank, rank, world_size, CPU))
+    return build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=seed, dist=Dist(rank, world_size, CPU))
 
 
 def epoch_of(data, epoch=0, first_batch=0):

@@ -25,7 +25,7 @@ from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")
-ALONE = Dist(0, 0, 1, CPU)
+ALONE = Dist(0, 1, CPU)
 MAX_SECONDS_PER_IMAGE = 2.0
 MAX_MEMORY_MIB = 1024
 

@@ -66,7 +66,7 @@ def problems_of_loader(folder: Path) -> list[str]:
     for world in (1, 2, 3, 4):
         counted, labels = 0, []
         for rank in range(world):
-            data = build_data(cfg, AugmentConfig(), batch_size=4, seed=0, dist=Dist(rank, rank, world, CPU))
+            data = build_data(cfg, AugmentConfig(), batch_size=4, seed=0, dist=Dist(rank, world, CPU))
             for batch in data.validation(form):
                 counted += len(batch.images)
                 labels += batch.targets.tolist()

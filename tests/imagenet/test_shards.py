@@ -48,7 +48,7 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder: Path, tmp_p
 def losses(name: str, root: Path, workers: int = 0, **settings: str) -> tuple[list[float], list[float]]:
     """Of a fixed network over two epochs and the validation images; it depends on every pixel and label."""
     cfg = DataConfig(name=name, root=str(root), image_size=32, workers=workers, **settings)  # type: ignore[arg-type]
-    data = build_data(cfg, AugmentConfig(), batch_size=4, seed=3, dist=Dist(0, 0, 1, CPU))
+    data = build_data(cfg, AugmentConfig(), batch_size=4, seed=3, dist=Dist(0, 1, CPU))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.Flatten(), torch.nn.Linear(8 * 64, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.05)

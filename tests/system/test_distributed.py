@@ -70,7 +70,7 @@ def test_evaluation_counts_each_image_once(image_folder: Path, tmp_path: Path) -
         assert found[name] == pytest.approx(result, rel=1e-6), name
 
 
-ONE_PROCESS = Dist(0, 0, 1, torch.device("cpu"))
+ONE_PROCESS = Dist(0, 1, torch.device("cpu"))
 
 
 def write_unevenly(root: Path, images: int) -> None:

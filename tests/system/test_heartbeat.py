@@ -22,13 +22,13 @@ def test_the_rank_whose_counter_stands_still_is_named(
     before: list[int], after: list[int], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "read_counters", lambda world_size, readings: readings.extend([before, after]))
-    assert find_silent_ranks(Dist(0, 0, 3, CPU)) == named
+    assert find_silent_ranks(Dist(0, 3, CPU)) == named
 
 
 @pytest.mark.parametrize(("rank", "named"), [(1, "rank 0 is dead or hangs"), (0, "the ranks' store does not respond")])
 def test_if_the_store_does_not_answer_rank_0_is_named(rank: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "read_counters", lambda world_size, readings: None)
-    assert find_silent_ranks(Dist(rank, rank, 2, CPU)) == named
+    assert find_silent_ranks(Dist(rank, 2, CPU)) == named
 
 
 def test_only_errors_of_collectives_count_as_lost_connections() -> None:
@@ -41,6 +41,6 @@ def test_only_errors_of_collectives_count_as_lost_connections() -> None:
 
 
 def test_a_single_process_is_not_watched() -> None:
-    with pytest.raises(RuntimeError, match="gloo") as caught, watch_ranks(Dist(0, 0, 1, CPU)):
+    with pytest.raises(RuntimeError, match="gloo") as caught, watch_ranks(Dist(0, 1, CPU)):
         raise RuntimeError("gloo")
     assert not isinstance(caught.value, RankFault)

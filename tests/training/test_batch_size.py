@@ -15,7 +15,7 @@ from cl_train.training import batch_size
 from cl_train.training.batch_size import BatchSpeed, search, settle_batch_size, smallest_of_the_fastest
 from tests.conftest import Run
 
-ALONE = Dist(0, 0, 1, torch.device("cpu"))
+ALONE = Dist(0, 1, torch.device("cpu"))
 
 
 class Machine:

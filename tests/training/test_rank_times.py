@@ -16,5 +16,5 @@ def test_the_slowest_rank_is_the_one_with_most_compute_and_wait_together() -> No
 
 
 def test_one_process_has_no_slowest_rank() -> None:
-    times = own_times(nn.Linear(1, 1), 3.0, 1, Dist(0, 0, 1, torch.device("cpu")))
+    times = own_times(nn.Linear(1, 1), 3.0, 1, Dist(0, 1, torch.device("cpu")))
     assert times.shape == (2, 1) and slowest_rank(times, 10.0) == {}
