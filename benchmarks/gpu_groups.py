@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,18 @@ import torch
 from benchmarks.gpu_plan import Group, Variant, all_groups, has_time_for, tiny_groups
 from benchmarks.roofline import Machine, roofline
 from cl_train.comparison.alternation import alternate, release_memory
+from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, TimedModel, Workload, noise
 from cl_train.comparison.zoo import TUTORIAL
-from cl_train.config.validation import load
-from cl_train.data.batch import Batch
 from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.models.registry import build_model
 from cl_train.step.precision import kernel_selection, resolve_precision
-from cl_train.system.distributed import Dist
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.memory import peak_memory_of_step_gib
-from cl_train.system.timing import timed_s
-from cl_train.training.build import build_train_state
+from cl_train.system.timing import step_times_s, timed_s
 
 ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE = 1e-4
+WARM_UP_STEPS = 6
 
 Step = Callable[[], object]
 
@@ -147,30 +145,20 @@ def measure_variants(rows: Rows, device: torch.device) -> None:
         return
     baseline = group.baseline if group.baseline in steps else next(iter(steps))
     order = [baseline, *(variant for variant in steps if variant is not baseline)]
-    blocks = [partial(block_s, steps[variant], max(1, group.steps // 10), device) for variant in order]
+    count = max(1, group.steps // 10)
+    blocks = [lambda step=steps[variant]: statistics.median(step_times_s(step, count, device)) for variant in order]
     found = alternate(blocks, target_ci=0.01, time_limit_s=min(group.blocks_s * len(order), rows.left_s), min_rounds=5)
     for index, ratio in enumerate(found.speed_ratios()):  # the last ones are missing if memory ran out
         speeds = _speeds(order[index], found.median_s(index), rows)
-        rows.add(**speeds, versus=baseline.name, ratio=ratio.ratio, ci95=[ratio.low, ratio.high])
-
-
-def block_s(step: Step, steps: int, device: torch.device) -> float:
-    """Seconds per step of a block; waits for the device."""
-
-    def work() -> None:
-        for _ in range(steps):
-            step()
-
-    return timed_s(work, device) / steps
+        rows.add(**speeds, versus=baseline.name, **ratio.to_dict())
 
 
 def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
     """Build the step, warm it up (kernels chosen, compiled, recorded), and add a row with its speed and peak memory."""
     held_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     step = build_step(variant, rows.group, device)
-    for _ in range(6):
-        step()
-    seconds = statistics.median(timed_s(step, device) for _ in range(3))
+    step_times_s(step, WARM_UP_STEPS, device)
+    seconds = statistics.median(step_times_s(step, 3, device))
     peak_memory_gib = peak_memory_of_step_gib(step, 0, held_bytes, device)
     rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_memory_gib)
     print(f"{variant.name}: ready with {rows.left_s:.0f} s left", flush=True)
@@ -208,38 +196,27 @@ def _roofline_images_per_s(group: Group, fused: bool, folder: Path) -> float | N
 
 
 def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
-    """The training step of a run with these settings, on one fixed batch on the device."""
-    precision = resolve_precision(group.precision, device)
-    torch.manual_seed(0)
-    shape = (group.batch_size, 3, group.image_size, group.image_size)
-    layout = torch.channels_last if variant.channels_last else torch.contiguous_format
-    images = torch.randn(shape, device=device).to(memory_format=layout)
-    targets = torch.randint(1000, (group.batch_size,), device=device)
+    """The training step with these settings, on one fixed batch on the device."""
+    shape = (3, group.image_size, group.image_size)
     if variant.timm:
         name = "test_resnet" if ":" in group.model else group.model  # timm's smallest, for a dry run
-        return timm_step(name, images, targets, compile=variant.compile and device.type == "cuda")
-    settings = {
-        "model": group.model,
-        "precision": group.precision,
-        "batch_size": group.batch_size,
-        "channels_last": variant.channels_last,
-        "compile": variant.compile,
-        "cuda_graph": variant.graph,
-        "device": device.type,
-        "data": {"name": "synthetic", "image_size": group.image_size},
-    }
-    state = build_train_state(load(settings), precision, 1000, Dist(0, 1, device), LEARNING_RATE)
-    batch = Batch(images.to(precision.input_dtype), targets)
-    return lambda: state.train_step([batch])
+        images = noise((group.batch_size, *shape)).to(device, memory_format=torch.channels_last)
+        return timm_step(name, images, compile=variant.compile and device.type == "cuda")
+    precision = resolve_precision(group.precision, device)
+    workload = Workload(group.batch_size, shape, precision, device, compile=variant.compile, cuda_graph=variant.graph)
+    torch.manual_seed(0)
+    model = build_model(group.model, num_classes=1000)
+    return TimedModel(model, CHANNELS_LAST if variant.channels_last else CONTIGUOUS, workload).step
 
 
-def timm_step(name: str, images: torch.Tensor, targets: torch.Tensor, *, compile: bool) -> Step:
+def timm_step(name: str, images: torch.Tensor, *, compile: bool) -> Step:
     """A step of timm's `train.py --amp --channels-last --torchcompile`, with timm's parts and without its logging."""
     import timm
     from timm.optim import create_optimizer_v2
     from timm.utils import NativeScaler
 
     device = images.device
+    targets = torch.randint(1000, (len(images),), device=device)
     model = timm.create_model(name, num_classes=1000).to(device).to(memory_format=torch.channels_last).train()
     optimizer = create_optimizer_v2(model, opt="sgd", lr=LEARNING_RATE, momentum=0.9, weight_decay=1e-4)
     scaler = NativeScaler(device=device.type)
@@ -261,8 +238,7 @@ def profile_steps(rows: Rows, device: torch.device, *, ncu: bool) -> None:
     """The kernels that take the most device time, in `profile.txt`; for ncu one step between its marks."""
     variant = rows.group.variants[0]
     step = build_step(variant, rows.group, device)
-    for _ in range(6):
-        step()
+    step_times_s(step, WARM_UP_STEPS, device)
     if ncu:  # it counts the bytes of each kernel, see `gpu_report.dram_bytes`
         with torch.cuda.profiler.profile() if device.type == "cuda" else nullcontext():
             timed_s(step, device)

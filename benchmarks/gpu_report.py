@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.gpu_groups import ROOT, Rows, read_rows
 from benchmarks.gpu_plan import Group, all_groups, group_limit_s, tiny_groups
+from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import settings_from_arguments, stop_with
+from cl_train.config.validation import settings_from_arguments
 from cl_train.system.files import write_json, write_text
 
 NCU = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
@@ -70,19 +71,20 @@ def run_group(group: Group, limit_s: float, settings: ReportSettings) -> str:
     folder = Path(settings.out).absolute()
     mode = "dry_run" if settings.dry_run else "real"
     command = [sys.executable, "-m", "benchmarks.gpu_groups", group.name, str(folder), str(limit_s), mode]
+    counts_bytes = group.name.startswith("bytes") and not settings.dry_run
     if group.name == "tests":
         command = [sys.executable, *PYTEST]
-    elif group.name.startswith("bytes") and not settings.dry_run:
-        if shutil.which("ncu") is None:
-            return "done: nothing, ncu is not installed"
+    elif counts_bytes and shutil.which("ncu") is None:
+        return "done: nothing, ncu is not installed"
+    elif counts_bytes:
         command = [*NCU, *command]
     log = folder / f"{group.name}.log"
-    outcome = run_limited(command, log, limit_s)
+    outcome, rows = run_limited(command, log, limit_s), Rows(group, folder, 0)
+    text = log.read_text(errors="replace")
     if group.name == "tests":
-        Rows(group, folder, 0).add(variant="pytest -m gpu", outcome=count_tests(log.read_text(errors="replace")))
-    elif group.name.startswith("bytes") and not settings.dry_run:
-        text = dram_bytes(log.read_text(errors="replace"), group.batch_size)
-        Rows(group, folder, 0).add(variant=group.variants[0].name, model=group.model, outcome=text)
+        rows.add(variant="pytest -m gpu", outcome=count_tests(text))
+    elif counts_bytes:
+        rows.add(variant=group.variants[0].name, model=group.model, outcome=dram_bytes(text, group.batch_size))
     return outcome
 
 
@@ -167,20 +169,15 @@ def _speed_line(row: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    try:
-        settings = settings_from_arguments(ReportSettings, words)
-        groups = tiny_groups() if settings.dry_run else all_groups()
-        known = [group.name for group in groups]
-        unknown = [name for name in settings.groups if name not in known]
-        if unknown:
-            raise ConfigError([f"groups={name}: there are {', '.join(known)}" for name in unknown])
-        if not (settings.dry_run or torch.cuda.is_available()):
-            raise ConfigError("this machine has no usable CUDA device; dry_run=true tests the report on the CPU")
-    except ConfigError as error:
-        stop_with(error)
-    chosen = [group for group in groups if not settings.groups or group.name in settings.groups]
-    return run_report(settings, chosen)
+    settings = settings_from_arguments(ReportSettings, words)
+    groups = tiny_groups() if settings.dry_run else all_groups()
+    known = [group.name for group in groups]
+    if unknown := [name for name in settings.groups if name not in known]:
+        raise ConfigError([f"groups={name}: there are {', '.join(known)}" for name in unknown])
+    if not (settings.dry_run or torch.cuda.is_available()):
+        raise ConfigError("this machine has no usable CUDA device; dry_run=true tests the report on the CPU")
+    return run_report(settings, [group for group in groups if not settings.groups or group.name in settings.groups])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

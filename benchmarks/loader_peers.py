@@ -8,7 +8,6 @@ timm is left out if it is not installed.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,42 +16,33 @@ import numpy as np
 import simplejpeg
 import torch
 
-from cl_train.comparison.loader_speed import (
-    Pipeline,
-    deliver,
-    measure,
-    ours,
-    table,
-    torchvision_reference,
-    with_defaults,
-)
+from cl_train.cli import exit_code
+from cl_train.commands.json_result import print_result
+from cl_train.comparison import loader_speed
+from cl_train.comparison.loader_speed import Pipeline, deliver
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
-from cl_train.config.schema import ConfigError
-from cl_train.config.validation import settings_from_arguments, stop_with
 from cl_train.data.folder import read_folder
-from cl_train.system.files import write_json
 
 _DECODED_FILES = 256
 
 
-def main(words: list[str]) -> None:
-    try:
-        settings = with_defaults(settings_from_arguments(LoaderBenchmarkSettings, words))
-        workers = settings.workers[-1]
-        own = [ours(settings, workers), ours(settings, workers, decoder="pillow"), decoding_only(settings)]
-    except ConfigError as error:
-        stop_with(error)
-    pipelines = [torchvision_reference(settings, workers), *own]
+def main(words: list[str]) -> int:
+    print_result(LoaderBenchmarkSettings, [*words, "json=true"], measure)
+    return 0
+
+
+def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
+    settings = loader_speed.with_defaults(settings)
+    workers = settings.workers[-1]
+    own = [loader_speed.ours(settings, workers, decoder) for decoder in ("simplejpeg", "pillow")]
+    pipelines = [loader_speed.torchvision_reference(settings, workers), *own, decoding_only(settings)]
     missing: dict[str, str] = {}
     try:
         pipelines.append(timm(settings, workers))
     except Exception as error:  # also a broken installation
         missing["timm"] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
-    result = measure(pipelines, settings) | {"missing": missing}
-    print(table(result))
-    if settings.out:
-        write_json(Path(settings.out), result)
-    print(json.dumps(result))
+    result = loader_speed.measure(pipelines, settings) | {"missing": missing}
+    return result, loader_speed.table(result)
 
 
 def decoding_only(settings: LoaderBenchmarkSettings) -> Pipeline:
@@ -93,4 +83,4 @@ def _as_uint8(image: Any) -> np.ndarray[Any, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(main, sys.argv[1:]))

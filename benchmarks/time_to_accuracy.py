@@ -20,18 +20,17 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import settings_from_arguments, stop_with
+from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import write_json
@@ -130,26 +129,11 @@ def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limi
     start_line, accuracy_line = lines
     start_s: float | None = None
     points: list[list[float]] = []
-    load, started_at = MachineLoad(), time.monotonic()
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    is_stopped, load, started_at = False, MachineLoad(), time.monotonic()
     process = subprocess.Popen(
-        command,
-        cwd=log.parent,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        errors="replace",
-        start_new_session=True,
-    )
-    stopped = threading.Event()
-
-    def stop() -> None:
-        stopped.set()
-        with suppress(ProcessLookupError):  # it has just ended
-            os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit_s, stop)
-    timer.start()
+        ["timeout", "--signal=KILL", f"{limit_s}", "env", "PYTHONUNBUFFERED=1", *command],
+        cwd=log.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", start_new_session=True,
+    )  # fmt: skip
     with process, log.open("w", encoding="utf-8") as file:
         for line in process.stdout or ():
             seconds = round(time.monotonic() - started_at, 3)
@@ -158,13 +142,17 @@ def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limi
                 start_s = seconds
             if found := re.search(accuracy_line, line):
                 points.append([seconds, float(found["top1"])])
-                if points[-1][1] >= TARGET and not stopped.is_set():
-                    stop()
-    timer.cancel()
-    exit_code = None if stopped.is_set() else process.returncode
+                if points[-1][1] >= TARGET and not is_stopped:
+                    is_stopped = True
+                    os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group exists
     total_s = round(time.monotonic() - started_at, 3)
-    run = {"exit_code": exit_code, "start_s": start_s, "points": points, "total_s": total_s}
-    return run | {"others_pct": load.others_pct()}
+    return {
+        "exit_code": None if is_stopped or total_s >= limit_s else process.returncode,
+        "start_s": start_s,
+        "points": points,
+        "total_s": total_s,
+        "others_pct": load.others_pct(),
+    }
 
 
 def finished_run(data: str, program: Program, script: Path, seed: int, work: Path) -> dict[str, Any]:
@@ -232,7 +220,7 @@ def commit_of(folder: Path) -> str:
 
 def seconds_to(run: dict[str, Any]) -> float:
     """Seconds from the start of the process to the first evaluation that reaches the target; inf if none does."""
-    return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), float("inf"))
+    return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), math.inf)
 
 
 def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
@@ -244,7 +232,7 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
     for name in dict.fromkeys(run["program"] for run in runs):
         own = [run for run in runs if run["program"] == name]
         seconds = [seconds_to(run) for run in own]
-        reached = [value for value in seconds if value < float("inf")]
+        reached = [value for value in seconds if value < math.inf]
         summary[name] = {
             "runs": len(own),
             "reached": len(reached),
@@ -262,7 +250,7 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
 
 def median(values: list[float]) -> float | None:
     found = statistics.median(values)
-    return round(found, 3) if found < float("inf") else None
+    return round(found, 3) if math.isfinite(found) else None
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -280,7 +268,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             seconds, limit_s = row["median_s"], result["run_limit_s"][data]
             label = f"{name}: {f'{seconds:.0f} s' if seconds else f'not in {limit_s:.0f} s'}"
             marker = {"marker": "o", "markeredgecolor": "white"} if seconds else {}
-            axis.plot(seconds or float("nan"), TARGET, style, color=colour, label=label, **marker)
+            axis.plot(seconds or math.nan, TARGET, style, color=colour, label=label, **marker)
         axis.axhline(result["target_top1"], color="black", linewidth=0.7, linestyle="--")
         title = f"{data}, {IMAGE_SIZE[data]} px"
         axis.set(title=title, xlabel="seconds from the start of the process", ylim=(0, 101), xlim=(0, None))
@@ -294,18 +282,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main(words: list[str]) -> int:
     """Returns 0 if all runs were completed, else 1."""
-    try:
-        settings = settings_from_arguments(Settings, words)
-        for result in measure(settings):
-            if settings.out:
-                write_json(Path(settings.out), result)
-            if settings.chart:
-                draw(result, Path(settings.chart))
-    except ConfigError as error:
-        stop_with(error)
+    settings = settings_from_arguments(Settings, words)
+    for result in measure(settings):
+        if settings.out:
+            write_json(Path(settings.out), result)
+        if settings.chart:
+            draw(result, Path(settings.chart))
     print(json.dumps(result["summary"], indent=1))
     return int(any("why" in run for run in result["runs"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from cl_train.commands import COMMANDS
@@ -22,24 +22,13 @@ from cl_train.system.child_process import end_with_torchrun
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command that the arguments `words` name (default: sys.argv); returns the exit code."""
     _protect_console()
-    name, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
-    try:
-        end_with_torchrun()  # before the imports, which take seconds
-        if name in ("-h", "--help"):
-            print(usage())
-            return 0
-        if name == "completion":
-            from cl_train import completion
+    return exit_code(_run_command, list(sys.argv[1:] if words is None else words) or ["--help"])
 
-            return completion.main(rest)
-        if name not in COMMANDS:
-            raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
-        command = importlib.import_module(f"cl_train.commands.{name}")
-        if {"-h", "--help"} & set(rest) and hasattr(command, "SETTINGS"):
-            print(command_help(f"cl-train {name} {command.USAGE}", command.__doc__ or "", command.SETTINGS))
-            return 0
-        code: int = command.main(rest)
-        return code
+
+def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
+    """Call `command` with the arguments `words`; expected errors become one message and an exit code."""
+    try:
+        return command(words)
     except ConfigError as error:
         stop_with(error)
     except OSError as error:
@@ -48,6 +37,26 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _run_command(words: list[str]) -> int:
+    name, *rest = words
+    end_with_torchrun()  # before the imports, which take seconds
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "completion":
+        from cl_train import completion
+
+        return completion.main(rest)
+    if name not in COMMANDS:
+        raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
+    command = importlib.import_module(f"cl_train.commands.{name}")
+    if {"-h", "--help"} & set(rest) and hasattr(command, "SETTINGS"):
+        print(command_help(f"cl-train {name} {command.USAGE}", command.__doc__ or "", command.SETTINGS))
+        return 0
+    code: int = command.main(rest)
+    return code
 
 
 def usage() -> str:

@@ -20,9 +20,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cl_train.cli import exit_code
 from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import settings_from_arguments, stop_with, suggest
+from cl_train.config.validation import settings_from_arguments, suggest
 from cl_train.system.files import write_json, write_text
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -102,35 +103,29 @@ def write_table(path: Path, settings: FaultSettings, rows: list[dict[str, Any]])
     """Write the table after each row, so that an interrupted run keeps its results."""
     import torch
 
+    from cl_train.memory_format.audit_report import markdown_table
+
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     write_json(path, {"counts": settings.counts, "seed": settings.seed, "environment": versions, "rows": rows})
-    lines = [
-        f"# Injected faults ({settings.counts} counts, seed {settings.seed})",
-        "",
-        f"`python scripts/faults.py counts={settings.counts} seed={settings.seed}` with torch {versions['torch']}, "
-        f"Python {versions['python']}, on a CPU. A try is lost if the outcome is not exactly the promised one.",
-        "",
-        "| row | fault | tried | survived | lost | seconds | commit | details |",
-        "|---|---|---:|---:|---:|---:|---|---|",
-    ]
+    columns, table = ("row", "fault", "tried", "survived", "lost", "seconds", "commit"), []
     for row in rows:
         details = ", ".join(f"{name} {count:,}" for name, count in row["counts"].items())
-        lines.append(
-            f"| {row['row']} | {row['fault']} | {row['tried']:,} | {row['survived']:,} | {row['lost']:,} "
-            f"| {row['seconds']:.0f} | {row.get('commit')} | {details} |"
-        )
-    write_text(path.with_suffix(".md"), "\n".join(lines) + "\n")
+        table.append({name: str(row.get(name)) for name in columns} | {"details": details})
+    text = (
+        f"# Injected faults ({settings.counts} counts, seed {settings.seed})\n\n"
+        f"`python scripts/faults.py counts={settings.counts} seed={settings.seed}` with torch {versions['torch']}, "
+        f"Python {versions['python']}, on a CPU. A try is lost if the outcome is not exactly the promised one.\n\n"
+        f"{markdown_table(table)}\n"
+    )
+    write_text(path.with_suffix(".md"), text)
 
 
 def main(words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(command_help("python scripts/faults.py [key=value ...]", __doc__, {"settings": FaultSettings}))
         return 0
-    try:
-        return run(settings_from_arguments(FaultSettings, words))
-    except ConfigError as error:
-        stop_with(error)
+    return run(settings_from_arguments(FaultSettings, words))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

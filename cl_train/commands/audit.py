@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from cl_train.commands.json_result import print_result
 from cl_train.config.schema import CONVERSIONS, DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, ConfigError, setting
-from cl_train.config.validation import settings_from_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the settings have been checked
     import torch
@@ -59,14 +58,13 @@ SETTINGS = {"settings": AuditSettings}
 
 
 def main(words: list[str]) -> int:
-    settings = settings_from_arguments(AuditSettings, words)
-
-    def measure() -> tuple[dict[str, Any], str]:
-        report = audit_model(settings)
-        return report.to_dict(), f"{report}\n\n{report.summary()}"
-
-    print_result(measure, out=settings.out, as_json=settings.json)
+    print_result(AuditSettings, words, measure)
     return 0
+
+
+def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+    report = audit_model(settings)
+    return report.to_dict(), f"{report}\n\n{report.summary()}"
 
 
 def audit_model(settings: AuditSettings) -> LayoutReport:

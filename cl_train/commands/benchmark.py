@@ -15,28 +15,23 @@ from typing import Any
 
 from cl_train.commands.json_result import print_result
 from cl_train.config.benchmarks import BenchmarkSettings
-from cl_train.config.validation import settings_from_arguments
 
 USAGE = "[key=value ...]"
 SETTINGS = {"settings": BenchmarkSettings}
 
 
 def main(words: list[str]) -> int:
-    settings = settings_from_arguments(BenchmarkSettings, words)
-    from cl_train.comparison.suite import run_suite
-
-    def measure() -> tuple[dict[str, Any], str]:
-        document = run_suite(settings)
-        return document, verdict(document)
-
-    document = print_result(measure, out=settings.out, as_json=settings.json)
+    document = print_result(BenchmarkSettings, words, measure)
     return 1 if any("error" in result for result in document["results"]) else 0
 
 
-def verdict(document: dict[str, Any]) -> str:
-    """One line: the verdict on each layout of each combination."""
-    words = []
+def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
+    """The result, and one line: the verdict on each layout of each combination."""
+    from cl_train.comparison.suite import run_suite
+
+    document = run_suite(settings)
+    verdicts = []
     for result in document["results"]:
         pairs = [f"{pair['candidate']} {pair['verdict']} ({pair['ratio']:.2f}x)" for pair in result["pairs"]]
-        words.append(f"{result['model']}: {'failed' if 'error' in result else ', '.join(pairs)}")
-    return "; ".join(words)
+        verdicts.append(f"{result['model']}: {'failed' if 'error' in result else ', '.join(pairs)}")
+    return document, "; ".join(verdicts)

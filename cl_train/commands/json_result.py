@@ -7,25 +7,27 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from cl_train.config.validation import settings_from_arguments
 from cl_train.system.files import write_json
 
+T = TypeVar("T")
 
-def print_result(
-    measure: Callable[[], tuple[dict[str, Any], str]], *, out: str | None, as_json: bool
-) -> dict[str, Any]:
-    """Call `measure`, write its result to the file `out`, and print its text.
 
-    With `as_json` stdout has the JSON only, and everything else is printed to stderr.
+def print_result(schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]) -> Any:
+    """Call `measure` with the settings in `words`, print its text, and write its result to the file `out`.
+
+    With json=true stdout has the JSON only, and everything else is printed to stderr. Returns the result.
     """
-    with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        result, text = measure()
-        if out:
-            Path(out).parent.mkdir(parents=True, exist_ok=True)
-            write_json(Path(out), result)
-            print(f"written: {out}")
+    settings: Any = settings_from_arguments(schema, words)
+    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
+        result, text = measure(settings)
+        if settings.out:
+            Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
+            write_json(Path(settings.out), result)
+            print(f"written: {settings.out}")
         print(text)
-    if as_json:
+    if settings.json:
         print(json.dumps(result))
     return result

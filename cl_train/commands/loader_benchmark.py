@@ -13,19 +13,18 @@ from typing import Any
 
 from cl_train.commands.json_result import print_result
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
-from cl_train.config.validation import settings_from_arguments
 
 USAGE = "[key=value ...]"
 SETTINGS = {"settings": LoaderBenchmarkSettings}
 
 
 def main(words: list[str]) -> int:
-    settings = settings_from_arguments(LoaderBenchmarkSettings, words)
+    print_result(LoaderBenchmarkSettings, words, measure)
+    return 0
+
+
+def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
     from cl_train.comparison.loader_speed import benchmark, table
 
-    def measure() -> tuple[dict[str, Any], str]:
-        result = benchmark(settings)
-        return result, table(result)
-
-    print_result(measure, out=settings.out, as_json=settings.json)
-    return 0
+    result = benchmark(settings)
+    return result, table(result)

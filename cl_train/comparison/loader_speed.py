@@ -1,24 +1,24 @@
 """The speed of our loader and of torchvision's reference pipeline: random resized crops with flips of the same files.
 
-Rounds are interleaved, so that other load on the machine affects all pipelines alike; a ratio is the median of the
-ratios within a round.
+Rounds are interleaved, A B C C B A, so that other load on the machine affects all pipelines alike.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
+from cl_train.comparison.alternation import alternate
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.build import DATA_DIR, build_data
@@ -38,7 +38,11 @@ class Pipeline:
     workers: int
     run: Callable[[], int]
     close: Callable[[], object] = lambda: None
-    rates: list[float] = field(default_factory=list)  # images/s, one per round
+
+    def seconds_per_image(self) -> float:
+        started_at = time.perf_counter()
+        images = self.run()
+        return (time.perf_counter() - started_at) / images
 
 
 def with_defaults(settings: LoaderBenchmarkSettings) -> LoaderBenchmarkSettings:
@@ -64,15 +68,13 @@ def benchmark(settings: LoaderBenchmarkSettings) -> dict[str, Any]:
 
 
 def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) -> dict[str, Any]:
-    """Rates of all pipelines, round by round, and ratios to the first one; closes them."""
+    """Rates of all pipelines, and their ratios to the first one; closes them."""
     torch.set_num_threads(1)  # the workers are measured, not this process
+    blocks = [pipeline.seconds_per_image for pipeline in pipelines]
     try:
-        for number in range(settings.rounds + 1):
-            for pipeline in pipelines:
-                started_at = time.perf_counter()
-                images = pipeline.run()
-                if number:  # the first round starts workers and fills the page cache
-                    pipeline.rates.append(images / (time.perf_counter() - started_at))
+        for pipeline in pipelines:
+            pipeline.run()  # starts workers and fills the page cache
+        done = alternate(blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
     finally:
         for pipeline in pipelines:
             pipeline.close()
@@ -80,10 +82,10 @@ def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) ->
         {
             "pipeline": pipeline.name,
             "workers": pipeline.workers,
-            "images_per_s": round(median(pipeline.rates), 1),
-            "ratio": round(median(a / b for a, b in zip(pipeline.rates, pipelines[0].rates, strict=True)), 2),
+            "images_per_s": round(1 / done.median_s(index), 1),
+            **ratio.to_dict(),
         }
-        for pipeline in pipelines
+        for index, (pipeline, ratio) in enumerate(zip(pipelines, done.speed_ratios(), strict=False))
     ]
     return {
         "schema_version": 2,

@@ -65,16 +65,10 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
         kept = ("layout", "images_per_s", "step_ms", "peak_memory_gib")
+        baseline, *candidates = self.speeds
         pairs = [
-            {
-                "baseline": self.speeds[0].layout,
-                "candidate": speed.layout,
-                "ratio": round(speed.ratio.ratio, 4),
-                "ci95": [round(speed.ratio.low, 4), round(speed.ratio.high, 4)],
-                "n": speed.ratio.n,
-                "verdict": speed.verdict,
-            }
-            for speed in self.speeds[1:]
+            {"baseline": baseline.layout, "candidate": one.layout, **one.ratio.to_dict(), "verdict": one.verdict}
+            for one in candidates
         ]
         speeds = [{name: getattr(speed, name) for name in kept} for speed in self.speeds]
         return {**vars(self), "speeds": speeds, "pairs": pairs}
@@ -82,11 +76,10 @@ class Comparison:
     def __str__(self) -> str:
         lines = []
         for index, speed in enumerate(self.speeds):
-            ratio = speed.ratio
-            against = f"  {ratio.ratio:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}] {speed.verdict.replace('_', ' ')}"
+            against = f"  {speed.ratio} {speed.verdict.replace('_', ' ')}" if index else ""
             lines.append(
                 f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
-                f"{speed.peak_memory_gib:8.2f} GiB{against if index else ''}"
+                f"{speed.peak_memory_gib:8.2f} GiB{against}"
             )
         if self.batch_size != self.batch_size_requested:
             lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts used {self.batch_size}")

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 # The speeds of two equal models in one process differ because of memory placement, so a ratio this close to 1 counts as
 # no difference, however narrow its interval is.
@@ -39,6 +40,14 @@ class Interval:
     def width(self) -> float:
         return self.high - self.low
 
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of records; an unbounded interval, of one round, is null."""
+        ci95 = [round(self.low, 4), round(self.high, 4)] if math.isfinite(self.high) else None
+        return {"ratio": round(self.ratio, 4), "ci95": ci95, "n": self.n}
+
 
 def student_t(degrees: int) -> float:
     """The 97.5 % quantile of Student's t distribution, within 0.3 % (Abramowitz and Stegun 1964, 26.7.5)."""
@@ -46,12 +55,7 @@ def student_t(degrees: int) -> float:
     if degrees in _EXACT_T:
         return _EXACT_T[degrees]
     z = 1.959964
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return sum(term / degrees**power for power, term in enumerate(terms))
 
 

@@ -47,7 +47,7 @@ class LoaderBenchmarkSettings:
     )
     batch_size: int = setting(64, "images per batch", minimum=1)
     images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
-    rounds: int = setting(5, "interleaved rounds, after one warm-up round", minimum=1)
+    rounds: int = setting(3, "interleaved rounds A B B A, after one warm-up", minimum=1)
     gpu_images_per_s: float = setting(
         5400.0, "training speed in images/s; used to compute the loader cores needed", above=0
     )
