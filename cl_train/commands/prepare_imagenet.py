@@ -14,17 +14,15 @@ Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusab
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, suggest
 
 
 @dataclass
-class TarsSettings:
+class Tars:
     """Unpack the official archives into train/<wnid>/*.JPEG and val/<wnid>/*.JPEG."""
 
     out: str = setting("", "folder to make train/ and val/ in", required=True)
@@ -32,23 +30,39 @@ class TarsSettings:
     val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved")
     devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz or its folder, or a text file with the val labels")
 
+    def run(self) -> int:
+        from cl_train.imagenet.archives import unpack
+
+        sources = (_path(path) if path else None for path in (self.train, self.val, self.devkit))
+        for split, images in unpack(_path(self.out), *sources).items():
+            print(f"{self.out}/{split}: {images:,} images")
+        return 0
+
 
 @dataclass
-class _FolderSettings:
+class _Folder:
     root: str = setting("", "folder that holds train/<class>/* and val/<class>/*", key="data.root", required=True)
     workers: int | None = setting(None, "processes; null = as many as cores", minimum=1, key="data.workers")
 
 
 @dataclass
-class VerifySettings(_FolderSettings):
+class Verify(_Folder):
     """Count classes and images, and find files that are not images."""
 
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
     expect: str = setting("imagenet", "expected numbers of classes and images", choices=("imagenet", "any"))
 
+    def run(self) -> int:
+        from cl_train.imagenet.verify import verify
+
+        official = self.expect == "imagenet"
+        report = verify(_path(self.root), deep=self.deep, official_counts=official, workers=self.workers)
+        print(report)
+        return 1 if report.problems else 0
+
 
 @dataclass
-class ResizeSettings(_FolderSettings):
+class Resize(_Folder):
     """Copy a folder with smaller images, which load faster."""
 
     out: str = setting("", "folder for the copies", required=True)
@@ -56,95 +70,68 @@ class ResizeSettings(_FolderSettings):
     short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
 
+    def run(self) -> int:
+        from cl_train.imagenet.resize import resize_folder
+
+        source, target = _path(self.root), _path(self.out)
+        print(resize_folder(source, target, self.max_side, self.short_side, self.quality, workers=self.workers))
+        return 0
+
 
 @dataclass
-class ShardsSettings(_FolderSettings):
+class Shards(_Folder):
     """Copy a folder into tar shards for data=shards and WebDataset."""
 
     out: str = setting("", "folder for the shards", required=True)
     images_per_shard: int = setting(1000, "images in each shard", minimum=1)
     seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
 
+    def run(self) -> int:
+        from cl_train.imagenet.shards import write_shards
+
+        source, target, count = _path(self.root), _path(self.out), self.images_per_shard
+        images, bad = write_shards(source, target, images_per_shard=count, seed=self.seed, workers=self.workers)
+        print(f"{self.out}: {sum(images.values()):,} images in {len(images):,} shards")
+        for line in bad:
+            print(f"left out: {line}")
+        return 1 if bad else 0
+
 
 @dataclass
-class ParquetSettings(_FolderSettings):
+class Parquet(_Folder):
     """Copy the Hugging Face parquet files of ImageNet into a folder or tar shards."""
 
     root: str = setting("", "folder with train-*.parquet and validation-*.parquet", key="data.root", required=True)
     out: str = setting("", "folder to write to", required=True)
     to: str = setting("folder", "what to write", choices=("folder", "shards"))
 
+    def run(self) -> int:
+        from cl_train.imagenet.parquet import unpack_parquet
+
+        found = unpack_parquet(_path(self.root), _path(self.out), to=self.to, workers=self.workers)
+        for split, images in found.items():
+            print(f"{self.out}: {images:,} {split} images")
+        return 0
+
 
 def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def tars(s: TarsSettings) -> int:
-    from cl_train.imagenet.archives import unpack
-
-    sources = (_path(path) if path else None for path in (s.train, s.val, s.devkit))
-    for split, images in unpack(_path(s.out), *sources).items():
-        print(f"{s.out}/{split}: {images:,} images")
-    return 0
-
-
-def verify(s: VerifySettings) -> int:
-    from cl_train.imagenet.verify import verify as check
-
-    report = check(_path(s.root), deep=s.deep, official_counts=s.expect == "imagenet", workers=s.workers)
-    print(report)
-    return 1 if report.problems else 0
-
-
-def resize(s: ResizeSettings) -> int:
-    from cl_train.imagenet.resize import resize_folder
-
-    print(resize_folder(_path(s.root), _path(s.out), s.max_side, s.short_side, s.quality, workers=s.workers))
-    return 0
-
-
-def shards(s: ShardsSettings) -> int:
-    from cl_train.imagenet.shards import write_shards
-
-    images, bad = write_shards(
-        _path(s.root), _path(s.out), images_per_shard=s.images_per_shard, seed=s.seed, workers=s.workers
-    )
-    print(f"{s.out}: {sum(images.values()):,} images in {len(images):,} shards")
-    for line in bad:
-        print(f"left out: {line}")
-    return 1 if bad else 0
-
-
-def parquet(s: ParquetSettings) -> int:
-    from cl_train.imagenet.parquet import unpack_parquet
-
-    for split, images in unpack_parquet(_path(s.root), _path(s.out), to=s.to, workers=s.workers).items():
-        print(f"{s.out}: {images:,} {split} images")
-    return 0
-
-
-# A task is a function of its settings that returns the exit code; a new one needs a line here.
-TASKS: dict[str, tuple[type, Callable[[Any], int]]] = {
-    "tars": (TarsSettings, tars),
-    "verify": (VerifySettings, verify),
-    "resize": (ResizeSettings, resize),
-    "shards": (ShardsSettings, shards),
-    "parquet": (ParquetSettings, parquet),
+TASKS: dict[str, type[Tars | Verify | Resize | Shards | Parquet]] = {
+    task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards, Parquet)
 }
-
-
 USAGE = f"{'|'.join(TASKS)} [key=value ...]"
-SETTINGS = {f"{name}: {schema.__doc__}": schema for name, (schema, _) in TASKS.items()}
+SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in TASKS.items()}
 
 
 def main(words: list[str]) -> int:
     name = words[0] if words else ""
     if name not in TASKS:
         raise ConfigError(f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
-    schema, task = TASKS[name]
-    settings: Any = settings_from_arguments(schema, words[1:])
+    task = settings_from_arguments(TASKS[name], words[1:])
     try:
-        return task(settings)
+        return task.run()
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died
         print(f"failed: {error}. Run the same command again to continue", file=sys.stderr)
         return 1

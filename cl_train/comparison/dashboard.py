@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,16 @@ def write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str,
         title = f"{label}: {pair.candidate} {ratio}{pair.verdict.replace('_', ' ')}"
         for category, kind in zip(layout, ("speed", "loss"), strict=True):
             layout[category][title] = ["Margin", [f"sides/{kind}/{safe_name(label)}/{part}" for part in PARTS]]
+    for side in dict.fromkeys(name for pair in pairs for name in (pair.baseline, pair.candidate)):
+        _list_first(folder / safe_name(side))
+        with SummaryWriter(str(folder / safe_name(side))) as writer:
+            for label, pair in zip(labels, pairs, strict=True):
+                runs = {pair.baseline: pair.baseline_runs, pair.candidate: pair.candidate_runs}.get(side)
+                for kind, points in (("speed", _speed_bands(runs)), ("loss", _loss_bands(runs))) if runs else ():
+                    for step, values in points:
+                        band = statistics.median(values), min(values), max(values)
+                        for part, value in zip(PARTS, band, strict=True):
+                            writer.add_scalar(f"sides/{kind}/{safe_name(label)}/{part}", value, step)
     with SummaryWriter(str(folder)) as writer:
         writer.add_text("comparison", "\n".join(line for line in markdown.splitlines() if not line.startswith("![")))
         if pairs:
@@ -35,17 +46,8 @@ def write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str,
         if (folder / "comparison.png").is_file():
             with Image.open(folder / "comparison.png", formats=("PNG",)) as chart:
                 writer.add_image("comparison", np.asarray(chart.convert("RGB")), dataformats="HWC")
-    for side in dict.fromkeys(name for pair in pairs for name in (pair.baseline, pair.candidate)):
-        _list_first(folder / safe_name(side))
-        with SummaryWriter(str(folder / safe_name(side))) as writer:
-            for label, pair in zip(labels, pairs, strict=True):
-                runs = {pair.baseline: pair.baseline_runs, pair.candidate: pair.candidate_runs}.get(side, [])
-                for kind, points in (("speed", _speed_bands(runs)), ("loss", _loss_bands(runs))) if runs else ():
-                    for step, values in points:
-                        band = statistics.median(values), min(values), max(values)
-                        for part, value in zip(PARTS, band, strict=True):
-                            writer.add_scalar(f"sides/{kind}/{safe_name(label)}/{part}", value, step)
-    _write_table(pairs, folder)
+        for run, settings, metrics in _table(pairs):
+            writer.add_hparams(settings, metrics, run_name=run.folder.name, global_step=0)
 
 
 def _list_first(folder: Path) -> None:
@@ -69,11 +71,8 @@ def _loss_bands(runs: Sequence[Run]) -> Iterator[tuple[int, list[float]]]:
         yield step, [run.losses[step] for run in runs]
 
 
-def _write_table(pairs: Sequence[Pair], folder: Path) -> None:
-    """HParams: one row per run with the settings that vary, its speed, and its speed-up over the baseline."""
-    from torch.utils.tensorboard import SummaryWriter
-    from torch.utils.tensorboard.summary import hparams
-
+def _table(pairs: Sequence[Pair]) -> Iterator[tuple[Run, dict[str, str], dict[str, float]]]:
+    """HParams of each run: the settings that vary, its speed, and its speed-up over the baseline; NaN = unknown."""
     rows: dict[Path, tuple[Run, float | None]] = {}
     for pair in pairs:
         ratio = pair.comparable_interval.ratio if pair.comparable_interval else None
@@ -88,10 +87,5 @@ def _write_table(pairs: Sequence[Pair], folder: Path) -> None:
             "summary/train_loss": run.losses[max(run.losses)] if run.losses else None,
             "summary/peak_memory_gib": run.summary.get("peak_memory_gib"),
         }
-        with SummaryWriter(str(folder / run.folder.name)) as writer:
-            assert writer.file_writer is not None
-            for part in hparams({key: str(run.settings.get(key)) for key in varying}, metrics):
-                writer.file_writer.add_summary(part)
-            for name, value in metrics.items():
-                if value is not None:
-                    writer.add_scalar(name, value, 0)
+        known = {name: math.nan if value is None else value for name, value in metrics.items()}
+        yield run, {key: str(run.settings.get(key)) for key in varying}, known

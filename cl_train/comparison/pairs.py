@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
     count = min(len(baseline), len(candidate))
     first, second = list(baseline[:count]), list(candidate[:count])
     names = _names(first[0], second[0], by)
-    reasons = _obstacles(first, second, by, names)
+    reasons = list(_obstacles(first, second, by, names))
     interval = None
     if all(len(run.images_per_s) >= MIN_WINDOWS for run in [*first, *second]):
         interval = interval_of_runs([run.images_per_s for run in first], [run.images_per_s for run in second])
@@ -116,7 +116,7 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
         verdict=verdict,
         bottleneck="loader" if is_loader_bound else "compute",
         loss_gap=_loss_gap(first, second),
-        notes=reasons + _remarks(first, second, by, interval, verdict),
+        notes=[*reasons, *_remarks(first, second, by, interval, verdict)],
     )
 
 
@@ -202,36 +202,30 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
 # --- notes of the report ---------------------------------------------------------------------------------------------
 
 
-def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> list[str]:
+def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> Iterator[str]:
     """Why the speeds of two sides cannot be compared, one sentence each."""
     baseline, candidate, runs = first[0], second[0], [*first, *second]
-    obstacles = list(dict.fromkeys(problem for run in runs for problem in run.problems))
-    obstacles += [
-        f"{key} differs: {show(one):.200} ({names[0]}) and {show(other):.200} ({names[1]})"
-        for key, one, other in _differences(baseline, candidate, by)
-    ]
-    unknown = [run.folder.name for run in (baseline, candidate) if by not in run.settings]
+    yield from dict.fromkeys(problem for run in runs for problem in run.problems)
+    for key, one, other in _differences(baseline, candidate, by):
+        yield f"{key} differs: {show(one):.200} ({names[0]}) and {show(other):.200} ({names[1]})"
     used = [run.summary.get(_OUTCOME.get(by, "")) for run in (baseline, candidate)]
-    if unknown:
-        obstacles.append(f"{by} of {unknown[0]} is unknown")
+    if unknown := [run.folder.name for run in (baseline, candidate) if by not in run.settings]:
+        yield f"{by} of {unknown[0]} is unknown"
     elif baseline.settings[by] != candidate.settings[by] and used[0] == used[1] is not None:
-        obstacles.append(f"both sides ran with {_OUTCOME[by]} {used[0]}")
-    obstacles += [
-        f"{run.folder.name} has {len(run.images_per_s)} windows after warm-up, not {MIN_WINDOWS}: use more steps or a "
-        "smaller log_every"
-        for run in runs
-        if len(run.images_per_s) < MIN_WINDOWS
-    ]
+        yield f"both sides ran with {_OUTCOME[by]} {used[0]}"
+    for run in runs:
+        if (count := len(run.images_per_s)) < MIN_WINDOWS:
+            yield (
+                f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}: use more steps or a smaller "
+                "log_every"
+            )
     gap_h = max(_gap_h(one, other) for one, other in zip(first, second, strict=True))
     if gap_h > MAX_GAP_H:
-        obstacles.append(f"the runs are {gap_h:.0f} hours apart: repeat them on the same day")
-    busy = [max(run.others_pct or 0.0 for run in side) for side in (first, second)]
+        yield f"the runs are {gap_h:.0f} hours apart: repeat them on the same day"
+    one, other = (max(run.others_pct or 0.0 for run in side) for side in (first, second))
     on_cpu = baseline.fact("device") == "cpu"  # a GPU's speed suffers less; equal load is no problem
-    if max(busy) >= TOO_BUSY_PCT and (on_cpu or abs(busy[0] - busy[1]) >= TOO_BUSY_PCT):
-        obstacles.append(
-            f"other processes used up to {busy[0]:.0f} % ({names[0]}) and {busy[1]:.0f} % ({names[1]}) of the CPU cores"
-        )
-    return obstacles
+    if max(one, other) >= TOO_BUSY_PCT and (on_cpu or abs(one - other) >= TOO_BUSY_PCT):
+        yield f"other processes used up to {one:.0f} % ({names[0]}) and {other:.0f} % ({names[1]}) of the CPU cores"
 
 
 def _gap_h(one: Run, other: Run) -> float:
@@ -240,31 +234,31 @@ def _gap_h(one: Run, other: Run) -> float:
     return max(0.0, times[1][0] - times[0][1]) / 3600 if len(times) == 2 else 0.0
 
 
-def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> list[str]:
+def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> Iterator[str]:
     """Notes that do not prevent a verdict but help to interpret it."""
     baseline, candidate, runs = first[0], second[0], [*first, *second]
     changed = differing([baseline, candidate])
-    remarks: list[str] = []
     if loss_only := [key for key in changed if key != by and _affects(key) == "loss"]:
-        remarks.append(f"the loss gap is not caused by {by} only; also different: {', '.join(loss_only)}")
+        yield f"the loss gap is not caused by {by} only; also different: {', '.join(loss_only)}"
     if dependent := [key for key in changed if key in _DEPENDENT.get(by, ())]:
-        remarks.append(f"also different, which compare_by={by} allows: {', '.join(dependent)}")
+        yield f"also different, which compare_by={by} allows: {', '.join(dependent)}"
     if baseline.settings.get(by) == candidate.settings.get(by):
-        remarks.append(f"both sides have the same {by}")
+        yield f"both sides have the same {by}"
     if by == "channels_last" and baseline.settings.get("compile"):
-        remarks.append("compiled: the compiler may use channels_last convolutions on the contiguous side too")
+        yield "compiled: the compiler may use channels_last convolutions on the contiguous side too"
     if any(run.others_pct is None for run in runs):
-        remarks.append("how busy the machine was is unknown: summary.json has no others_pct")
+        yield "how busy the machine was is unknown: summary.json has no others_pct"
     busiest = max(run.others_pct or 0.0 for run in runs)
     if BUSY_PCT <= busiest < TOO_BUSY_PCT:
-        remarks.append(f"other processes used up to {busiest:.0f} % of the CPU cores during the runs")
+        yield f"other processes used up to {busiest:.0f} % of the CPU cores during the runs"
     if stopped := [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]:
-        remarks.append(f"interrupted before the end: {', '.join(stopped)}")
-    if interval is not None and interval.n == 1 and verdict != "not_comparable":
-        remarks.append("one run per side: the interval allows for drift between them; repeats=3 narrows it")
-    if interval is not None and verdict == "no_difference" and interval.width > 5 * SMALLEST_DIFFERENCE:
-        remarks.append(f"noisy: any ratio from {interval.low:.2f} to {interval.high:.2f} is possible; use more repeats")
-    return remarks
+        yield f"interrupted before the end: {', '.join(stopped)}"
+    if interval is None or verdict == "not_comparable":
+        return
+    if interval.n == 1:
+        yield "one run per side: the interval allows for drift between them; repeats=3 narrows it"
+    if verdict == "no_difference" and interval.width > 5 * SMALLEST_DIFFERENCE:
+        yield f"noisy: any ratio from {interval.low:.2f} to {interval.high:.2f} is possible; use more repeats"
 
 
 def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:

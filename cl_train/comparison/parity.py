@@ -190,8 +190,8 @@ def _compare(
 ) -> list[Check]:
     """Checks in the order in which a difference spreads: forward, results, gradients, statistics."""
     checks: list[Check] = []
-    for kind in ("forward", "results", "gradients", "statistics"):
-        truths, plain, mine = (getattr(record, kind) for record in (reference, contiguous, other))
+    for kind, truths in reference.items():
+        plain, mine = contiguous[kind], other[kind]
         names = [name for name, _ in truths]
         if names != [name for name, _ in mine]:
             odd = next((one for (one, _), two in zip(mine, names, strict=False) if one != two), "the last tensor")

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,14 +35,10 @@ class Task:
     seed: int
 
 
-@dataclass
-class Record:
-    """Samples of every tensor of a step, float64 on the CPU, in the order in which they were computed."""
-
-    forward: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "input of X", "output of X"
-    results: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "result 0", "loss" (the user's own)
-    gradients: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "gradient of P", last layer first
-    statistics: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # "statistics of X"
+# Samples of the tensors of a step with their names, in the order in which they were computed: "forward" ("input of X",
+# "output of X"), "results" ("result 0", the user's own "loss"), "gradients" ("gradient of P", last layer first) and
+# "statistics" ("statistics of X").
+Record = dict[str, list[tuple[str, torch.Tensor]]]
 
 
 def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtype | None = None) -> Record:
@@ -58,28 +54,26 @@ def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtyp
             model.to(dtype)
     model.train()
     batch = place_batch(task.batch, task.device, dtype or precision.input_dtype, layout.memory_format)
-    record, called = Record(), list[str]()
+    forward, called = list[tuple[str, torch.Tensor]](), list[str]()
     with (
         random_state_restored(task.device),
         kernel_selection(tf32=precision.tf32 and dtype is None, autotune=False),
         EqualRandomness(task.seed),
     ):
-        with _watched(model, record, called), autocast(precision if dtype is None else Precision("fp32"), task.device):
+        with _watched(model, forward, called), autocast(precision if dtype is None else Precision("fp32"), task.device):
             output = call_model(model, batch)
             results = output_tensors(output, task.output)
             loss = task.loss(output) if task.loss is not None else _weighted_sum(results)
         if loss.requires_grad:
             loss.backward()
-    record.results = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
-    if task.loss is not None:
-        record.results.append(("loss", sample(loss)))
-    record.gradients = [
-        (f"gradient of {name}", sample(parameter.grad))
-        for name, parameter in _in_backward_order(model, called)
-        if parameter.grad is not None
-    ]
-    record.statistics = _statistics(model)
-    return record
+    samples = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
+    gradients = [(name, parameter.grad) for name, parameter in _in_backward_order(model, called)]
+    return {
+        "forward": forward,
+        "results": samples + ([("loss", sample(loss))] if task.loss is not None else []),
+        "gradients": [(f"gradient of {name}", sample(grad)) for name, grad in gradients if grad is not None],
+        "statistics": _statistics(model),
+    }
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +100,7 @@ def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextmanager
-def _watched(model: nn.Module, record: Record, called: list[str]) -> Iterator[None]:
+def _watched(model: nn.Module, forward: list[tuple[str, torch.Tensor]], called: list[str]) -> Iterator[None]:
     """Record inputs and outputs as modules run, before a later in-place operator overwrites them."""
     seen: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
@@ -117,7 +111,7 @@ def _watched(model: nn.Module, record: Record, called: list[str]) -> Iterator[No
             known = seen.get(id(value))
             if known is None or known[0]() is not value or known[1] != value._version:
                 known = seen[id(value)] = (weakref.ref(value), value._version, sample(value))
-            record.forward.append((what, known[2]))
+            forward.append((what, known[2]))
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         called.append(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from cl_train.comparison.chart import write_chart
 from cl_train.comparison.dashboard import write_dashboard
 from cl_train.comparison.pairs import Pair, compare_runs, compare_two, differing
-from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.run_records import read_run
 from cl_train.comparison.slurm import allocation_states, record_missing_outcomes
 from cl_train.comparison.sweep_plan import Job, read_sweep
 from cl_train.config.schema import ConfigError
@@ -62,29 +62,19 @@ def compare_folders(
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")
-    jobs: list[Job] = []
-    runs: list[Run] = []
     failed: list[FailedJob] = []
     if len(folders) > 1:
-        runs = [read_run(folder) for folder in folders]
-    elif (folders[0] / "sweep.json").is_file():
-        sweep = read_sweep(folders[0])
-        if sweep.allocations and (states := allocation_states(sweep)) is not None:
-            record_missing_outcomes(sweep, states)
-        jobs, by = sweep.jobs, by or sweep.compare_by
+        runs, by = [read_run(folder) for folder in folders], by or "channels_last"
     else:
-        names = sorted(path.parent.name for path in folders[0].glob("*/metrics.jsonl"))
-        jobs = [Job(number, name, [name], status="completed") for number, name in enumerate(names)]
-        if len(jobs) < 2:
-            raise ConfigError(f"{folders[0]}: neither a sweep (sweep.json) nor a folder of two or more runs")
-    for job in jobs:
-        try:
-            if job.status != "completed":
-                raise ConfigError(job.why or job.status)
-            runs.append(replace(read_run(folders[0] / job.name), repeat=job.repeat))
-        except ConfigError as error:
-            failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
-    by = by or "channels_last"
+        jobs, compare_by = _read_jobs(folders[0])
+        runs, by = [], by or compare_by
+        for job in jobs:
+            try:
+                if job.status != "completed":
+                    raise ConfigError(job.why or job.status)
+                runs.append(replace(read_run(folders[0] / job.name), repeat=job.repeat))
+            except ConfigError as error:
+                failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
     for model, why in (parity_failures or {}).items():
         runs = [replace(run, problems=[*run.problems, why]) if run.fact("model") == model else run for run in runs]
     pairs = [compare_two(runs[0], runs[1], by)] if len(folders) == 2 else compare_runs(runs, by)
@@ -97,6 +87,19 @@ def compare_folders(
         print((target / "comparison.md").read_text(encoding="utf-8"))
     print(f"{verdict} Report: {target / 'comparison.md'}", flush=True)
     return report
+
+
+def _read_jobs(folder: Path) -> tuple[list[Job], str]:
+    """The jobs of a sweep, or one for each run in a folder of runs; and the setting to compare by."""
+    if (folder / "sweep.json").is_file():
+        sweep = read_sweep(folder)
+        if sweep.allocations and (states := allocation_states(sweep)) is not None:
+            record_missing_outcomes(sweep, states)
+        return sweep.jobs, sweep.compare_by
+    names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+    if len(names) < 2:
+        raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs")
+    return [Job(number, name, [name], status="completed") for number, name in enumerate(names)], "channels_last"
 
 
 def write_report(report: Report, folder: Path) -> str:
@@ -117,27 +120,28 @@ def write_report(report: Report, folder: Path) -> str:
 
 
 def _row(pair: Pair) -> dict[str, Any]:
-    interval = pair.interval
+    runs = {"baseline": pair.baseline_runs, "candidate": pair.candidate_runs}
+    speeds = {side: _median([run.median_images_per_s for run in runs[side]], 2) for side in runs}
+    memory = {side: _median([run.summary.get("peak_memory_gib") for run in runs[side]], 3) for side in runs}
+    interval = pair.interval.to_dict() if pair.interval else {}
     return {
         **pair.held_equal,
         "baseline": pair.baseline,
         "candidate": pair.candidate,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        "baseline_images_per_s": _median((run.median_images_per_s for run in pair.baseline_runs), 2),
-        "candidate_images_per_s": _median((run.median_images_per_s for run in pair.candidate_runs), 2),
-        "ratio": round(interval.ratio, 4) if interval else None,
-        "ci95": [round(interval.low, 4), round(interval.high, 4)] if interval else None,
+        **{f"{side}_images_per_s": value for side, value in speeds.items()},
+        "ratio": interval.get("ratio"),
+        "ci95": interval.get("ci95"),
         "n": len(pair.baseline_runs),
         "verdict": pair.verdict,
         "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
         "bottleneck": pair.bottleneck,
-        "baseline_peak_memory_gib": _median((run.summary.get("peak_memory_gib") for run in pair.baseline_runs), 3),
-        "candidate_peak_memory_gib": _median((run.summary.get("peak_memory_gib") for run in pair.candidate_runs), 3),
+        **{f"{side}_peak_memory_gib": value for side, value in memory.items()},
         "notes": pair.notes,
     }
 
 
-def _median(values: Iterable[float | None], digits: int) -> float | None:
+def _median(values: Sequence[float | None], digits: int) -> float | None:
     known = [value for value in values if value is not None]
     return round(statistics.median(known), digits) if known else None
 

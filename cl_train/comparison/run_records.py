@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -81,7 +81,7 @@ def read_run(folder: Path) -> Run:
         measured = [window for window in measured if window.get("image_size") == measured[-1].get("image_size")]
     waits_pct = [window["data_wait_pct"] for window in measured if "data_wait_pct" in window]
     times = [window["time"] for window in windows if "time" in window]
-    problems += _contradictions(summary, config) + _changes(windows)
+    problems += [*_contradictions(summary, config), *_changes(windows)]
     return Run(
         folder=folder,
         settings=settings,
@@ -184,29 +184,27 @@ def _checked(document: Any, rules: Mapping[str, Rule], where: str, required: Seq
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
-def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
     """A run that failed or was killed, and records that contradict the settings."""
     if not summary:
-        return ["no summary.json: the run was killed or has not ended"]
-    status = summary.get("status")
-    problems = [] if status in ("completed", "interrupted", None) else [f"status {status}"]
+        yield "no summary.json: the run was killed or has not ended"
+    elif (status := summary.get("status")) not in ("completed", "interrupted", None):
+        yield f"status {status}"
     reported = [(name, setting, summary.get(name)) for name, setting in _SETTING_OF.items()]
     reported.append(("memory_format", "channels_last", _LAYOUTS.get(str(summary.get("memory_format")))))
     for name, setting, value in reported:
         asked = None if name == "image_size" and config.get("data.size_schedule") else config.get(setting)
         if None not in (asked, value) and str(asked).lower() not in ("auto", str(value).lower()):
-            problems.append(f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}")
-    return problems
+            yield f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}"
 
 
-def _changes(windows: Sequence[dict[str, Any]]) -> list[str]:
+def _changes(windows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Two processes wrote at the same time, or the run was resumed in another way."""
-    problems: list[str] = []
+    repeated = [after["step"] for before, after in pairwise(windows) if after["step"] <= before["step"]]
+    if repeated:
+        yield f"step {repeated[0]} is recorded twice or out of order"
     for before, after in pairwise(windows):
-        if after["step"] <= before["step"] and not problems:
-            problems.append(f"step {after['step']} is recorded twice or out of order")
         for name in ("memory_format", "precision", "world_size", "device_name"):
             if name in before and name in after and before[name] != after[name]:
                 values = f"{repr(before[name])[:80]} before, {repr(after[name])[:80]} after"
-                problems.append(f"{name} changed at step {after['step']}: {values}")
-    return problems
+                yield f"{name} changed at step {after['step']}: {values}"
