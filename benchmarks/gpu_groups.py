@@ -89,8 +89,8 @@ def run_group(name: str, folder: Path, time_limit_s: float, *, dry_run: bool) ->
                 if rows.left_s > 10:
                     measure_variants(rows, device)
                     release_memory(device)
-        elif name == "profile" or name.startswith("bytes"):
-            profile_steps(rows, device, ncu=name != "profile")
+        elif name.startswith("bytes"):
+            step_for_ncu(rows, device)
         else:
             measure_variants(rows, device)
 
@@ -231,39 +231,34 @@ def timm_step(name: str, images: torch.Tensor, *, compile: bool) -> Step:
     return step
 
 
-# --- profile of time and memory traffic -------------------------------------------------------------------------------
+# --- memory traffic ---------------------------------------------------------------------------------------------------
 
 
-def profile_steps(rows: Rows, device: torch.device, *, ncu: bool) -> None:
-    """The kernels that take the most device time, in `profile.txt`; for ncu one step between its marks."""
-    variant = rows.group.variants[0]
-    step = build_step(variant, rows.group, device)
+def step_for_ncu(rows: Rows, device: torch.device) -> None:
+    """One step between ncu's marks, for which it counts the bytes of each kernel: see `gpu_report.dram_bytes`."""
+    step = build_step(rows.group.variants[0], rows.group, device)
     step_times_s(step, WARM_UP_STEPS, device)
-    if ncu:  # it counts the bytes of each kernel, see `gpu_report.dram_bytes`
-        with torch.cuda.profiler.profile() if device.type == "cuda" else nullcontext():
-            timed_s(step, device)
-        return
-    with torch.profiler.profile() as profiler:
+    with torch.cuda.profiler.profile() if device.type == "cuda" else nullcontext():
         timed_s(step, device)
-    table = profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=80)
-    (rows.folder / "profile.txt").write_text(table, encoding="utf-8")
-    rows.add(**_labels(rows.group, variant), outcome="kernels of a step: profile.txt")
 
 
 # --- a whole run on JPEGs ---------------------------------------------------------------------------------------------
 
 
 def measure_jpegs(rows: Rows, device: torch.device) -> None:
-    """train.py with the best settings: on one fixed batch, then on generated JPEGs of ImageNet's size, all cores."""
+    """train.py with the best settings: on one fixed batch, then on generated JPEGs of ImageNet's size, all cores.
+
+    Each run folder also has `operators.txt`, the operators and kernels that take the most time.
+    """
     group, dry_run = rows.group, device.type == "cpu"
     root, cores = rows.folder / "images", len(os.sched_getaffinity(0))
     ensure_sample(root, SampleSpec(train_per_class=2 if dry_run else 600, val_per_class=1))
     words = [
         *(f"model={group.model}", f"precision={group.precision}", f"batch_size={group.batch_size}"),
         *(f"data.image_size={group.image_size}", f"data.workers={cores}", f"device={device.type}"),
-        *("channels_last=true", f"compile={not dry_run}", "cuda_graph=auto"),
+        *("channels_last=true", f"compile={not dry_run}", "cuda_graph=auto", "profile=true"),
         *("epochs=50", "evaluate_every=-1", "checkpoint.every_epochs=0"),
-        *(("max_steps=4", "log_every=2", "warmup_steps=1") if dry_run else ("max_steps=100", "warmup_steps=30")),
+        *(("max_steps=14", "log_every=2", "warmup_steps=10") if dry_run else ("max_steps=100", "warmup_steps=30")),
     ]
     sources = {"one fixed batch": ["data=synthetic"], "JPEGs": ["data=folder", f"data.root={root}"]}
     fixed_images_per_s = 0.0

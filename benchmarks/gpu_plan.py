@@ -69,7 +69,6 @@ def all_groups() -> list[Group]:
         Group("environment", 60, fixed_s=25),
         FIRST_GROUP,
         Group("tests", 300, fixed_s=110),
-        Group("profile", 150, variants=(COMPILED,)),
         Group("jpeg", 240, fixed_s=110),
         Group("bytes-eager", 120, fixed_s=40, batch_size=64, variants=(EAGER,)),
         Group("bytes-compiled", 180, fixed_s=90, batch_size=64, variants=(COMPILED,)),

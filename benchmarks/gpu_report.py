@@ -30,6 +30,7 @@ from benchmarks.gpu_plan import Group, all_groups, group_limit_s, tiny_groups
 from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
+from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.files import write_json, write_text
 
 NCU = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
@@ -148,24 +149,29 @@ def as_markdown(report: dict[str, Any]) -> str:
             f"in 16 bit, {tf32:.1f} in TF32; shares of the roofline refer to these.",
             "",
         ]
-    lines += ["| model | precision | batch | variant | images/s | ms/step | ratio [95 %] | to | % of roofline | GiB |"]
-    lines += ["|---" * 10 + "|"]
-    lines += [_speed_line(row) for row in report["rows"] if "images_per_s" in row]
-    lines += ["", "| group | outcome |", "|---|---|"]
-    lines += [f"| {name} | {outcome} |" for name, outcome in report["groups"].items()]
-    rows = [row for row in report["rows"] if "outcome" in row]
-    lines += [f"| {row['group']}: {row.get('model', '')} {row['variant']} | {row['outcome']} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    outcomes = [{"group": name, "outcome": outcome} for name, outcome in report["groups"].items()]
+    for row in report["rows"]:
+        if "outcome" in row:
+            what = f"{row['group']}: {row.get('model', '')} {row['variant']}"
+            outcomes.append({"group": what, "outcome": row["outcome"]})
+    speeds = [_speed_cells(row) for row in report["rows"] if "images_per_s" in row]
+    return "\n".join([*lines, markdown_table(speeds), "", markdown_table(outcomes), ""])
 
 
-def _speed_line(row: dict[str, Any]) -> str:
+def _speed_cells(row: dict[str, Any]) -> dict[str, str]:
     def text(name: str, digits: int) -> str:
         return "" if row.get(name) is None else f"{row[name]:.{digits}f}"
 
     interval = " [{:.3f}, {:.3f}]".format(*row["ci95"]) if row.get("ci95") else ""
-    cells = [str(row[name]) for name in ("model", "precision", "batch_size", "variant")]
-    cells += [text("images_per_s", 1), text("step_ms", 2), text("ratio", 3) + interval, row.get("versus", "")]
-    return f"| {' | '.join([*cells, text('pct_of_roofline', 1), text('peak_memory_gib', 2)])} |"
+    return {
+        **{name: str(row[name]) for name in ("model", "precision", "batch_size", "variant")},
+        "images/s": text("images_per_s", 1),
+        "ms/step": text("step_ms", 2),
+        "ratio [95 %]": text("ratio", 3) + interval,
+        "to": row.get("versus", ""),
+        "% of roofline": text("pct_of_roofline", 1),
+        "GiB": text("peak_memory_gib", 2),
+    }
 
 
 def main(words: Sequence[str]) -> int:

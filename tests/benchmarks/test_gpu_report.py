@@ -69,9 +69,9 @@ def test_the_table_says_what_was_left_out() -> None:
         "groups": {"a": "done in 9 s", "b": "left out: too little time"},
         "rows": [{**row, "images_per_s": 5432.1, "step_ms": 47.1, "ratio": 1.7, "ci95": [1.6, 1.8], "versus": "nchw"}],
     }
-    text = as_markdown(report)
-    assert "| resnet50 | fp16 | 256 | eager | 5432.1 | 47.10 | 1.700 [1.600, 1.800] | nchw |" in text
-    assert "| b | left out: too little time |" in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in as_markdown(report).splitlines()]
+    assert ["resnet50", "fp16", "256", "eager", "5432.1", "47.10", "1.700 [1.600, 1.800]", "nchw", "", ""] in rows
+    assert ["b", "left out: too little time"] in rows
 
 
 def test_running_out_of_memory_beside_others_costs_the_last_variant(
@@ -156,9 +156,7 @@ def test_the_whole_report_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "report.md").read_text().startswith("# GPU report")
 
 
-@pytest.mark.parametrize(
-    ("words", "named"), [(["time_limit_s=0"], "time_limit_s"), (["groups=zo", "dry_run=true"], "zo")]
-)
-def test_wrong_settings_are_refused(words: list[str], named: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=named):
+@pytest.mark.parametrize("words", [["time_limit_s=0"], ["groups=zo", "dry_run=true"]])
+def test_wrong_settings_are_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words[0].partition("=")[0]):
         main([*words, f"out={tmp_path}"])
