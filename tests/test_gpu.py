@@ -164,7 +164,7 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
 
 
 def test_evaluation_between_replays_changes_nothing() -> None:
-    from cl_train.step.train_step import sum_over_images
+    from cl_train.training.evaluation import evaluation_sums
 
     plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
     expected = train(plain, 12)
@@ -172,7 +172,7 @@ def test_evaluation_between_replays_changes_nothing() -> None:
     for step in range(12):
         found += train(disturbed, 1, first=step)
         batches = [batch_of(disturbed, 100 + step, images=7)]
-        sum_over_images(disturbed.model, batches, disturbed.parts.precision, disturbed.parts.device)
+        evaluation_sums(disturbed.model, batches, disturbed.parts.precision, disturbed.parts.device)
     assert found == expected
 
 

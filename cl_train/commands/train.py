@@ -41,9 +41,9 @@ USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkou
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def train(raw: DictConfig) -> None:
     """The run itself, in the folder that Hydra made for it."""
+    from cl_train.models.preprocessing import follow_published_preprocessing
     from cl_train.system.signals import exit_without_teardown
     from cl_train.training.loop import run_and_log_failure
-    from cl_train.training.pretrained import follow_published_preprocessing
 
     context = HydraConfig.get()
     given_keys = {word.partition("=")[0].lstrip("+") for word in context.overrides.task}

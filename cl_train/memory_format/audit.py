@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from cl_train.memory_format.model_call import (
     failure_explained,
     mean_square,
     output_tensors,
-    random_state_restored,
+    state_restored,
 )
 from cl_train.memory_format.operator_recorder import OperatorRecorder
 from cl_train.step.precision import Precision, autocast
@@ -76,7 +76,7 @@ def audit(
 
     recorder = OperatorRecorder(model, images.dim())
     remedy = "check the shape, dtype and device of the batch"
-    with failure_explained(f"the model failed on {described}", remedy), _state_restored(model, device):
+    with failure_explained(f"the model failed on {described}", remedy), state_restored(model, device):
         with recorder.module_hooks(), recorder:
             step()
         step_ms = _median_ms(step, device) if measure else None
@@ -102,25 +102,6 @@ def _first_images(batch: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST:
             return leaf
     raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W]")
-
-
-@contextmanager
-def _state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore gradients, buffers and the random state at the end."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.zero_grad(set_to_none=True)
-    try:
-        with random_state_restored(device):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                is_strided = buffer.layout == torch.strided
-                if not buffer.is_meta and not (is_strided and torch.equal(buffer, value)):
-                    buffer.copy_(value)
 
 
 def _time_copies(calls: list[Call], device: torch.device) -> None:

@@ -79,7 +79,7 @@ class LayoutReport:
 
     @property
     def moved_bytes(self) -> int:
-        return _moved_bytes(self.calls)
+        return _total(self.calls, "moved_bytes")
 
     @property
     def moved_pct(self) -> float:
@@ -89,7 +89,7 @@ class LayoutReport:
     @property
     def copy_ms(self) -> float | None:
         """Milliseconds of a step spent on such copies, each timed separately; None if not measured."""
-        return None if self.step_ms is None else _copy_ms(self.calls)
+        return None if self.step_ms is None else _total(self.calls, "copy_ms")
 
     def verdict(self) -> list[str]:
         """The conclusions as text, the most expensive loss first."""
@@ -129,7 +129,7 @@ class LayoutReport:
         return f"{_count(calls)} x {what}: {share} ({'; '.join(listed[:2])}{more})"
 
     def _share_pct(self, calls: list[Call]) -> float:
-        return 100 * _moved_bytes(calls) / self.step_bytes if self.step_bytes else 0.0
+        return 100 * _total(calls, "moved_bytes") / self.step_bytes if self.step_bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
@@ -192,8 +192,8 @@ def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
                 "count": _count(group),
                 "operator": _short(first.operator),
                 "direction": first.direction,
-                "MiB": _moved_bytes(group) / 2**20,
-                "ms": _copy_ms(group),
+                "MiB": _total(group, "moved_bytes") / 2**20,
+                "ms": _total(group, "copy_ms"),
                 "copy": first.copy,
                 "module": f"{first.module or '(top)'} {list(first.shape)}{more}",
                 "source": first.source,
@@ -215,12 +215,8 @@ def _count(calls: list[Call]) -> int:
     return sum(call.count for call in calls)
 
 
-def _moved_bytes(calls: list[Call]) -> int:
-    return sum(call.moved_bytes * call.count for call in calls)
-
-
-def _copy_ms(calls: list[Call]) -> float:
-    return sum((call.copy_ms or 0.0) * call.count for call in calls)
+def _total(calls: list[Call], name: Literal["moved_bytes", "copy_ms"]) -> Any:
+    return sum((getattr(call, name) or 0) * call.count for call in calls)
 
 
 def _short(operator: str) -> str:

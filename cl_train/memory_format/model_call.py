@@ -1,4 +1,4 @@
-"""Run any model on any batch: its inputs, a scalar loss of its outputs, and messages about failures."""
+"""Run any model on any batch: its inputs, a scalar loss of its outputs, its state restored, its failures explained."""
 
 from __future__ import annotations
 
@@ -53,18 +53,6 @@ def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]).sum()
 
 
-@contextmanager
-def random_state_restored(device: torch.device) -> Iterator[None]:
-    """Restore the generators of Python, numpy, torch's CPU and `device` at the end."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Also of subclasses of dict and of dataclasses, at any depth."""
     if isinstance(value, torch.Tensor):
@@ -87,6 +75,62 @@ def _entry(output: Any, key: str | int) -> Any:
     except (LookupError, AttributeError):
         known = ", ".join(map(str, output)) if isinstance(output, Mapping) else f"a {type(output).__name__}"
         raise ConfigError(f"output={key}: the model's output has no such entry (it is {known})") from None
+
+
+@contextmanager
+def random_state_restored(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, numpy, torch's CPU and `device` at the end."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+class BufferBackup:
+    """Copies of the models' buffers (BatchNorm statistics) on their device.
+
+    A skipped update does not change the weights, but NaN activations have already changed the running statistics.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._models = models
+        self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._copies = {name: buffer.clone() for name, buffer in self._buffers()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Copy back what has changed. The host waits for the device; an expanded buffer could not be written."""
+        for name, buffer in self._buffers():
+            copy = self._copies.get(name)
+            if copy is None or buffer.is_meta or (buffer.layout == torch.strided and torch.equal(buffer, copy)):
+                continue
+            buffer.copy_(copy)
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name: a forward pass may have replaced a buffer."""
+        for index, model in enumerate(self._models):
+            yield from model.named_buffers(prefix=str(index))
+
+
+@contextmanager
+def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run the block without gradients from before; restore them, the buffers and the random generators at the end."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = BufferBackup(model)
+    model.zero_grad(set_to_none=True)
+    try:
+        with random_state_restored(device):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        buffers.restore()
 
 
 @contextmanager

@@ -65,9 +65,9 @@ def check_training_path(
     if ema is not None:
         checks.append(compare_strides("EMA weights", dict(ema.named_parameters()), parameters))
     if masters is not None:
-        checks.append(compare_strides("fp32 master weights", masters.masters, parameters))
+        checks.append(compare_strides("fp32 master weights", masters.by_name, parameters))
         masters.copy_gradients_from_model()
-        parameters = masters.masters
+        parameters = masters.by_name
     if optimizer is not None:
         optimizer.step()
         names = {id(parameter): name for name, parameter in parameters.items()}

@@ -15,7 +15,7 @@ BatchNorm's parameters and statistics are fp32 in every row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -52,12 +52,15 @@ class Precision:
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
 
 
-_RESOLVED = {
-    "fp32": Precision("fp32"),
-    "tf32": Precision("tf32", tf32=True),
-    "bf16": Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
-    "fp16": Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
-    "fp16_o2": Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
+BY_NAME = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32"),
+        Precision("tf32", tf32=True),
+        Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
+        Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
+        Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
+    )
 }
 
 
@@ -66,17 +69,17 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
 
     auto: fp16 on CUDA with compute capability >= 7.0 (tensor cores), bf16 on a CPU with native bf16, else fp32.
     """
-    if name not in (*_RESOLVED, "auto"):
-        raise ConfigError(f"precision={name}; use auto, {', '.join(_RESOLVED)}{suggest(name, _RESOLVED)}")
+    if name not in (*BY_NAME, "auto"):
+        raise ConfigError(f"precision={name}; use auto, {', '.join(BY_NAME)}{suggest(name, BY_NAME)}")
     if name != "auto":
-        return _RESOLVED[name]
+        return BY_NAME[name]
     if device.type == "cuda":
         has_tensor_cores = torch.cuda.get_device_capability(device) >= VOLTA
         name, reason = ("fp16", "the GPU has tensor cores") if has_tensor_cores else ("fp32", "no tensor cores")
     else:
         is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported() and _cpu_has_native_bf16()
         name, reason = ("bf16", "the CPU has native bf16") if is_native else ("fp32", "no native bf16 on this CPU")
-    return replace(_RESOLVED[name], reason=reason)
+    return replace(BY_NAME[name], reason=reason)
 
 
 def _cpu_has_native_bf16() -> bool:
@@ -158,7 +161,7 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.masters: dict[str, nn.Parameter] = {}
+        self.by_name: dict[str, nn.Parameter] = {}
         self._half: list[torch.Tensor] = []
         self._full: list[torch.Tensor] = []
         for name, parameter in model.named_parameters():
@@ -166,21 +169,19 @@ class MasterWeights:
                 master = nn.Parameter(parameter.detach().float())
                 self._half.append(parameter)
                 self._full.append(master)
-                self.masters[name] = master
+                self.by_name[name] = master
             else:
-                self.masters[name] = parameter
+                self.by_name[name] = parameter
 
     def copy_gradients_from_model(self) -> None:
         """Move the fp16 gradients, still scaled, to the fp32 master weights."""
-        targets: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        for full, half in zip(self._full, self._half, strict=True):
-            if half.grad is not None:
-                full.grad = torch.empty_like(full)
-                targets.append(full.grad)
-                gradients.append(half.grad)
-                half.grad = None
-        torch._foreach_copy_(targets, gradients)
+        pairs = [(full, half.grad) for full, half in zip(self._full, self._half, strict=True) if half.grad is not None]
+        gradients = [torch.empty_like(full) for full, _ in pairs]
+        torch._foreach_copy_(gradients, [gradient for _, gradient in pairs])
+        for (full, _), gradient in zip(pairs, gradients, strict=True):
+            full.grad = gradient
+        for half in self._half:
+            half.grad = None
 
     @torch.no_grad()
     def copy_weights_to_model(self) -> None:
@@ -190,7 +191,7 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Set master weights and model from `state`: fp32 values by parameter name, such as a model's state dict."""
-        for name, master in self.masters.items():
+        for name, master in self.by_name.items():
             master.copy_(state[name])
         self.copy_weights_to_model()
 
@@ -199,11 +200,11 @@ def full_precision_state(model: nn.Module, masters: MasterWeights | None) -> dic
     """The model's state dict with master weights instead of fp16 weights, so that any precision can load it."""
     state = dict(model.state_dict())
     if masters is not None:
-        state.update({name: master.detach() for name, master in masters.masters.items()})
+        state.update({name: master.detach() for name, master in masters.by_name.items()})
     return state
 
 
 def trainable_parameters(model: nn.Module, masters: MasterWeights | None) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer updates, by name: the model's own, or their fp32 master weights."""
-    named: Iterable[tuple[str, nn.Parameter]] = masters.masters.items() if masters else model.named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad}
+    named = dict(model.named_parameters()) if masters is None else masters.by_name
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}

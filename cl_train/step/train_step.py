@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation pass. No logging, no clock, no files.
+"""One optimizer step. No logging, no clock, no files.
 
 A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update ->
 zero_grad. All results stay on the device: the host waits here only for an optimizer without a fused kernel.
@@ -6,7 +6,7 @@ zero_grad. All results stay on the device: the host waits here only for an optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -123,45 +123,3 @@ def _plain_update(parts: StepParts) -> torch.Tensor:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@torch.no_grad()
-def sum_over_images(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    precision: Precision,
-    device: torch.device,
-    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
-    *,
-    flip: bool = False,
-) -> torch.Tensor:
-    """Sums over this rank's validation images; the loss is the plain cross-entropy, whatever `loss=` is.
-
-    Args:
-        model: not wrapped in DDP, because ranks may have different numbers of batches.
-        observe: called with the logits [N, classes] and the targets int64 [N] of each batch.
-        flip: average the logits of each image and of its mirror image.
-
-    Returns:
-        float64 [4] on the device: sum of losses, images correct at top-1, at top-5, all images. The counts are exact.
-    """
-    was_training = model.training
-    model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
-    for batch in batches:
-        if len(batch.images) == 0:  # all images of the batch were skipped: their mean loss is NaN
-            continue
-        with autocast(precision, device):
-            logits = logits_of(model(batch.images))
-            if flip:
-                logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
-            loss = loss_of(logits, batch.targets)
-        if observe is not None:
-            observe(logits, batch.targets)
-        correct1, correct5 = count_correct(logits, batch.targets)
-        images = len(batch.images)
-        sums += torch.stack(
-            [loss.double() * images, correct1.double(), correct5.double(), torch.full_like(sums[3], images)]
-        )
-    model.train(was_training)
-    return sums

@@ -82,11 +82,11 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     precision = resolve_precision(cfg.precision, device)
     layout = "true" if cfg.channels_last == "auto" else cfg.channels_last
     eager = dataclasses.replace(
-        cfg, batch_size=FIRST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
+        cfg, batch_size=SMALLEST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
     )
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic):
-        state = build_train_state(eager, precision, classes, alone, lr=1e-4, preflight=False)
+        state = build_train_state(eager, precision, classes, alone, lr=1e-4)
         measure = partial(_measure, state, classes, sizes[-1], cfg.accumulate_steps)
         measured = search(measure, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
     del state, measure
@@ -167,7 +167,7 @@ def _measure(state: TrainState, classes: int, image_size: int, micro_steps: int,
         state.train_step(micro_batches)
 
     step()  # selects kernels and creates the optimizer's state
-    masters = parts.masters.masters if parts.masters else {}
+    masters = parts.masters.by_name if parts.masters else {}
     held = [state.model.state_dict(), masters, parts.optimizer.state_dict()]
     peak = peak_memory_of_step_gib(step, tensor_bytes(held) + images.nbytes, 0, device)
     seconds = statistics.median(timed_s(step, device) for _ in range(STEPS))

@@ -36,10 +36,8 @@ from cl_train.training.run_state import TrainState
 log = logging.getLogger(__name__)
 
 
-def build_train_state(
-    cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float, *, preflight: bool = True
-) -> TrainState:
-    """Build the model, its optimizer and its step; with `preflight`, run it on blank images (see `check_model_trains`).
+def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float) -> TrainState:
+    """Build the model, its optimizer and its step, and run the model on blank images (see `check_model_trains`).
 
     Raises:
         ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
@@ -57,7 +55,7 @@ def build_train_state(
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
     with nullcontext() if recorder is None else recorder.on_stream():
-        if preflight and not cfg.evaluate_only:
+        if not cfg.evaluate_only:
             check_model_trains(
                 model,
                 precision,

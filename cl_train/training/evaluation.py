@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.splits import Data
-from cl_train.step.precision import Precision
-from cl_train.step.train_step import sum_over_images
+from cl_train.step.loss import logits_of, loss_of
+from cl_train.step.precision import Precision, autocast
+from cl_train.step.train_step import count_correct
 from cl_train.system.distributed import Dist, broadcast_buffers, max_over_ranks, sum_over_ranks
 from cl_train.system.signals import StopRequest
 from cl_train.training.nonfinite import TrainingFault
@@ -36,8 +37,7 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Loss and accuracy (percent) over all validation images: `loss`, `top1`, `top5`, `images`.
 
-    The host waits for the device once, at the end, when it reads the sums. `observe` gets the logits and the targets of
-    each of this rank's batches. `flip`: see `sum_over_images`.
+    The host waits for the device once, at the end, when it reads the sums. `observe`, `flip`: see `evaluation_sums`.
 
     Raises:
         Interrupted: a signal requests the run to stop.
@@ -48,7 +48,7 @@ def evaluate_model(
     batches: Iterable[Batch] = data.validation(batch_format)
     if signals is not None:
         batches = _until_signal(batches, signals, dist, bar)
-    sums = sum_over_images(model, batches, precision, dist.device, observe, flip=flip)
+    sums = evaluation_sums(model, batches, precision, dist.device, observe, flip=flip)
     skipped = torch.tensor([data.bad_images.skipped - skipped_before], dtype=torch.float64, device=dist.device)
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.cat([sums, skipped]), dist).tolist()
     if images + skipped_images != data.val_images:
@@ -63,6 +63,46 @@ def evaluate_model(
         "top5": 100 * correct5 / images,
         "images": int(images),
     }
+
+
+@torch.no_grad()
+def evaluation_sums(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    precision: Precision,
+    device: torch.device,
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    *,
+    flip: bool = False,
+) -> torch.Tensor:
+    """Sums over this rank's images; the loss is the plain cross-entropy, whatever `loss=` is.
+
+    Args:
+        model: not wrapped in DDP, because ranks may have different numbers of batches.
+        observe: called with the logits [N, classes] and the targets int64 [N] of each batch.
+        flip: average the logits of each image and of its mirror image.
+
+    Returns:
+        float64 [4] on the device: sum of losses, images correct at top-1, at top-5, all images. The counts are exact.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    for batch in batches:
+        images = len(batch.images)
+        if images == 0:  # all images of the batch were skipped: their mean loss is NaN
+            continue
+        with autocast(precision, device):
+            logits = logits_of(model(batch.images))
+            if flip:
+                logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
+            loss = loss_of(logits, batch.targets)
+        if observe is not None:
+            observe(logits, batch.targets)
+        counts = [*count_correct(logits, batch.targets), torch.full_like(sums[3], images)]
+        sums += torch.stack([loss.double() * images, *counts])
+    model.train(was_training)
+    return sums
 
 
 def _until_signal(batches: Iterable[Batch], signals: StopRequest, dist: Dist, bar: tqdm[Any] | None) -> Iterator[Batch]:

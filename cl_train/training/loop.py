@@ -35,15 +35,15 @@ from cl_train.system.heartbeat import watch_ranks
 from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
-from cl_train.training.console import console_line, mean, progress_bar
 from cl_train.training.evaluation import Interrupted, evaluate_model
 from cl_train.training.evaluation_report import Predictions, write_report
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
 from cl_train.training.profiling import profile
 from cl_train.training.rank_times import own_times, slowest_rank
-from cl_train.training.run_log import RunLog, describe_failure
+from cl_train.training.records import read_records
+from cl_train.training.run_log import RunLog, console_line, describe_failure, mean, progress_bar
 from cl_train.training.setup import Run, set_up
-from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, results_of_records, speed
+from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, speed
 from cl_train.training.throughput import without_warmup
 
 log = logging.getLogger(__name__)
@@ -106,16 +106,16 @@ def train(cfg: Config, folder: Path) -> int:
 
         if cfg.evaluate_only:
             record_evaluation(run, evaluate_model_and_ema(run))
-        while not (cfg.evaluate_only or run.stop or plan.is_done(run.progress)):
+        while not (cfg.evaluate_only or run.stop_signal or plan.is_done(run.progress)):
             progress, must_roll_back, save_due = run.progress, False, False
             epoch = plan.epoch_of(progress)
-            first_batch = progress.step_in_epoch * cfg.accumulate_steps
+            first_batch = progress.step_in_epoch * plan.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
             records: list[dict[str, Any]] = []  # of this epoch
             run.meter.start(epoch.image_size)
             while not plan.is_epoch_end(progress):
                 waiting_since = time.perf_counter()
-                micro_batches = list(islice(batches, cfg.accumulate_steps))
+                micro_batches = list(islice(batches, plan.accumulate_steps))
                 wait_s = time.perf_counter() - waiting_since
                 if progress.step == 0:
                     run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
@@ -134,17 +134,17 @@ def train(cfg: Config, folder: Path) -> int:
                         break
 
                 save_due = signals.save_requested or plan.is_save_due(progress, run.checkpoints.minutes_since_save())
-                run.stop, save_flag = max_over_ranks([signals.stop or 0, int(save_due)], dist)
+                run.stop_signal, save_flag = max_over_ranks([signals.stop or 0, int(save_due)], dist)
                 save_due = bool(save_flag)
-                if run.stop or (save_due and not plan.is_epoch_end(progress)):
+                if run.stop_signal or (save_due and not plan.is_epoch_end(progress)):
                     with run.meter.paused():
                         run.checkpoints.save(progress, run.unlogged_steps)
-                if run.stop:
+                if run.stop_signal:
                     break
             batches.close()  # batches prepared ahead would count as the evaluation's
             if must_roll_back:
                 roll_back(run)
-            elif not run.stop:
+            elif not run.stop_signal:
                 end_epoch(run, records, save_due=save_due)
         bar.close()
         return finish(run, evaluate_only=cfg.evaluate_only)
@@ -184,9 +184,9 @@ def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
     must_roll_back = run.nonfinite.must_roll_back(nonfinite)
     if nonfinite:
-        run.buffers.restore()
+        run.buffer_backup.restore()
     else:
-        run.buffers.update()
+        run.buffer_backup.update()
     return must_roll_back
 
 
@@ -200,8 +200,7 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
     bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64)
     epoch = run.plan.epoch_of(progress)
-    micro_steps = epoch.global_batch_size // (epoch.batch_size * dist.world_size)
-    times = own_times(run.state.parts.model, run.meter.data_wait_ms(), micro_steps, dist)
+    times = own_times(run.state.parts.model, run.meter.data_wait_ms(), run.plan.accumulate_steps, dist)
     host_values = torch.cat([bad_images, times.flatten()]).to(dist.device, non_blocking=True)
     totals = sum_over_ranks(torch.cat([rows.sum(0), host_values]), dist).cpu()  # the host waits for the device
     loss, correct1, correct5, skipped, skipped_images = totals[:5].tolist()
@@ -234,8 +233,8 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
 
 def roll_back(run: Run) -> None:
     run.progress, run.unlogged_steps = run.checkpoints.restore_newest()
-    run.tracker.rewind(run.progress.step, is_evaluated=run.progress.is_evaluated)
-    run.buffers.update()
+    run.tracker.rewind(run.progress.step, is_evaluated=run.progress.is_epoch_closed)
+    run.buffer_backup.update()
 
 
 def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> None:
@@ -249,7 +248,7 @@ def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> Non
         checkpoints.save(progress, run.unlogged_steps)
     if plan.is_evaluation_due(progress):
         evaluated = evaluate_model_and_ema(run)
-        if run.stop:
+        if run.stop_signal:
             if checkpoints.saved_step != progress.step:
                 checkpoints.save(progress, run.unlogged_steps)
             return
@@ -262,7 +261,7 @@ def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> Non
 
 
 def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
-    """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop`."""
+    """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop_signal`."""
     state, data, form, dist = run.state, run.data, run.batch_format, run.dist
     models_to_evaluate = {"val": (state.model, state.parts.precision)}
     if state.ema is not None:
@@ -270,7 +269,7 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     batches = math.ceil(data.val_images / dist.world_size / run.plan.largest.batch_size)
     results = {}
     for kind, (model, precision) in models_to_evaluate.items():
-        predictions = Predictions() if run.report and kind == "val" else None
+        predictions = Predictions() if run.plan.report and kind == "val" else None
         observe = predictions.add if predictions else None
         try:
             with progress_bar("evaluation", batches, unit="batch", shown=dist.is_main) as bar:
@@ -278,7 +277,7 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
                     model, data, form, precision, dist, run.signals, bar, observe, flip=run.plan.evaluate_flip
                 )
         except Interrupted as interrupted:
-            (run.stop,) = interrupted.args
+            (run.stop_signal,) = interrupted.args
             break
         if predictions:
             write_report(predictions, data, dist, run.folder / "report")
@@ -299,9 +298,9 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
 
 def warn_if_loader_bound(run: Run, records: list[dict[str, Any]]) -> None:
     """If the first epoch waited for data, name the bottleneck and the setting to change."""
-    if run.advised or not records:  # none: the run resumed at the end of an epoch
+    if run.is_loader_checked or not records:  # none: the run resumed at the end of an epoch
         return
-    run.advised = True
+    run.is_loader_checked = True
     advice = bottleneck_advice(
         run.data.times,
         workers=run.data.workers,
@@ -325,20 +324,29 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
     run.checkpoints.store.finish()
     check_skipped_share(run.progress.skipped_steps, run.progress.step)
     skipped_images = warn_of_bad_images(run)
+    if not (run.records or evaluate_only):
+        read_earlier_results(run)
     run.summary |= results(run) | {
-        "status": "interrupted" if run.stop else "completed",
-        "others_pct": run.load.others_pct(),
+        "status": "interrupted" if run.stop_signal else "completed",
+        "others_pct": run.machine_load.others_pct(),
         "skipped_images": skipped_images,
     }
-    if not (run.records or evaluate_only):  # nothing was trained: keep the results of the earlier process
-        run.summary |= results_of_records(run.folder / "metrics.jsonl")
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
     largest = run.plan.largest
     hparams = hparams_of(run.summary, largest.batch_size, scaled_lr(run.plan.optim, largest.global_batch_size))
     on_main(lambda: run.tracker.finish(run.summary, hparams), run.dist)  # a launcher may kill rank 0 when others end
     log.info("%s", closing_line(run.summary, run.folder))
-    return 128 + run.stop if run.stop else 0
+    return 128 + run.stop_signal if run.stop_signal else 0
+
+
+def read_earlier_results(run: Run) -> None:
+    """Nothing was trained, because an earlier process had completed the run: its results are those of the run."""
+    for record in read_records(run.folder / "metrics.jsonl"):
+        if record["kind"] == "train":
+            run.records.append(record)
+        else:
+            run.summary[record["kind"]] = {name: record[name] for name in ("loss", "top1", "top5", "images")}
 
 
 def warn_of_bad_images(run: Run) -> int:
@@ -356,10 +364,11 @@ def results(run: Run) -> dict[str, Any]:
     """The results that are known after training; speeds without warm-up."""
     progress, scaler = run.progress, run.state.parts.scaler
     scale = scaler.get_scale() if scaler.is_enabled() else None
+    peaks_gib = [peak_memory_gib(run.dist.device), *(record["peak_memory_gib"] for record in run.records)]
     return {
         "steps": progress.step,
         "images_seen": progress.images_seen,
-        "peak_memory_gib": round(peak_memory_gib(run.dist.device), 4),
+        "peak_memory_gib": round(max(peaks_gib), 4),
         "train": {"loss": run.records[-1]["loss"] if run.records else None},
         "amp": {"scale": scale, "skipped_steps": progress.skipped_steps},
         **speed(run.records),

@@ -6,11 +6,8 @@ Every decision depends on numbers that are equal on all ranks (gathered or summe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import nn
 
 
 class TrainingFault(RuntimeError):
@@ -94,29 +91,3 @@ def check_skipped_share(skipped: int, steps: int) -> None:
     """Raises TrainingFault if more than half of at least 20 updates were skipped: the run did not train."""
     if steps >= 20 and skipped > steps / 2:
         raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
-
-
-class BufferBackup:
-    """Copies of the models' buffers (BatchNorm statistics) on their device.
-
-    A skipped update does not change the weights, but NaN activations have already changed the running statistics.
-    """
-
-    def __init__(self, *models: nn.Module) -> None:
-        self._models = models
-        self.update()
-
-    @torch.no_grad()
-    def update(self) -> None:
-        self._copies = {name: buffer.clone() for name, buffer in self._buffers()}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for name, buffer in self._buffers():
-            if name in self._copies:
-                buffer.copy_(self._copies[name])
-
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name: a forward pass may have replaced a buffer."""
-        for index, model in enumerate(self._models):
-            yield from model.named_buffers(prefix=str(index))

@@ -10,10 +10,11 @@ from torch import nn
 from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.config.schema import ConfigError
 from cl_train.data.batch import DeviceFormat
+from cl_train.memory_format.model_call import state_restored
 from cl_train.models.copies import copy_model
 from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast
-from cl_train.training.nonfinite import BufferBackup, TrainingFault
+from cl_train.training.nonfinite import TrainingFault
 
 
 def check_model_trains(
@@ -69,23 +70,17 @@ def blank_step(
 ) -> None:
     """Forward and backward on zeros; afterwards only torch's memory cache has changed."""
     device = batch_format.device
-    backup = BufferBackup(model)
     images = torch.zeros(shape, device=device).to(batch_format.dtype, memory_format=batch_format.memory_format)
     targets = torch.zeros(shape[0], dtype=torch.int64, device=device)
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            with autocast(precision, device):
-                output = model(images)
-                logits = logits_of(output)
-                if logits.ndim != 2 or logits.shape[1] < num_classes:
-                    raise ValueError(
-                        f"outputs of shape {list(logits.shape)}; expected [N, classes] for {num_classes} classes"
-                    )
-                loss = loss_of(output, targets)
-            loss.backward()
-    finally:
-        model.zero_grad(set_to_none=True)
-        backup.restore()
+    with state_restored(model, device):
+        with autocast(precision, device):
+            output = model(images)
+            logits = logits_of(output)
+            if logits.ndim != 2 or logits.shape[1] < num_classes:
+                shape_found = list(logits.shape)
+                raise ValueError(f"outputs of shape {shape_found}; expected [N, classes] for {num_classes} classes")
+            loss = loss_of(output, targets)
+        loss.backward()
 
 
 def memory_problem(error: BaseException, device: torch.device) -> str:

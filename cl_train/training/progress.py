@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cl_train.config.schema import CheckpointConfig, ConfigError, OptimConfig, ScheduleConfig
-from cl_train.data.size_schedule import SizeSchedule
+from cl_train.config.schema import CheckpointConfig, OptimConfig, ScheduleConfig
 from cl_train.step.schedule import lr_at, scaled_lr
 
 
@@ -22,8 +21,8 @@ class Progress:
     closed_step: int = 0  # the last step at which an epoch was closed
 
     @property
-    def is_evaluated(self) -> bool:
-        """Nothing is left to do at this step: its epoch's end (saving, evaluation) is complete."""
+    def is_epoch_closed(self) -> bool:
+        """Whether the end of the epoch (saving, evaluation) is complete: nothing is left to do at this step."""
         return self.closed_step == self.step
 
     def advance(self, images: int) -> None:
@@ -48,9 +47,11 @@ class Plan:
 
     epochs: tuple[Epoch, ...]
     last_step: int  # the end of this run, which `max_steps` may set earlier
+    accumulate_steps: int
     log_every: int
     evaluate_every: int  # epochs; -1: never, 0: at the end
     evaluate_flip: bool
+    report: bool  # evaluations write `report/`
     checkpoint: CheckpointConfig
     optim: OptimConfig
     schedule: ScheduleConfig
@@ -84,7 +85,7 @@ class Plan:
 
     def is_done(self, progress: Progress) -> bool:
         """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
-        return self.is_last_step(progress) and progress.is_evaluated
+        return self.is_last_step(progress) and progress.is_epoch_closed
 
     def is_log_due(self, progress: Progress) -> bool:
         return progress.step % self.log_every == 0 or self.is_epoch_end(progress)
@@ -110,21 +111,3 @@ class Plan:
         progress.closed_step = progress.step
         if progress.step_in_epoch == self.epoch_of(progress).steps:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-
-
-def plan_epochs(
-    number: int, sizes: SizeSchedule, *, accumulate_steps: int, train_images: int, world_size: int
-) -> tuple[Epoch, ...]:
-    """The first `number` epochs. Raises ConfigError: one optimizer step takes more images than there are."""
-    epochs = []
-    for index in range(number):
-        batch_size = sizes.batch_size_at(index)
-        global_batch_size = batch_size * accumulate_steps * world_size
-        steps = train_images // (batch_size * world_size) // accumulate_steps
-        if steps == 0:
-            raise ConfigError(
-                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) in epoch "
-                f"{index}, but there are {train_images} training images; lower batch_size or accumulate_steps"
-            )
-        epochs.append(Epoch(sizes.image_size_at(index), batch_size, global_batch_size, steps))
-    return tuple(epochs)

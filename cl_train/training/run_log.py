@@ -1,4 +1,4 @@
-"""The log of a run: console, `train.log`, and one line for the error that ends it."""
+"""The log of a run: console, progress bars, `train.log`, and one line for the error that ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
@@ -21,6 +21,7 @@ from cl_train.system.files import AppendFile
 from cl_train.system.heartbeat import RankFault
 from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.preflight import memory_problem
+from cl_train.training.throughput import without_warmup
 
 log = logging.getLogger("cl_train")
 
@@ -91,3 +92,54 @@ def describe_failure(error: BaseException | None) -> str | None:
         device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
         return f"{memory_problem(error, device)}. Lower batch_size; accumulate_steps keeps the global batch"
     return None
+
+
+# --- console ----------------------------------------------------------------------------------------------------------
+
+
+def mean(records: list[dict[str, Any]], name: str) -> float:
+    """The mean over windows, weighted by their images."""
+    images = sum(record["images"] for record in records)
+    return sum(float(record[name]) * record["images"] for record in records) / images
+
+
+def console_line(records: list[dict[str, Any]], step_in_epoch: int, steps_per_epoch: int) -> str:
+    """The last of the records of an epoch in main_amp's format: each value, and in brackets its mean over the epoch.
+
+    Time is seconds per step, Speed is images per second of all ranks including data loading, Data is the share of the
+    time in which a step waited for its batch. The means of Time and Speed are without warm-up if possible.
+    """
+    window, measured = records[-1], without_warmup(records)
+    speed = sum(record["images"] for record in measured) / sum(record["seconds"] for record in measured)
+    scale = f" Scale {window['loss_scale']:g} Skipped {window['skipped_steps']}" if window["loss_scale"] else ""
+    slowest_rank = ""  # its step without the wait for other ranks, and its wait for data
+    if "slowest_rank" in window:
+        slowest_rank = (
+            f" Slowest rank {window['slowest_rank']}: {window['slowest_rank_ms']:.0f} ms"
+            f" (median {window['median_rank_ms']:.0f} ms), Data {window['slowest_rank_data_wait_pct']:.0f}%"
+        )
+    bad_images = f" Bad images {window['skipped_images']}" if window["skipped_images"] else ""
+    return (
+        f"Epoch: [{window['epoch']}][{step_in_epoch}/{steps_per_epoch}]"
+        f" Time {window['step_ms'] / 1000:.3f} ({mean(measured, 'step_ms') / 1000:.3f})"
+        f" Speed {window['images_per_s']:.1f} ({speed:.1f})"
+        f" Loss {window['loss']:.4f} ({mean(records, 'loss'):.4f})"
+        f" Prec@1 {window['top1']:.2f} ({mean(records, 'top1'):.2f})"
+        f" Prec@5 {window['top5']:.2f} ({mean(records, 'top5'):.2f})"
+        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}{slowest_rank}"
+        + (" (warm-up)" if window["warmup"] else "")
+    )
+
+
+def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> tqdm[Any]:
+    """A progress bar with the remaining time; it appears on a terminal only."""
+    return tqdm(
+        desc=description,
+        total=total,
+        initial=done,
+        unit=unit,
+        smoothing=0,  # the remaining time uses the average speed, including evaluations and checkpoints
+        leave=False,
+        disable=not (shown and sys.stdout is not None and sys.stdout.isatty()),
+        file=sys.stdout,
+    )

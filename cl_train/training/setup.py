@@ -27,6 +27,8 @@ from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.splits import Data
 from cl_train.memory_format.layout import layout_digest, model_memory_format
+from cl_train.memory_format.model_call import BufferBackup
+from cl_train.models.preprocessing import log_preprocessing
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_store import CheckpointStore
@@ -37,9 +39,8 @@ from cl_train.system.machine_load import MachineLoad
 from cl_train.system.signals import StopRequest
 from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
-from cl_train.training.nonfinite import BufferBackup, NonFinitePolicy
-from cl_train.training.pretrained import log_preprocessing
-from cl_train.training.progress import Plan, Progress, plan_epochs
+from cl_train.training.nonfinite import NonFinitePolicy
+from cl_train.training.progress import Epoch, Plan, Progress
 from cl_train.training.rank_times import sample_compute_times
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState
@@ -63,16 +64,15 @@ class Run:
     tracker: Tracker
     signals: StopRequest
     meter: ThroughputMeter
-    load: MachineLoad
+    machine_load: MachineLoad
     nonfinite: NonFinitePolicy
-    buffers: BufferBackup
+    buffer_backup: BufferBackup
     progress: Progress
     unlogged_steps: list[StepResult]  # since the last log line
     summary: dict[str, Any]  # becomes summary.json
-    report: bool = False  # evaluations write `report/`
     records: list[dict[str, Any]] = field(default_factory=list)  # of this process; empty if nothing was trained
-    stop: int = 0  # the signal that ends the run
-    advised: bool = False  # advice on data loading is given once per run
+    stop_signal: int = 0  # ends the run
+    is_loader_checked: bool = False  # once per run, after the first epoch
 
 
 def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack) -> Run:
@@ -80,13 +80,12 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
     """
-    load = MachineLoad()  # first: it measures from here on
+    machine_load = MachineLoad()  # first: it measures from here on
     precision = resolve_precision(cfg.precision, dist.device)
     prepare_torch(dist, deterministic=cfg.deterministic)
     # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
-    summary = describe_run(cfg, precision, dist)
-    announce(summary, precision, dist, folder)
+    announce(cfg.model, precision, dist, folder)
     if cfg.weights is not None and dist.is_main:
         log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
 
@@ -97,8 +96,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
     sample_compute_times(state.parts.model, cfg.log_every)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
-    summary |= {"memory_format": model_memory_format(state.model), "workers": data.workers}
 
+    summary = describe_run(cfg, state, data, plan, dist)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
     checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
     checkpoints.check()
@@ -109,7 +108,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         folder if dist.is_main else None,
         tensorboard=cfg.tensorboard,
         resumed_step=progress.step,
-        is_evaluated=progress.is_evaluated,
+        is_evaluated=progress.is_epoch_closed,
     )
     tracker.write_config(to_yaml(cfg))
     return Run(
@@ -123,13 +122,12 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         tracker=tracker,
         signals=signals,
         meter=ThroughputMeter(cfg.warmup_steps),
-        load=load,
+        machine_load=machine_load,
         nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
-        buffers=BufferBackup(*state.model_and_ema),
+        buffer_backup=BufferBackup(*state.model_and_ema),
         progress=progress,
         unlogged_steps=unlogged_steps,
         summary=summary,
-        report=cfg.report,
     )
 
 
@@ -164,23 +162,26 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
 
 def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
     """Raises ConfigError: one optimizer step takes more images than there are."""
-    epochs = plan_epochs(
-        cfg.epochs,
-        size_schedule(cfg.data, cfg.batch_size),
-        accumulate_steps=cfg.accumulate_steps,
-        train_images=train_images,
-        world_size=world_size,
-    )
+    sizes, epochs = size_schedule(cfg.data, cfg.batch_size), []
+    for index in range(cfg.epochs):
+        batch_size = sizes.batch_size_at(index)
+        global_batch_size = batch_size * cfg.accumulate_steps * world_size
+        steps = train_images // (batch_size * world_size) // cfg.accumulate_steps
+        if steps == 0:
+            raise ConfigError(
+                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) in epoch "
+                f"{index}, but there are {train_images} training images; lower batch_size or accumulate_steps"
+            )
+        epochs.append(Epoch(sizes.image_size_at(index), batch_size, global_batch_size, steps))
     total_steps = sum(epoch.steps for epoch in epochs)
+    of_config = ("accumulate_steps", "log_every", "evaluate_every", "evaluate_flip", "report")
     return Plan(
-        epochs,
+        tuple(epochs),
         last_step=min(cfg.max_steps or total_steps, total_steps),
-        log_every=cfg.log_every,
-        evaluate_every=cfg.evaluate_every,
-        evaluate_flip=cfg.evaluate_flip,
         checkpoint=cfg.checkpoint,
         optim=cfg.optim,
         schedule=cfg.schedule,
+        **{name: getattr(cfg, name) for name in of_config},
     )
 
 
@@ -217,24 +218,25 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
     }
 
 
-def describe_run(cfg: Config, precision: Precision, dist: Dist) -> dict[str, Any]:
-    """The part of `summary.json` that is known before the first step."""
+def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
+    """`summary.json` before the first step; `loop.results` replaces the empty results."""
     settings = ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")
-    unknown = ("memory_format", "step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct")
+    unknown = ("step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct")
     return {
         "schema_version": SCHEMA_VERSION,
         "status": "failed",
         "command": shlex.join(sys.argv),
         **{name: getattr(cfg, name) for name in settings},
         "channels_last_requested": cfg.channels_last,
-        "precision": precision.name,
+        "memory_format": model_memory_format(state.model),
+        "precision": state.parts.precision.name,
         "device": dist.device.type,
         "device_name": device_name(dist.device),
         "world_size": dist.world_size,
-        "global_batch_size": cfg.batch_size * cfg.accumulate_steps * dist.world_size,
+        "global_batch_size": plan.largest.global_batch_size,
         "image_size": cfg.data.image_size,
-        "data": cfg.data.name,
-        "workers": cfg.data.workers,
+        "data": "folder" if cfg.data.name == "sample" and cfg.data.root else cfg.data.name,  # root replaces the sample
+        "workers": data.workers,
         "steps": 0,
         "images_seen": 0,
         "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
@@ -262,10 +264,10 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def announce(summary: dict[str, Any], precision: Precision, dist: Dist, folder: Path) -> None:
+def announce(model_name: str, precision: Precision, dist: Dist, folder: Path) -> None:
     """Model, device, precision, folder, and which ranks run on which node."""
     ranks = f"{dist.world_size} process{'es' * (dist.world_size > 1)}"
-    log.info("%s on %s, %s", summary["model"], summary["device_name"], ranks)
+    log.info("%s on %s, %s", model_name, device_name(dist.device), ranks)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
     for line in precision_warnings(precision, dist.device) if dist.is_main else []:
         log.warning("%s", line)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from cl_train.system.machine_load import BUSY_PCT
-from cl_train.training.records import read_records
 from cl_train.training.throughput import without_warmup
 
 SCHEMA_VERSION = 1
@@ -58,20 +57,6 @@ def spread(values: list[float]) -> dict[str, float]:
     """Median and 5th and 95th percentile (linear interpolation) of at least one value, and their number."""
     percentiles = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
     return {"median": statistics.median(values), "p5": percentiles[0], "p95": percentiles[-1], "windows": len(values)}
-
-
-def results_of_records(metrics: Path) -> dict[str, Any]:
-    """The results of a run that was already complete when the same command was run again."""
-    records = read_records(metrics)
-    trained = [record for record in records if record["kind"] == "train"]
-    found = speed(trained)
-    for record in records:
-        if record["kind"] in ("val", "val_average"):
-            found[record["kind"]] = {name: record[name] for name in ("loss", "top1", "top5", "images")}
-    if trained:
-        found["train"] = {"loss": trained[-1]["loss"]}
-        found["peak_memory_gib"] = round(max(record["peak_memory_gib"] for record in trained), 4)
-    return found
 
 
 def hparams_of(summary: dict[str, Any], batch_size: int, lr: float) -> dict[str, str | int | float | bool]:

@@ -33,6 +33,6 @@ def test_under_o2_the_average_follows_the_masters() -> None:
     before = average.module[3].weight.detach().clone()
     assert before.dtype == torch.float32
     with torch.no_grad():
-        masters.masters["3.weight"].add_(2e-6)
+        masters.by_name["3.weight"].add_(2e-6)
     average.update(model, masters)
     torch.testing.assert_close(average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from cl_train.config.schema import PRECISIONS
 from cl_train.step.precision import (
+    BY_NAME,
     MasterWeights,
     autocast,
     build_scaler,
@@ -31,6 +33,10 @@ def test_each_name_computes_in_its_dtype(name: str) -> None:
     expected = {"fp16": torch.float16, "fp16_o2": torch.float16, "bf16": torch.bfloat16}.get(name, torch.float32)
     assert out.dtype == expected
     assert build_scaler(precision, CPU).is_enabled() == (name in ("fp16", "fp16_o2"))
+
+
+def test_every_name_of_the_settings_is_resolved() -> None:
+    assert set(PRECISIONS) == {"auto", *BY_NAME}
 
 
 def test_auto_is_never_left_unresolved() -> None:
@@ -61,7 +67,7 @@ def test_o2_keeps_batchnorm_in_fp32(half_model: tuple[nn.Module, MasterWeights])
 def test_masters_have_the_models_strides_and_take_small_changes(half_model: tuple[nn.Module, MasterWeights]) -> None:
     model, masters = half_model
     weight = model[3].weight
-    master = masters.masters["3.weight"]
+    master = masters.by_name["3.weight"]
     assert master.dtype == torch.float32 and master.stride() == weight.stride() == (72, 1, 24, 8)
     before = master.detach().clone()
     for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
@@ -78,7 +84,7 @@ def test_gradients_move_to_the_masters(half_model: tuple[nn.Module, MasterWeight
     gradient = model[3].weight.grad.float()
     masters.copy_gradients_from_model()
     assert model[3].weight.grad is None
-    assert torch.equal(masters.masters["3.weight"].grad, gradient)
+    assert torch.equal(masters.by_name["3.weight"].grad, gradient)
 
 
 def test_full_precision_state_has_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
@@ -86,7 +92,7 @@ def test_full_precision_state_has_the_masters(half_model: tuple[nn.Module, Maste
     state = full_precision_state(model, masters)
     assert state.keys() == model.state_dict().keys()
     assert all(value.dtype in (torch.float32, torch.int64) for value in state.values())
-    assert trainable_parameters(model, masters)["3.weight"] is masters.masters["3.weight"]
+    assert trainable_parameters(model, masters)["3.weight"] is masters.by_name["3.weight"]
 
 
 def test_kernel_selection_is_restored_also_after_an_error() -> None:

@@ -12,7 +12,7 @@ from cl_train.models.registry import build_model
 from cl_train.step.loss import GOOGLENET_AUX_WEIGHT, INCEPTION_AUX_WEIGHT, Loss, loss_of
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision, trainable_parameters
-from cl_train.step.train_step import StepParts, sum_over_images, train_step
+from cl_train.step.train_step import StepParts, train_step
 from tests.networks import small
 
 CPU = torch.device("cpu")
@@ -170,23 +170,6 @@ def test_each_optimizer_learns(optimizer: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_evaluation_counts_exactly_and_changes_nothing() -> None:
-    parts = make_parts("bf16")
-    batches = [make_batch(parts, images=count, seed=count) for count in (8, 8, 3)]
-    statistics = parts.model[1].running_mean.clone()
-    sums = sum_over_images(parts.model, batches, parts.precision, CPU)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        parts.model.eval()
-        logits = torch.cat([parts.model(batch.images) for batch in batches]).float()
-    targets = torch.cat([batch.targets for batch in batches])
-    assert sums[1].item() == (logits.argmax(1) == targets).sum().item()
-    assert sums[2].item() == sums[3].item() == 19  # top-5 of three classes holds every image
-    assert sums[0].item() == pytest.approx(
-        nn.functional.cross_entropy(logits, targets, reduction="sum").item(), rel=1e-5
-    )
-    assert torch.equal(parts.model[1].running_mean, statistics)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "weight"), [("inception_v3", 299, INCEPTION_AUX_WEIGHT), ("googlenet", 64, GOOGLENET_AUX_WEIGHT)]
@@ -201,15 +184,3 @@ def test_auxiliary_heads_count(name: str, size: int, weight: float) -> None:
     expected = nn.functional.cross_entropy(output.logits, targets)
     expected = expected + sum(weight * nn.functional.cross_entropy(value, targets) for value in auxiliary)
     torch.testing.assert_close(loss_of(output, targets), expected)
-
-
-def test_a_flipped_evaluation_averages_the_logits_of_both_mirror_images() -> None:
-    parts = make_parts("fp32")
-    batch = make_batch(parts)
-    mirrored = Batch(batch.images.flip(3), batch.targets)
-    sums = [sum_over_images(parts.model, [one], parts.precision, CPU, flip=True) for one in (batch, mirrored)]
-    torch.testing.assert_close(sums[0], sums[1])
-    parts.model.eval()
-    logits = (parts.model(batch.images) + parts.model(mirrored.images)) / 2
-    expected = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
-    assert sums[0][0].item() == pytest.approx(expected.item(), rel=1e-5)

@@ -15,16 +15,18 @@ from PIL import Image
 from torch import nn
 
 from cl_train.config.schema import DataConfig
-from cl_train.data.batch import DeviceFormat
+from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.models import preprocessing
-from cl_train.models.preprocessing import published_preprocessing
+from cl_train.models.preprocessing import follow_published_preprocessing, log_preprocessing, published_preprocessing
 from cl_train.models.registry import build_model
-from cl_train.training.pretrained import follow_published_preprocessing, log_preprocessing
+from cl_train.step.precision import resolve_precision
+from cl_train.training.evaluation import evaluation_sums
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
 
-FORMAT = DeviceFormat(torch.device("cpu"), torch.float64, torch.channels_last)
+CPU = torch.device("cpu")
+FORMAT = DeviceFormat(CPU, torch.float64, torch.channels_last)
 
 
 def reference_transform(model: str, weights: str) -> Callable[[Image.Image], torch.Tensor]:
@@ -211,3 +213,39 @@ def test_report_of_synthetic_data_has_no_pictures(train: Callable[..., Run]) -> 
     done = train("data=synthetic", "data.root=null", "data.synthetic_images=64", "report=true", "max_steps=1")
     assert "base64" not in (done.folder / "report" / "worst.html").read_text()
     assert read_csv(done.folder / "report" / "per_class.csv")
+
+
+def evaluation_batch(images: int, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(images, 3, 32, 32, generator=generator)
+    return Batch(pixels, torch.randint(0, 3, (images,), generator=generator))
+
+
+def test_evaluation_counts_exactly_and_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = networks.small(3)
+    batches = [evaluation_batch(count, seed=count) for count in (8, 8, 3)]
+    statistics = model[1].running_mean.clone()
+    sums = evaluation_sums(model, batches, resolve_precision("bf16", CPU), CPU)
+    assert model.training
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.eval()
+        logits = torch.cat([model(batch.images) for batch in batches]).float()
+    targets = torch.cat([batch.targets for batch in batches])
+    assert sums[1].item() == (logits.argmax(1) == targets).sum().item()
+    assert sums[2].item() == sums[3].item() == 19  # top-5 of three classes contains every image
+    expected = nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+    assert sums[0].item() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(model[1].running_mean, statistics)
+
+
+def test_a_flipped_evaluation_averages_the_logits_of_both_mirror_images() -> None:
+    torch.manual_seed(0)
+    model, batch = networks.small(3), evaluation_batch(8)
+    mirrored = Batch(batch.images.flip(3), batch.targets)
+    sums = [evaluation_sums(model, [one], resolve_precision("fp32", CPU), CPU, flip=True) for one in (batch, mirrored)]
+    torch.testing.assert_close(sums[0], sums[1])
+    model.eval()
+    logits = (model(batch.images) + model(mirrored.images)) / 2
+    expected = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+    assert sums[0][0].item() == pytest.approx(expected.item(), rel=1e-5)

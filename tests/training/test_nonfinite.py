@@ -3,12 +3,8 @@
 import math
 
 import pytest
-import torch
-from torch import nn
 
-from cl_train.step.ema import EMA
 from cl_train.training.nonfinite import (
-    BufferBackup,
     NonFinitePolicy,
     NonFiniteStep,
     TrainingFault,
@@ -16,7 +12,6 @@ from cl_train.training.nonfinite import (
     check_skipped_share,
     find_nonfinite_steps,
 )
-from tests.networks import small
 
 NAN = NonFiniteStep(7, 1, "the loss is nan")
 
@@ -70,39 +65,3 @@ def test_a_run_that_skipped_most_steps_did_not_train() -> None:
     check_skipped_share(5, 5)  # the scale is still being found
     with pytest.raises(TrainingFault, match="11 of 20"):
         check_skipped_share(11, 20)
-
-
-def test_batchnorm_statistics_are_restored_after_nan_activations() -> None:
-    model = small(3)
-    ema = EMA(model, 0.9)
-    model(torch.randn(4, 3, 32, 32))
-    backup = BufferBackup(model, ema.module)
-    expected = [buffer.clone() for buffer in model.buffers()]
-    model(torch.full((4, 3, 32, 32), float("nan")))
-    ema.update(model)
-    assert not all(buffer.isfinite().all() for buffer in [*model.buffers(), *ema.module.buffers()])
-    backup.restore()
-    assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
-    assert all(buffer.isfinite().all() for buffer in ema.module.buffers())
-    model(torch.randn(4, 3, 32, 32))
-    backup.update()
-    expected = [buffer.clone() for buffer in model.buffers()]
-    model(torch.randn(4, 3, 32, 32))
-    backup.restore()
-    assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
-
-
-def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self) -> None:
-            self.calls = self.calls + 1
-
-    model = Counting()
-    backup = BufferBackup(model)
-    model()
-    backup.restore()
-    assert model.calls.item() == 0

@@ -158,7 +158,7 @@ def test_fp32_to_master_weights_and_back_keeps_fp32_values(tmp_path: Path) -> No
     restore(state, model=half, optimizer=half_optimizer, scaler=half_scaler, masters=masters)
     assert half[0].weight.dtype == torch.float16
     assert torch.equal(half[0].weight, model[0].weight.half())
-    assert torch.equal(masters.masters["0.weight"], model[0].weight)
+    assert torch.equal(masters.by_name["0.weight"], model[0].weight)
     assert half_scaler.get_scale() == 65536.0  # the checkpoint had none
     back_state = saved(tmp_path / "b.pt", half, half_optimizer, half_scaler, masters)
     back, back_optimizer, back_scaler, _ = build(False)

@@ -1,0 +1,61 @@
+"""What a model's run changes is restored."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cl_train.memory_format.model_call import BufferBackup, state_restored
+from cl_train.step.ema import EMA
+from tests.networks import small
+
+
+def test_batchnorm_statistics_are_restored_after_nan_activations() -> None:
+    model = small(3)
+    ema = EMA(model, 0.9)
+    model(torch.randn(4, 3, 32, 32))
+    backup = BufferBackup(model, ema.module)
+    expected = [buffer.clone() for buffer in model.buffers()]
+    model(torch.full((4, 3, 32, 32), float("nan")))
+    ema.update(model)
+    assert not all(buffer.isfinite().all() for buffer in [*model.buffers(), *ema.module.buffers()])
+    backup.restore()
+    assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
+    assert all(buffer.isfinite().all() for buffer in ema.module.buffers())
+    model(torch.randn(4, 3, 32, 32))
+    backup.update()
+    expected = [buffer.clone() for buffer in model.buffers()]
+    model(torch.randn(4, 3, 32, 32))
+    backup.restore()
+    assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
+
+
+def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self) -> None:
+            self.calls = self.calls + 1
+
+    model = Counting()
+    backup = BufferBackup(model)
+    model()
+    backup.restore()
+    assert model.calls.item() == 0
+
+
+def test_gradients_buffers_and_random_numbers_are_restored() -> None:
+    model = small(3)
+    model.register_buffer("expanded", torch.ones(1).expand(4))
+    model(torch.randn(4, 3, 32, 32)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    numbers = torch.get_rng_state()
+    with state_restored(model, torch.device("cpu")):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(torch.randn(4, 3, 32, 32)).sum().backward()
+    assert all(parameter.grad is kept for parameter, kept in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), numbers)
