@@ -63,7 +63,7 @@ class Words:
 
     @classmethod
     def read(cls, words: Iterable[str]) -> Words:
-        """Raises: ConfigError for options that this program does not have."""
+        """Raises ConfigError: an option that this program does not have."""
         found, rest = cls(), iter(words)
         for word in rest:
             option, equals, value = word.partition("=")
@@ -93,8 +93,7 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
         The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the
         arguments ask for something else than a run (--cfg).
 
-    Raises:
-        ConfigError: every problem found.
+    Raises ConfigError: every problem found.
     """
     # `conf/config.yaml` starts from the defaults: plain values, because Hydra would stop at the first wrong type of a
     # typed node, and `load` reports all.
@@ -266,8 +265,7 @@ def _check_files() -> None:
 def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
     """The folder that Hydra creates for a run or a sweep with these arguments.
 
-    Raises:
-        ConfigError: its name cannot be resolved, or a file in conf/ chooses what sweeps do not use.
+    Raises ConfigError: its name cannot be resolved, or a file in conf/ chooses what sweeps do not use.
     """
     hydra = _compose([*words], with_hydra=True).hydra
     if kind == "sweep":

@@ -80,8 +80,7 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
 def from_mapping(schema: type[T], values: Mapping[str, Any]) -> T:
     """Build a dataclass of settings from nested plain values, checking keys, types and ranges.
 
-    Raises:
-        ConfigError: with every problem found, not only the first.
+    Raises ConfigError: with every problem found, not only the first.
     """
     known, settings, problems = setting_fields(schema), schema(), list[str]()
     for key, value in flatten(values, known):
@@ -114,8 +113,7 @@ def flatten(
 def checked_value(value: Any, setting: Setting) -> Any:
     """`value`, as YAML or Hydra reads it, in the setting's type and within its range.
 
-    Raises:
-        ConfigError: it has another type or lies outside the range.
+    Raises ConfigError: it has another type or lies outside the range.
     """
     words, choices = setting.metadata["words"] or {}, setting.metadata["choices"] or ()
     if isinstance(value, str) and value in words:
@@ -185,8 +183,7 @@ def show(value: Any) -> str:
 def load(values: Mapping[str, Any] | DictConfig) -> Config:
     """Turn a composed configuration (Hydra's, or plain nested values) into a checked `Config`.
 
-    Raises:
-        ConfigError: unknown keys, wrong types, values out of range, combinations that cannot work.
+    Raises ConfigError: unknown keys, wrong types, values out of range, combinations that cannot work.
     """
     if isinstance(values, DictConfig):
         try:
@@ -205,8 +202,7 @@ def load(values: Mapping[str, Any] | DictConfig) -> Config:
 def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     """The key=value arguments of a command line as a dataclass; lists are written a,b,c.
 
-    Raises:
-        ConfigError: as `from_mapping`, and for arguments that are not key=value.
+    Raises ConfigError: as `from_mapping`, and for arguments that are not key=value.
     """
     known = setting_fields(schema)
     problems: list[str] = []

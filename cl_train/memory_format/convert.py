@@ -15,12 +15,12 @@ from cl_train.config.validation import suggest
 from cl_train.memory_format.layout import (
     CHANNELS_LAST,
     CONVOLUTIONS,
+    NAMES,
     classify,
     named_tensors,
     refuse_lazy,
     to_memory_format,
 )
-from cl_train.memory_format.names import name_of
 
 Predicate = Callable[[str, nn.Module], bool]
 
@@ -45,11 +45,11 @@ class ConversionReport:
     moved_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "memory_format": name_of(self.memory_format)}
+        return {**vars(self), "memory_format": NAMES[self.memory_format]}
 
     def __str__(self) -> str:
         lines = [
-            f"{name_of(self.memory_format)} ({self.mode}): {len(self.changed)} tensors changed "
+            f"{NAMES[self.memory_format]} ({self.mode}): {len(self.changed)} tensors changed "
             f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} "
             f"left unchanged; {len(self.ambiguous)} of all have both formats at once (one channel, or 1x1)"
         ]
@@ -82,8 +82,7 @@ def convert(
         memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
             channels_last, tensors of 5 channels_last_3d; or `contiguous_format`.
 
-    Raises:
-        ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model inside DDP or FSDP.
+    Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model inside DDP or FSDP.
     """
     if mode not in MODES:
         raise ConfigError(f"conversion={mode}: no such mode; use {', '.join(MODES)}{suggest(mode, MODES)}")

@@ -1,4 +1,4 @@
-"""The memory format of a tensor, of a model's parameters, and of state dicts.
+"""The memory format of a tensor, of a model's parameters, and of state dicts, and its name in settings and records.
 
 A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride < W-stride < H-stride
 < N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, the contiguous and the
@@ -19,6 +19,11 @@ from cl_train.config.schema import ConfigError
 
 Layout = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
+NAMES = {
+    torch.contiguous_format: "contiguous",
+    torch.channels_last: "channels_last",
+    torch.channels_last_3d: "channels_last_3d",
+}
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import CHANNELS_LAST, to_memory_format
+from cl_train.memory_format.layout import CHANNELS_LAST, NAMES, to_memory_format
 from cl_train.memory_format.model_call import explain_failure, output_tensors
-from cl_train.memory_format.names import memory_format_named, name_of
 from cl_train.models import registry as models
 from cl_train.models.program_file import read_program, write_program
 from cl_train.models.weights_file import PROGRAMS, SavedModel, kind_of, read_weights, write_weights
@@ -78,12 +77,11 @@ def convert_file(
         output: the entry of the model's output to compare; None: all floating-point tensors.
         trust: load a TorchScript or exported program, which runs its code.
 
-    Raises:
-        ConfigError: see `read_weights` and `read_program`; `target` is `source`; the weights do not fit the model.
+    Raises ConfigError: see `read_weights` and `read_program`; `target` is `source`; the weights do not fit the model.
     """
     if target.resolve() == source.resolve():
         raise ConfigError(f"{target}: the converted file must have another name than the original")
-    recorded = name_of(memory_format)
+    recorded = NAMES[memory_format]
     before = _read(source, trust, entry, prefix)
     if before.program is None or target.suffix == ".safetensors":
         write_weights(before, target, recorded)
@@ -112,7 +110,7 @@ def convert_file(
 
 
 def load_model(path: Path, model_name: str | None = None, *, trust: bool = False) -> nn.Module:
-    """The model of a file, in eval mode, in the memory format recorded in the file (contiguous if there is none).
+    """The model of a file, in eval mode, in the recorded memory format; contiguous if there is none, or if it is mixed.
 
     Raises ConfigError: see `read_weights` and `read_program`; a file of weights without `model_name`.
     """
@@ -120,7 +118,8 @@ def load_model(path: Path, model_name: str | None = None, *, trust: bool = False
     model = _runnable(saved, model_name)
     if model is None:
         raise ConfigError(f"{path}: holds weights only; name the model that they belong to (model=<name>)")
-    convert(model, memory_format=memory_format_named(saved.recorded or "contiguous"))
+    named = {name: memory_format for memory_format, name in NAMES.items()}
+    convert(model, memory_format=named.get(str(saved.recorded), torch.contiguous_format))
     return model
 
 
@@ -156,7 +155,7 @@ def _compare_outputs(
         except Exception as error:  # a model may raise any exception for unsuitable images
             shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             result.problems.append(
-                f"outputs not compared: the {name_of(layout)} model fails on {shapes}: {explain_failure(error)}; "
+                f"outputs not compared: the {NAMES[layout]} model fails on {shapes}: {explain_failure(error)}; "
                 "input=N,C,H,W sets the shape"
             )
             return

@@ -48,19 +48,17 @@ def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -
         targets: int64 [N], or float [N, classes] (MixUp, CutMix).
     """
     total = loss(logits_of(output), targets)
-    if hasattr(output, "aux_logits") and output.aux_logits is not None:
-        total = total + INCEPTION_AUX_WEIGHT * loss(output.aux_logits, targets)
-    for name in ("aux_logits1", "aux_logits2"):
+    for name in ("aux_logits", "aux_logits1", "aux_logits2"):
         if getattr(output, name, None) is not None:
-            total = total + GOOGLENET_AUX_WEIGHT * loss(getattr(output, name), targets)
+            weight = INCEPTION_AUX_WEIGHT if name == "aux_logits" else GOOGLENET_AUX_WEIGHT
+            total = total + weight * loss(getattr(output, name), targets)
     return total
 
 
 def logits_of(output: object) -> torch.Tensor:
     """The main head's logits [N, classes].
 
-    Raises:
-        ValueError: the output is neither a tensor nor an object with a tensor `.logits`.
+    Raises ValueError: the output is neither a tensor nor an object with a tensor `.logits`.
     """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):

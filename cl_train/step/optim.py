@@ -16,10 +16,8 @@ NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """
-    Raises:
-        ConfigError: timm is missing, has no such optimizer, or cannot build it here (some need CUDA or other packages);
-            one of the betas only.
+    """Raises ConfigError: timm is missing, has no such optimizer, or cannot build it here (some need CUDA or other
+    packages); one of the betas only.
     """
     if cfg.library == "torch":
         return

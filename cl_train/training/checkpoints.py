@@ -49,10 +49,8 @@ class Checkpoints:
         return (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
-        """
-        Raises:
-            ConfigError: a module's `get_extra_state` returns something else than plain types and tensors, or the disk
-                has no space for one checkpoint.
+        """Raises ConfigError: a module's `get_extra_state` returns something else than plain types and tensors, or the
+        disk has no space for one checkpoint.
         """
         weights = full_precision_state(self.state.model, self.state.parts.masters)
         try:

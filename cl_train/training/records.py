@@ -7,7 +7,6 @@ memory until they can be written (see `AppendFile`).
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import time
@@ -189,10 +188,4 @@ def read_record(line: bytes) -> dict[str, Any] | None:
 
 def finite_or_null(value: Any) -> Any:
     """JSON has no NaN or Infinity: they become null."""
-    if isinstance(value, Mapping):
-        return {key: finite_or_null(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_or_null(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
