@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CHANNELS_LAST, NAMES, to_memory_format
-from cl_train.memory_format.model_call import explain_failure, output_tensors
+from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import registry as models
 from cl_train.models.program_file import read_program, write_program
 from cl_train.models.weights_file import PROGRAMS, SavedModel, kind_of, read_weights, write_weights
@@ -98,14 +98,7 @@ def convert_file(
             "not converted: the file has no tensor of 4 or 5 dimensions (a frozen program holds its weights as "
             "constants; convert it before torch.jit.freeze)"
         )
-    own_name = before.metadata.get("model")
-    if model_name is None and isinstance(own_name, str) and ":" not in own_name:
-        model_name = own_name  # only the user, not the file, may name a function to import
-    pair = [_runnable(saved, model_name, input_shape[-1]) for saved in (before, after)]
-    if pair[0] is None or pair[1] is None:
-        result.problems.append("outputs not compared: give model=<name>, the model that these weights belong to")
-    else:
-        _compare_outputs(result, pair[0], pair[1], memory_format, _random_inputs(before, input_shape, pair[0]), output)
+    _compare_outputs(result, before, after, model_name, memory_format, input_shape, output)
     return result
 
 
@@ -141,28 +134,32 @@ def _same_values(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 
 def _compare_outputs(
     result: FileConversion,
-    reference: nn.Module,
-    converted: nn.Module,
+    before: SavedModel,
+    after: SavedModel,
+    model_name: str | None,
     memory_format: torch.memory_format,
-    inputs: tuple[Any, dict[str, Any]],
+    input_shape: tuple[int, ...],
     output: str | int | None,
 ) -> None:
-    """Fill in the difference of the outputs, or the problem."""
-    outputs = []
-    for model, layout in ((reference, torch.contiguous_format), (converted, memory_format)):
-        try:
-            outputs.append(_outputs(model, inputs, layout, output))
-        except Exception as error:  # a model may raise any exception for unsuitable images
-            shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-            result.problems.append(
-                f"outputs not compared: the {NAMES[layout]} model fails on {shapes}: {explain_failure(error)}; "
-                "input=N,C,H,W sets the shape"
-            )
-            return
-    result.tolerance = TOLERANCES.get(_dtype_of(reference), HALF_TOLERANCE)
+    """Fill in the difference of the outputs, or why they are not compared."""
+    own_name = before.metadata.get("model")
+    if model_name is None and isinstance(own_name, str) and ":" not in own_name:
+        model_name = own_name  # only the user, not the file, may name a function to import
+    pair = [_runnable(saved, model_name, input_shape[-1]) for saved in (before, after)]
+    if pair[0] is None or pair[1] is None:
+        result.problems.append("outputs not compared: give model=<name>, the model that these weights belong to")
+        return
+    inputs = _random_inputs(before, input_shape, pair[0])
+    result.tolerance = TOLERANCES.get(_dtype_of(pair[0]), HALF_TOLERANCE)
+    try:
+        references = _outputs(pair[0], inputs, torch.contiguous_format, output)
+        outputs = _outputs(pair[1], inputs, memory_format, output)
+    except ConfigError as error:
+        result.problems.append(f"outputs not compared: {error}")
+        return
     result.difference = max(
         ((one - other).abs().max() / one.abs().max().clamp_min(1e-30)).item()
-        for one, other in zip(*outputs, strict=True)
+        for one, other in zip(references, outputs, strict=True)
     )
     if not result.difference <= result.tolerance:  # a NaN fails too
         result.problems.append("the outputs of the two formats differ")
@@ -206,10 +203,14 @@ def _random_inputs(saved: SavedModel, shape: tuple[int, ...], model: nn.Module) 
 def _outputs(
     model: nn.Module, inputs: tuple[Any, dict[str, Any]], memory_format: torch.memory_format, output: str | int | None
 ) -> list[torch.Tensor]:
+    """The outputs of `model` in `memory_format`. Raises ConfigError: the model fails; it may raise any exception."""
+
     def formatted(value: torch.Tensor) -> torch.Tensor:
         return to_memory_format(value, memory_format) if value.dim() in CHANNELS_LAST else value
 
     convert(model, memory_format=memory_format)
     arguments, named = tree_map_only(torch.Tensor, formatted, inputs)
-    with torch.no_grad():
+    shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    what = f"the {NAMES[memory_format]} model fails on {shapes}"
+    with torch.no_grad(), failure_explained(what, "input=N,C,H,W sets the shape"):
         return output_tensors(model(*arguments, **named), output)
