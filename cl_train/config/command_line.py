@@ -101,12 +101,9 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
     Plugins.instance().register(WorkingFolderConf)
     asked = Words.read(words)
     parsed, problems = _parse_overrides(asked.overrides)
-    valid = []
-    for override in parsed:
-        found = _override_problems(override, asked.multirun)
-        problems += found
-        if not found:
-            valid.append(override)
+    found = [_override_problems(override, asked.multirun) for override in parsed]
+    problems += itertools.chain(*found)
+    valid = [override for override, wrong in zip(parsed, found, strict=True) if not wrong]
     configs = []
     for combination in itertools.product(*map(_alternatives, valid)):  # the last key varies fastest, as in Hydra
         try:

@@ -39,22 +39,16 @@ def train_help(usage: str, doc: str, groups: Mapping[str, list[str]]) -> str:
 
 def _page(usage: str, doc: str, sections: Mapping[str, Iterable[Setting]]) -> str:
     summary, _, examples = doc.strip().partition("\n\n")
-    texts = ["\n".join([title, *map(_row, settings)]) for title, settings in sections.items()]
-    return "\n\n".join([f"usage: {usage}", _wrapped(summary), *texts, f"examples:\n{examples.rstrip()}"])
+    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+    texts = ["\n".join([title, *(_row(item, width) for item in settings)]) for title, settings in sections.items()]
+    summary = textwrap.fill(" ".join(summary.split()), width)
+    return "\n\n".join([f"usage: {usage}", summary, *texts, f"examples:\n{examples.rstrip()}"])
 
 
-def _row(setting: Setting) -> str:
+def _row(setting: Setting, width: int) -> str:
     default = "..." if setting.metadata["required"] else "" if setting.default == [] else show(setting.default)
     name = f"  {setting.key}={default}"
     text = f"{setting.metadata['help']} [{kind_of(setting)}{', required' if setting.metadata['required'] else ''}]"
     first = name.ljust(_KEY_WIDTH) if len(name) < _KEY_WIDTH else f"{name}\n{' ' * _KEY_WIDTH}"
-    lines = textwrap.wrap(text, _width() - _KEY_WIDTH, break_on_hyphens=False)
+    lines = textwrap.wrap(text, width - _KEY_WIDTH, break_on_hyphens=False)
     return first + f"\n{' ' * _KEY_WIDTH}".join(lines)
-
-
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(" ".join(text.split()), _width()))
-
-
-def _width() -> int:
-    return max(60, min(120, shutil.get_terminal_size((120, 24)).columns))

@@ -126,7 +126,7 @@ class AugmentConfig:
 class OptimConfig:
     """The optimizer: torch's, or one of timm's with optim=timm optim.name=lamb."""
 
-    library: str = setting("torch", "whose optimizer", choices=("torch", "timm"))
+    library: str = setting("torch", "library of the optimizer", choices=("torch", "timm"))
     name: str = setting("sgd", "optim=timm: the name of the optimizer, such as lamb, lion, muon, nadamw, rmsproptf")
     lr: float = loss_setting(0.1, "learning rate for a global batch of `reference_batch_size`", above=0)
     reference_batch_size: int = loss_setting(256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0)
@@ -244,7 +244,7 @@ class Config:
     log_every: int = free_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
     warmup_steps: int = free_setting(10, "initial steps excluded from throughput averages", minimum=0)
     overwrite: bool = free_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
-    resume: str | None = free_setting(None, "continue from a checkpoint file or run folder; auto = this run's own")
+    resume: str | None = free_setting(None, "continue from a checkpoint file or run folder; auto = this run's newest")
     profile: bool = free_setting(False, "write a torch.profiler trace of a few steps into the run folder")
     tensorboard: bool = free_setting(True, "write TensorBoard events into the run folder")
     on_nonfinite: str = free_setting("stop", "at a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback"))

@@ -77,12 +77,12 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def from_mapping(schema: type[T], values: Mapping[str, Any]) -> T:
+def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> T:
     """Build a dataclass of settings from nested plain values, checking keys, types and ranges.
 
-    Raises ConfigError: with every problem found, not only the first.
+    Raises ConfigError: with every problem found, not only the first, after `earlier_problems`.
     """
-    known, settings, problems = setting_fields(schema), schema(), list[str]()
+    known, settings, problems = setting_fields(schema), schema(), list(earlier_problems)
     for key, value in flatten(values, known):
         if key not in known:
             few = f" (there are {', '.join(known)})" if len(known) <= 12 else ""
@@ -220,13 +220,7 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             values[key] = _value_of(text)
     missing = [item for key, item in known.items() if item.metadata["required"] and key not in values]
     problems += [f"{item.key}=... is missing: {item.metadata['help']}" for item in missing]
-    try:
-        settings = from_mapping(schema, values)
-    except ConfigError as error:
-        raise ConfigError(problems + error.problems) from None
-    if problems:
-        raise ConfigError(problems)
-    return settings
+    return from_mapping(schema, values, problems)
 
 
 def is_setting(word: str) -> bool:

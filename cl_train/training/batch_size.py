@@ -18,6 +18,7 @@ from cl_train.comparison.alternation import is_out_of_memory, release_memory
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.batch import Batch
 from cl_train.data.build import build_data
+from cl_train.memory_format.model_call import random_state_restored
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
@@ -84,14 +85,13 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     eager = dataclasses.replace(
         cfg, batch_size=SMALLEST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
     )
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic):
+    with random_state_restored(device), kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic):
         state = build_train_state(eager, precision, classes, alone, lr=1e-4)
         measure = partial(_measure, state, classes, sizes[-1], cfg.accumulate_steps)
         measured = search(measure, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
     del state, measure
     release_memory(device)
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     chosen = smallest_of_the_fastest(measured)
     speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)

@@ -37,13 +37,8 @@ class TrainState:
     @property
     def saved_objects(self) -> dict[str, Any]:
         """The arguments of `collect` and `restore`."""
-        parts = self.parts
-        objects = {"optimizer": parts.optimizer, "scaler": parts.scaler, "masters": parts.masters}
-        return {"model": self.model, "ema": self.ema, **objects}
-
-    @property
-    def model_and_ema(self) -> list[nn.Module]:
-        return [self.model] if self.ema is None else [self.model, self.ema.module]
+        parts = {name: getattr(self.parts, name) for name in ("optimizer", "scaler", "masters")}
+        return {"model": self.model, "ema": self.ema, **parts}
 
 
 def collect(

@@ -124,7 +124,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         meter=ThroughputMeter(cfg.warmup_steps),
         machine_load=machine_load,
         nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
-        buffer_backup=BufferBackup(*state.model_and_ema),
+        buffer_backup=BufferBackup(state.model, *([state.ema.module] if state.ema else [])),
         progress=progress,
         unlogged_steps=unlogged_steps,
         summary=summary,
