@@ -80,19 +80,13 @@ def audit(
         with recorder.module_hooks(), recorder:
             step()
         step_ms = _median_ms(step, device) if measure else None
+    of_model = (name or type(model).__name__, model_memory_format(model), described)
+    calls = recorder.merged_calls()
     report = LayoutReport(
-        name or type(model).__name__,
-        model_memory_format(model),
-        described,
-        precision.name,
-        str(device),
-        torch.__version__,
-        recorder.merged_calls(),
-        recorder.step_bytes,
-        step_ms,
+        *of_model, precision.name, str(device), torch.__version__, calls, recorder.step_bytes, step_ms
     )
     if measure:
-        _time_copies(report.calls, device)
+        _time_copies(calls, device)
     return report
 
 
