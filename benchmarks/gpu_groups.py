@@ -1,7 +1,4 @@
-"""The measurements of a GPU report, one group per process; started by `gpu_report`.
-
-A group appends each row to `rows.jsonl` as soon as it is measured, so that rows survive if the group is killed.
-"""
+"""The measurements of a GPU report, one group per process; started by `gpu_report`."""
 
 from __future__ import annotations
 
@@ -15,16 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_plan import Group, Variant, all_groups, has_time_for, tiny_groups
-from benchmarks.roofline import Machine, roofline
 from cl_train.comparison.alternation import alternate, release_memory
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, TimedModel, Workload, noise
 from cl_train.comparison.zoo import TUTORIAL
@@ -43,31 +38,25 @@ Step = Callable[[], object]
 
 
 class Rows:
-    """The rows of one group, each appended to `rows.jsonl` in one write."""
+    """The rows of one group: lines of JSON on stdout, its log, where they survive if the group is killed."""
 
-    def __init__(self, group: Group, folder: Path, time_limit_s: float) -> None:
-        self.group, self.folder = group, folder
+    def __init__(self, group: Group, time_limit_s: float) -> None:
+        self.group = group
         self._ends_at = time.monotonic() + time_limit_s
 
-    def add(self, **values: Any) -> None:
-        with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"group": self.group.name, **values}) + "\n")
+    def add(self, variant: Variant | None = None, **values: Any) -> None:
+        if variant is not None:
+            names = ("model", "precision", "batch_size", "image_size")
+            labels = {name: getattr(self.group, name) for name in names}
+            values = labels | {"variant": variant.name, "compile": variant.compile} | values
+        print(json.dumps({"group": self.group.name, **values}), flush=True)
+
+    def add_speed(self, variant: Variant, seconds: float, **values: Any) -> None:
+        self.add(variant, images_per_s=self.group.batch_size / seconds, step_ms=1000 * seconds, **values)
 
     @property
     def left_s(self) -> float:
         return self._ends_at - time.monotonic()
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows so far. A later row for the same variant replaces the earlier one; an incomplete line is ignored."""
-    path = folder / "rows.jsonl"
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            row = json.loads(line)
-            key = tuple(row.get(name) for name in ("group", "model", "precision", "batch_size", "variant"))
-            rows[key] = rows.get(key, {}) | row
-    return list(rows.values())
 
 
 # --- one group --------------------------------------------------------------------------------------------------------
@@ -76,13 +65,13 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 def run_group(name: str, folder: Path, time_limit_s: float, *, dry_run: bool) -> None:
     """Measure one group on the GPU, or on the CPU for a dry run."""
     group = next(group for group in (tiny_groups() if dry_run else all_groups()) if group.name == name)
-    rows, device = Rows(group, folder, time_limit_s), torch.device("cpu" if dry_run else "cuda")
+    rows, device = Rows(group, time_limit_s), torch.device("cpu" if dry_run else "cuda")
     precision = resolve_precision(group.precision, device)
     with kernel_selection(tf32=precision.tf32, autotune=True):
         if name == "environment":
             measure_machine(rows, device)
         elif name == "jpeg":
-            measure_jpegs(rows, device)
+            measure_jpegs(rows, device, folder)
         elif name == "zoo":
             for model in ("squeezenet1_1", "shufflenet_v2_x0_5") if dry_run else TUTORIAL:
                 rows.group = replace(group, model=model)
@@ -90,7 +79,7 @@ def run_group(name: str, folder: Path, time_limit_s: float, *, dry_run: bool) ->
                     measure_variants(rows, device)
                     release_memory(device)
         elif name.startswith("bytes"):
-            step_for_ncu(rows, device)
+            step_for_ncu(rows.group, device)
         else:
             measure_variants(rows, device)
 
@@ -139,7 +128,7 @@ def measure_variants(rows: Rows, device: torch.device) -> None:
             steps[variant] = prepare(variant, rows, device)
         except Exception as error:  # the other variants may work; report the reason
             traceback.print_exc()
-            rows.add(**_labels(group, variant), outcome=f"{type(error).__name__}: {str(error)[:200]}")
+            rows.add(variant, outcome=f"{type(error).__name__}: {str(error)[:200]}")
             release_memory(device)
     if len(steps) < 2:
         return
@@ -149,8 +138,7 @@ def measure_variants(rows: Rows, device: torch.device) -> None:
     blocks = [lambda step=steps[variant]: statistics.median(step_times_s(step, count, device)) for variant in order]
     found = alternate(blocks, target_ci=0.01, time_limit_s=min(group.blocks_s * len(order), rows.left_s), min_rounds=5)
     for index, ratio in enumerate(found.speed_ratios()):  # the last ones are missing if memory ran out
-        speeds = _speeds(order[index], found.median_s(index), rows)
-        rows.add(**speeds, versus=baseline.name, **ratio.to_dict())
+        rows.add_speed(order[index], found.median_s(index), versus=baseline.name, **ratio.to_dict())
 
 
 def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
@@ -160,39 +148,9 @@ def prepare(variant: Variant, rows: Rows, device: torch.device) -> Step:
     step_times_s(step, WARM_UP_STEPS, device)
     seconds = statistics.median(step_times_s(step, 3, device))
     peak_memory_gib = peak_memory_of_step_gib(step, 0, held_bytes, device)
-    rows.add(**_speeds(variant, seconds, rows), peak_memory_gib=peak_memory_gib)
+    rows.add_speed(variant, seconds, peak_memory_gib=peak_memory_gib)
     print(f"{variant.name}: ready with {rows.left_s:.0f} s left", flush=True)
     return step
-
-
-def _labels(group: Group, variant: Variant) -> dict[str, Any]:
-    names = ("model", "precision", "batch_size", "image_size")
-    return {name: getattr(group, name) for name in names} | {"variant": variant.name}
-
-
-def _speeds(variant: Variant, seconds: float, rows: Rows) -> dict[str, Any]:
-    images_per_s = rows.group.batch_size / seconds
-    limit = _roofline_images_per_s(rows.group, variant.compile, rows.folder)
-    share = None if limit is None else 100 * images_per_s / limit
-    speeds = {"images_per_s": images_per_s, "step_ms": 1000 * seconds, "pct_of_roofline": share}
-    return _labels(rows.group, variant) | speeds
-
-
-@lru_cache
-def _roofline_images_per_s(group: Group, fused: bool, folder: Path) -> float | None:
-    """The limit set by the measured copy bandwidth and the precision's matmul rate; None if unknown."""
-    machine = next((row for row in read_rows(folder) if row["group"] == "environment"), None)
-    if machine is None:
-        return None
-    full = group.precision in ("fp32", "tf32")
-    peaks = Machine(machine["flops_per_s"]["tf32" if full else "half"], machine["copy_bytes_per_s"])
-    try:
-        with torch.device("meta"):
-            model = build_model(group.model, num_classes=1000)
-        found = roofline(model, peaks, fused=fused, image_size=group.image_size, element_bytes=4 if full else 2)
-    except ValueError:
-        return None
-    return found.images_per_s
 
 
 def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
@@ -234,9 +192,9 @@ def timm_step(name: str, images: torch.Tensor, *, compile: bool) -> Step:
 # --- memory traffic ---------------------------------------------------------------------------------------------------
 
 
-def step_for_ncu(rows: Rows, device: torch.device) -> None:
+def step_for_ncu(group: Group, device: torch.device) -> None:
     """One step between ncu's marks, for which it counts the bytes of each kernel: see `gpu_report.dram_bytes`."""
-    step = build_step(rows.group.variants[0], rows.group, device)
+    step = build_step(group.variants[0], group, device)
     step_times_s(step, WARM_UP_STEPS, device)
     with torch.cuda.profiler.profile() if device.type == "cuda" else nullcontext():
         timed_s(step, device)
@@ -245,13 +203,13 @@ def step_for_ncu(rows: Rows, device: torch.device) -> None:
 # --- a whole run on JPEGs ---------------------------------------------------------------------------------------------
 
 
-def measure_jpegs(rows: Rows, device: torch.device) -> None:
+def measure_jpegs(rows: Rows, device: torch.device, folder: Path) -> None:
     """train.py with the best settings: on one fixed batch, then on generated JPEGs of ImageNet's size, all cores.
 
     Each run folder also has `operators.txt`, the operators and kernels that take the most time.
     """
     group, dry_run = rows.group, device.type == "cpu"
-    root, cores = rows.folder / "images", len(os.sched_getaffinity(0))
+    root, cores = folder / "images", len(os.sched_getaffinity(0))
     ensure_sample(root, SampleSpec(train_per_class=2 if dry_run else 600, val_per_class=1))
     words = [
         *(f"model={group.model}", f"precision={group.precision}", f"batch_size={group.batch_size}"),
@@ -263,15 +221,16 @@ def measure_jpegs(rows: Rows, device: torch.device) -> None:
     sources = {"one fixed batch": ["data=synthetic"], "JPEGs": ["data=folder", f"data.root={root}"]}
     fixed_images_per_s = 0.0
     for name, source in sources.items():
-        run = rows.folder / f"run-{name.replace(' ', '-')}"
+        run = folder / f"run-{name.replace(' ', '-')}"
         shutil.rmtree(run, ignore_errors=True)
         subprocess.run([sys.executable, "train.py", *words, *source, f"hydra.run.dir={run}"], cwd=ROOT, check=True)
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         images_per_s = summary["images_per_s"]["end_to_end"]["median"]
         fixed_images_per_s = fixed_images_per_s or images_per_s
         variant = Variant(f"train.py on {name}", compile=not dry_run, graph=not dry_run)
-        rows.add(
-            **_speeds(variant, group.batch_size / images_per_s, rows),
+        rows.add_speed(
+            variant,
+            group.batch_size / images_per_s,
             data_wait_pct=summary["data_wait_pct"],
             ratio=images_per_s / fixed_images_per_s,
             versus="train.py on one fixed batch",

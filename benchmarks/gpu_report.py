@@ -10,6 +10,7 @@ the rows that it has measured. `report.json` and `report.md` are rewritten after
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shutil
@@ -19,18 +20,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_groups import ROOT, Rows, read_rows
+from benchmarks.gpu_groups import ROOT
 from benchmarks.gpu_plan import Group, all_groups, group_limit_s, tiny_groups
+from benchmarks.roofline import Machine, roofline
 from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.memory_format.audit_report import markdown_table
+from cl_train.models.registry import build_model
 from cl_train.system.files import write_json, write_text
 
 NCU = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]
@@ -42,7 +47,7 @@ PYTEST = ["-m", "pytest", "-v", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cach
 class ReportSettings:
     """Settings of the GPU report."""
 
-    out: str = setting("outputs/gpu_report", "folder for rows.jsonl, report.json, report.md and logs")
+    out: str = setting("outputs/gpu_report", "folder for report.json, report.md and the logs of the groups")
     time_limit_s: float = setting(520.0, "the whole report ends within this time", above=0)
     groups: list[str] = setting([], "run only these groups and add them to the results in `out`")
     dry_run: bool = setting(False, "run every kind of group on the CPU with tiny settings; the figures are meaningless")
@@ -53,14 +58,16 @@ def run_report(settings: ReportSettings, groups: Sequence[Group]) -> int:
     folder = Path(settings.out)
     folder.mkdir(parents=True, exist_ok=True)
     if not settings.groups:
-        (folder / "rows.jsonl").unlink(missing_ok=True)
+        for log in folder.glob("*.log"):
+            log.unlink()
     started_at = time.monotonic()
     outcomes: dict[str, str] = {}
     for group in groups:
         limit_s = group_limit_s(group, settings.time_limit_s - (time.monotonic() - started_at))
         outcomes[group.name] = "left out: too little time" if limit_s is None else run_group(group, limit_s, settings)
         print(f"[{time.monotonic() - started_at:5.0f} s] {group.name}: {outcomes[group.name]}", flush=True)
-        report = {"settings": asdict(settings), "groups": outcomes, "rows": read_rows(folder)}
+        rows = read_rows("\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))))
+        report = {"settings": asdict(settings), "groups": outcomes, "rows": rows}
         write_json(folder / "report.json", report)
         write_text(folder / "report.md", as_markdown(report))
     print((folder / "report.md").read_text(encoding="utf-8"))
@@ -80,12 +87,12 @@ def run_group(group: Group, limit_s: float, settings: ReportSettings) -> str:
     elif counts_bytes:
         command = [*NCU, *command]
     log = folder / f"{group.name}.log"
-    outcome, rows = run_limited(command, log, limit_s), Rows(group, folder, 0)
+    outcome = run_limited(command, log, limit_s)
     text = log.read_text(errors="replace")
     if group.name == "tests":
-        rows.add(variant="pytest -m gpu", outcome=count_tests(text))
+        outcome += f": {count_tests(text)}"
     elif counts_bytes:
-        rows.add(variant=group.variants[0].name, model=group.model, outcome=dram_bytes(text, group.batch_size))
+        outcome += f": {dram_bytes(text, group.batch_size)}"
     return outcome
 
 
@@ -108,6 +115,35 @@ def run_limited(command: Sequence[str], log: Path, limit_s: float) -> str:
     if code != 0:
         return f"failed with exit code {code} (see {log.name}); its rows so far are kept"
     return f"done in {time.monotonic() - started_at:.0f} s"
+
+
+def read_rows(log: str) -> list[dict[str, Any]]:
+    """The rows in the logs. A later row for the same variant completes the earlier one; half a line is ignored."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in log.splitlines():
+        with suppress(ValueError):
+            row = json.loads(line) if line.startswith('{"group"') else {}
+            key = tuple(row.get(name) for name in ("group", "model", "precision", "batch_size", "variant"))
+            rows[key] = rows.get(key, {}) | row
+    found = [row for row in rows.values() if row]
+    for machine in (row for row in found if row["group"] == "environment"):
+        for row in (row for row in found if "images_per_s" in row):
+            full = row["precision"] in ("fp32", "tf32")
+            peaks = Machine(machine["flops_per_s"]["tf32" if full else "half"], machine["copy_bytes_per_s"])
+            limit = roofline_images_per_s(row["model"], row["image_size"], row["compile"], 4 if full else 2, peaks)
+            row["pct_of_roofline"] = limit and 100 * row["images_per_s"] / limit
+    return found
+
+
+@lru_cache
+def roofline_images_per_s(name: str, size: int, fused: bool, element_bytes: int, machine: Machine) -> float | None:
+    """The limit set by the measured copy bandwidth and matmul rate; None if the model cannot be traced."""
+    try:
+        with torch.device("meta"):
+            model = build_model(name, num_classes=1000)
+        return roofline(model, machine, fused=fused, image_size=size, element_bytes=element_bytes).images_per_s
+    except ValueError:
+        return None
 
 
 def count_tests(log: str) -> str:
@@ -152,7 +188,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     outcomes = [{"group": name, "outcome": outcome} for name, outcome in report["groups"].items()]
     for row in report["rows"]:
         if "outcome" in row:
-            what = f"{row['group']}: {row.get('model', '')} {row['variant']}"
+            what = f"{row['group']}: {row['model']} {row['variant']}"
             outcomes.append({"group": what, "outcome": row["outcome"]})
     speeds = [_speed_cells(row) for row in report["rows"] if "images_per_s" in row]
     return "\n".join([*lines, markdown_table(speeds), "", markdown_table(outcomes), ""])

@@ -283,6 +283,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main(words: list[str]) -> int:
     """Returns 0 if all runs were completed, else 1."""
     settings = settings_from_arguments(Settings, words)
+    for path in filter(None, (settings.out, settings.chart)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     for result in measure(settings):
         if settings.out:
             write_json(Path(settings.out), result)

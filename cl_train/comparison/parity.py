@@ -113,7 +113,7 @@ def check_parity(
     """Compare one training step of `model` in both layouts: module outputs, results, gradients, BatchNorm statistics.
 
     Copies run, one at a time: `model` and all random generators are unchanged. Dropout and other random operators
-    draw equal numbers in all runs (see `equal_randomness`).
+    draw equal numbers in all runs (see `parity_run.EqualRandomness`).
 
     Args:
         model: fp32, in any layout, on any device.

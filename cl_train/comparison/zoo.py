@@ -164,6 +164,7 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
     Raises ConfigError: the file was made with other settings, or is not such a table.
     """
     options = {name: value for name, value in asdict(settings).items() if name in _OPTIONS}
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return {"schema_version": SCHEMA_VERSION, "options": options, "environment": environment, "rows": []}
     try:
@@ -184,7 +185,6 @@ def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
     """Add a row, or replace that of the same model, and write .json and .md."""
     others = [known for known in table["rows"] if known["model"] != row["model"]]
     table["rows"] = sorted([*others, row], key=lambda known: known["model"])
-    path.parent.mkdir(parents=True, exist_ok=True)
     options, environment = table["options"], table["environment"]
     title = f"torch {environment['torch']}, {environment['device_name']}, {options['precision']}"
     text = (

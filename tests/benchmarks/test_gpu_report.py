@@ -7,31 +7,49 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu_groups
-from benchmarks.gpu_groups import Rows, Step, measure_variants, read_rows
+from benchmarks.gpu_groups import Rows, Step, measure_variants
 from benchmarks.gpu_plan import EAGER, EAGER_NCHW, GRAPHED, Group, Variant, tiny_groups
-from benchmarks.gpu_report import as_markdown, count_tests, dram_bytes, main, run_limited
+from benchmarks.gpu_report import as_markdown, count_tests, dram_bytes, main, read_rows, run_limited
+from benchmarks.roofline import Machine, roofline
 from cl_train.config.schema import ConfigError
+from cl_train.models.registry import build_model
 from tests.processes import LIMIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
-def test_later_rows_complete_earlier_ones_and_half_a_line_is_ignored(tmp_path: Path) -> None:
-    rows = Rows(Group("one", 10.0), tmp_path, 10)
-    rows.add(variant="eager", images_per_s=1.0, peak_memory_gib=2.0)
-    rows.add(variant="graphed", images_per_s=2.0)
-    rows.add(variant="eager", images_per_s=3.0)
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('{"group": "one", "variant": "ea')
-    assert [(row["variant"], row["images_per_s"]) for row in read_rows(tmp_path)] == [("eager", 3.0), ("graphed", 2.0)]
-    assert read_rows(tmp_path)[0]["peak_memory_gib"] == 2.0
-    assert read_rows(tmp_path / "none") == []
+def printed_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in read_rows(capsys.readouterr().out)}
+
+
+def test_later_rows_complete_earlier_ones_and_half_a_line_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Rows(Group("one", 10.0, batch_size=8), 10)
+    rows.add_speed(EAGER, 4.0, peak_memory_gib=2.0)
+    rows.add_speed(GRAPHED, 8.0)
+    print("a line of another program")
+    rows.add_speed(EAGER, 2.0)
+    print('{"group": "one", "variant": "ea')
+    found = read_rows(capsys.readouterr().out)
+    assert [(row["variant"], row["images_per_s"]) for row in found] == [(EAGER.name, 4.0), (GRAPHED.name, 1.0)]
+    assert found[0]["peak_memory_gib"] == 2.0
+    assert read_rows("") == []
+
+
+def test_the_share_of_the_roofline_refers_to_the_measured_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Rows(Group("one", 10.0, model="resnet18", batch_size=8), 10)
+    rows.add_speed(EAGER, 1.0)
+    Rows(Group("environment", 10.0), 10).add(flops_per_s={"half": 1e12, "tf32": 1e11}, copy_bytes_per_s=1e11)
+    row, _ = read_rows(capsys.readouterr().out)
+    with torch.device("meta"):
+        limit = roofline(build_model("resnet18", num_classes=1000), Machine(1e12, 1e11)).images_per_s
+    assert row["pct_of_roofline"] == pytest.approx(800 / limit)
 
 
 NCU_LOG = """==PROF== Connected to process 1
@@ -75,7 +93,7 @@ def test_the_table_says_what_was_left_out() -> None:
 
 
 def test_running_out_of_memory_beside_others_costs_the_last_variant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"graphed channels_last": 0}
 
@@ -90,14 +108,14 @@ def test_running_out_of_memory_beside_others_costs_the_last_variant(
 
     monkeypatch.setattr(gpu_groups, "build_step", build_step)
     group = Group("g", 100, batch_size=4, variants=(EAGER_NCHW, EAGER, GRAPHED), steps=2, blocks_s=0.0)
-    measure_variants(Rows(group, tmp_path, 1000), CPU)
-    rows = {row["variant"]: row for row in read_rows(tmp_path)}
+    measure_variants(Rows(group, 1000), CPU)
+    rows = printed_rows(capsys)
     assert "ratio" not in rows[GRAPHED.name] and rows[GRAPHED.name]["images_per_s"] > 0
     assert "ratio" in rows[EAGER.name] and rows[EAGER.name]["versus"] == EAGER_NCHW.name
 
 
 def test_a_variant_that_fails_is_named_and_the_others_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_step(variant: Variant, group: Group, device: torch.device) -> Step:
         if variant is EAGER:
@@ -106,8 +124,8 @@ def test_a_variant_that_fails_is_named_and_the_others_are_measured(
 
     monkeypatch.setattr(gpu_groups, "build_step", build_step)
     group = Group("g", 100, variants=(EAGER, EAGER_NCHW, GRAPHED), steps=2, blocks_s=0.0)
-    measure_variants(Rows(group, tmp_path, 1000), CPU)
-    rows = {row["variant"]: row for row in read_rows(tmp_path)}
+    measure_variants(Rows(group, 1000), CPU)
+    rows = printed_rows(capsys)
     assert "no kernel image" in rows[EAGER.name]["outcome"] and "ratio" in rows[GRAPHED.name]
 
 

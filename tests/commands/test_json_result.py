@@ -1,0 +1,52 @@
+"""A measured result is printed and written, and is not lost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cl_train.commands.json_result import print_result
+from cl_train.config.schema import ConfigError, setting
+
+
+@dataclass
+class Settings:
+    out: str | None = setting(None, "file")
+    json: bool = setting(False, "print JSON")
+
+
+def measure(settings: Settings) -> tuple[dict[str, Any], str]:
+    return {"speed": 1}, "the text"
+
+
+def test_text_file_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "result.json"
+    assert print_result(Settings, [f"out={path}"], measure) == {"speed": 1}
+    assert json.loads(path.read_text()) == {"speed": 1} and "the text" in capsys.readouterr().out
+    print_result(Settings, ["json=true"], measure)
+    output = capsys.readouterr()
+    assert json.loads(output.out) == {"speed": 1} and "the text" in output.err
+
+
+def test_a_folder_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    def never(settings: Settings) -> tuple[dict[str, Any], str]:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="folder"):
+        print_result(Settings, [f"out={tmp_path}"], never)
+
+
+def test_the_text_is_printed_although_the_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_and_remove(settings: Settings) -> tuple[dict[str, Any], str]:
+        (tmp_path / "gone").rmdir()
+        return {}, "the text"
+
+    with pytest.raises(OSError):
+        print_result(Settings, [f"out={tmp_path / 'gone' / 'a.json'}"], measure_and_remove)
+    assert "the text" in capsys.readouterr().out
