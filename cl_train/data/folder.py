@@ -12,6 +12,7 @@ import stat
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -77,13 +78,11 @@ def read_folder(root: Path, cfg: DataConfig | None = None) -> ImageSource:
     base, val = _split_folders(root, cfg)
     layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions)
     stored_at = index_cache.cache_path("folder", f"{root.resolve()}{layout}")
-    index = index_cache.load(stored_at, ("names", "starts", "labels")) or _index(base, val, cfg, stored_at)
-    splits = FolderSplit(**index.train, folder=base), FolderSplit(**index.val, folder=val)
-    arrays = [array for split in splits for array in (split.names, split.starts, split.labels)]
-    return ImageSource(index.classes, *splits, fingerprint(index.classes, arrays), notes=index.notes)
+    splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
+    return index_cache.load(stored_at, *splits) or _index(base, val, cfg, stored_at)
 
 
-def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> index_cache.Index:
+def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSource:
     settled_ns = time.time_ns() - _SETTLED_NS
     classes = _class_names(base, val)
     listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
@@ -92,11 +91,12 @@ def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> index_cac
     else:
         files = _divide(listings[base].files, cfg.val_fraction)
     notes = tuple(note for listing in listings.values() if (note := listing.note()))
-    index = index_cache.Index(tuple(classes), notes, *map(_packed_split, files))
-    if sum(len(names) for split in files for names in split) >= _CACHED_FROM:
+    splits = _split(files[0], base), _split(files[1], val)
+    source = ImageSource(tuple(classes), *splits, fingerprint(classes, splits, ("names", "starts", "labels")), notes)
+    if sum(map(len, splits)) >= _CACHED_FROM:
         folders = [folder for listing in listings.values() for folder in listing.folders]
-        index_cache.save(stored_at, index, folders, settled_ns)
-    return index
+        index_cache.save(stored_at, source, folders, settled_ns)
+    return source
 
 
 def _split_folders(root: Path, cfg: DataConfig) -> tuple[Path, Path]:
@@ -179,9 +179,9 @@ def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[by
     return train, val
 
 
-def _packed_split(files: list[list[bytes]]) -> index_cache.Arrays:
+def _split(files: list[list[bytes]], folder: Path) -> FolderSplit:
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
-    return packed([name for of_class in files for name in of_class]) | {"labels": labels}
+    return FolderSplit(*packed([name for of_class in files for name in of_class]), labels, folder)
 
 
 # --- files that are not images ----------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ FOLDER = "imagenette2-320"  # as in the archive
 def ensure_imagenette(root: Path, *, download: bool) -> Path:
     """The folder with train/ and val/: `root` itself, or the archive's folder in it, which `download` fetches (326 MB).
 
-    Raises:
-        ConfigError: missing without `download`, or the download failed.
+    Raises ConfigError if it is missing without `download`, or if the download failed.
     """
     if (root / "train").is_dir():
         return root

@@ -10,64 +10,60 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from cl_train.data.source import ImageSource, Split
 from cl_train.system.files import cache_folder
-
-Arrays = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class Index:
-    """The classes of a data set, notes for the user, and the arrays of both splits."""
-
-    classes: tuple[str, ...]
-    notes: tuple[str, ...]
-    train: Arrays
-    val: Arrays
 
 
 def cache_path(kind: str, key: str) -> Path:
     return cache_folder() / f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.npz"
 
 
-def save(path: Path, index: Index, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
+def save(path: Path, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
     """Does nothing if one of the files and folders in `made_from` was modified later than `unchanged_since_ns`, or if
     the cache cannot be written: the index is then made again at the next start."""
     with contextlib.suppress(OSError):
         status = _status(made_from)
         if max(modified_ns for _, modified_ns in status) > unchanged_since_ns:
             return
-        paths = list(map(os.fsdecode, made_from))
-        header = {"classes": index.classes, "notes": index.notes, "made_from": paths, "status": status}
-        arrays = {f"{split}_{name}": array for split in ("train", "val") for name, array in vars(index)[split].items()}
+        header = {name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}
+        header |= {"made_from": list(map(os.fsdecode, made_from)), "status": status}
+        arrays = {
+            f"{name}/{key}": value
+            for name, split in (("train", source.train), ("val", source.val))
+            for key, value in vars(split).items()
+            if isinstance(value, np.ndarray)
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.npz")
         np.savez(temporary, allow_pickle=False, header=np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays)
         temporary.replace(path)
 
 
-def load(path: Path, array_names: Sequence[str], made_from: Sequence[str] | None = None) -> Index | None:
-    """The stored index with these arrays of each split; None if there is none, or if it is damaged or not valid.
+def load(
+    path: Path, train: Callable[..., Split], val: Callable[..., Split], made_from: Sequence[str] | None = None
+) -> ImageSource | None:
+    """The stored source, with splits that `train` and `val` make of their arrays; None if there is none, or if it is
+    damaged or not valid.
 
     `made_from`: the files that it must be made from; None = those that it names.
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())
-            if made_from is not None and header["made_from"] != list(made_from):
+            known = header["made_from"]
+            if (made_from is not None and known != list(made_from)) or header["status"] != _status(known):
                 return None
-            if header["status"] != _status(header["made_from"]):
-                return None
-            train, val = ({name: stored[f"{split}_{name}"] for name in array_names} for split in ("train", "val"))
-            return Index(tuple(header["classes"]), tuple(header["notes"]), train, val)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            splits = [
+                make(**{key.removeprefix(name): stored[key] for key in stored.files if key.startswith(name)})
+                for name, make in (("train/", train), ("val/", val))
+            ]
+            return ImageSource(tuple(header["classes"]), *splits, header["fingerprint"], tuple(header["notes"]))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # TypeError: an array is missing
         return None
 
 

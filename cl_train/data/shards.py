@@ -18,7 +18,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,14 +96,12 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     if manifest.is_file():
         paths.append(str(manifest))
     stored_at, started_ns = index_cache.cache_path("shards", paths[0]), time.time_ns()
-    index = index_cache.load(stored_at, ("names", "starts", "labels", "shard", "offsets", "sizes"), paths)
-    if index is None:
-        index = _index(shards, manifest if manifest.is_file() else None, workers)
-        index_cache.save(stored_at, index, paths, started_ns)
-    train = ShardSplit(**index.train, shards=tuple(shards["train"]))
-    val = ShardSplit(**index.val, shards=tuple(shards["val"]))
-    arrays = [array for split in (train, val) for array in (split.names, split.labels, split.sizes)]
-    return ImageSource(index.classes, train, val, fingerprint(index.classes, arrays), notes)
+    splits = [partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val")]
+    source = index_cache.load(stored_at, *splits, made_from=paths)
+    if source is None:
+        source = _index(shards, manifest if manifest.is_file() else None, workers)
+        index_cache.save(stored_at, source, paths, started_ns)
+    return replace(source, notes=notes)
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
@@ -162,13 +161,14 @@ class _Content(NamedTuple):
     problems: Sequence[str] = ()  # each names the shard
 
 
-def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> index_cache.Index:
+def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> ImageSource:
     paths = shards["train"] + shards["val"]
     contents = list(map_in_processes(index_shard, paths, workers, description="index shards", unit="shard"))
     _raise_all([problem for content in contents for problem in content.problems])
     count = len(shards["train"])
-    train, val = _sorted(contents[:count]), _sorted(contents[count:])
-    return index_cache.Index(_checked_classes(train["labels"], contents, manifest), (), train, val)
+    train, val = _split(contents[:count]), _split(contents[count:])
+    classes = _checked_classes(train.labels, contents, manifest)
+    return ImageSource(classes, train, val, fingerprint(classes, (train, val), ("names", "labels", "sizes")))
 
 
 def index_shard(path: str) -> _Content:
@@ -221,16 +221,16 @@ def _label(text: bytes, extension: str, what: str) -> int:
     return label
 
 
-def _sorted(contents: list[_Content]) -> index_cache.Arrays:
-    """The arrays of a split: all images, sorted by label and name."""
+def _split(contents: list[_Content]) -> ShardSplit:
+    """All images, sorted by label and name."""
     rows = sorted(
         (label, name, number, offset, size)
         for number, content in enumerate(contents)
         for label, name, offset, size in content.images
     )
-    columns = {"labels": 0, "shard": 2, "offsets": 3, "sizes": 4}
-    arrays = {key: np.array([row[column] for row in rows], np.int64) for key, column in columns.items()}
-    return packed([os.fsencode(row[1]) for row in rows]) | arrays
+    labels, shard, offsets, sizes = (np.array([row[column] for row in rows], np.int64) for column in (0, 2, 3, 4))
+    names, starts = packed([os.fsencode(row[1]) for row in rows])
+    return ShardSplit(names, starts, labels, tuple(content.path for content in contents), shard, offsets, sizes)
 
 
 def _checked_classes(train_labels: Indices, contents: list[_Content], manifest: Path | None) -> tuple[str, ...]:

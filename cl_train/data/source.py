@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,16 +64,17 @@ class ImageSource:
     notes: tuple[str, ...] = ()
 
 
-def packed(names: Sequence[bytes]) -> dict[str, npt.NDArray[Any]]:
+def packed(names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Indices]:
     """`names` and `starts` of a `Split`."""
-    starts = np.cumsum([0, *map(len, names)], dtype=np.int64)
-    return {"names": np.frombuffer(b"".join(names), np.uint8), "starts": starts}
+    return np.frombuffer(b"".join(names), np.uint8), np.cumsum([0, *map(len, names)], dtype=np.int64)
 
 
-def fingerprint(classes: Sequence[str], arrays: Iterable[npt.NDArray[Any]]) -> str:
+def fingerprint(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str]) -> str:
+    """Of the classes, and of each split's attributes `arrays`."""
     digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
-    for array in arrays:
-        digest.update(array.data)
+    for split in splits:
+        for name in arrays:
+            digest.update(getattr(split, name).data)
     return digest.hexdigest()[:16]
 
 

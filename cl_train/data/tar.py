@@ -33,8 +33,7 @@ class _BoundedFile:
 def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
     """A tar file, or a tar within a tar, for `regular_files` and `read_member`. `what` names it in messages.
 
-    Raises:
-        ConfigError: it cannot be opened, or is not a tar archive.
+    Raises ConfigError if it cannot be opened, or is not a tar archive.
     """
     try:
         file = source.open("rb") if isinstance(source, Path) else source
@@ -50,10 +49,9 @@ def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
 
 
 def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:
-    """The archive's regular files in their order. Folders are skipped, links and devices are refused.
+    """The archive's regular files in their order. Folders are skipped.
 
-    Raises:
-        ConfigError: a damaged or missing header, a missing end mark, or a member that is no regular file.
+    Raises ConfigError for links and devices, a damaged or missing header, or a missing end mark.
     """
     file: Any = archive.fileobj
     try:
@@ -76,11 +74,7 @@ def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarIn
 
 
 def read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, what: str) -> bytes:
-    """The content of a member of 1 to MAX_MEMBER_BYTES bytes.
-
-    Raises:
-        ConfigError: another size, or the archive ends before.
-    """
+    """The content of a member. Raises ConfigError unless it has 1 to MAX_MEMBER_BYTES bytes, all in the archive."""
     if not 0 < member.size <= MAX_MEMBER_BYTES:
         raise ConfigError(f"{what}: {member.name} has {member.size} bytes; expected 1 to {MAX_MEMBER_BYTES}")
     source = archive.extractfile(member)

@@ -37,8 +37,7 @@ class Dist:
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """The device of a setting `device=`: `auto` is CUDA if there is a device, else the CPU.
 
-    Raises:
-        ConfigError: no CUDA device for this rank.
+    Raises ConfigError if there is no CUDA device for this rank.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

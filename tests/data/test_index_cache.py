@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,8 @@ def stored():
 
 
 def loaded(path):
-    return index_cache.load(path, ("names", "starts", "labels"))
+    split = partial(folder.FolderSplit, folder=path)
+    return index_cache.load(path, split, split)
 
 
 def fresh(root):
@@ -113,7 +115,7 @@ def test_a_stored_list_that_lacks_an_array_is_replaced(root):
     (path,) = stored()
     with np.load(path) as file:
         arrays = dict(file)
-    np.savez(path, **{key: array for key, array in arrays.items() if key != "val_labels"})
+    np.savez(path, **{key: array for key, array in arrays.items() if key != "val/labels"})
     assert read_folder(root).fingerprint == listed.fingerprint
     with np.load(path) as file:
         assert set(file) == set(arrays)
