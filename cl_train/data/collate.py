@@ -23,7 +23,7 @@ def channels_last_collate(samples: Sequence[Any]) -> Any:
     images, at any depth. An image is a PIL image (mode L, RGB or RGBA), an ndarray [H, W, C], or a tensor [C, H, W] of
     any strides, uint8 or floating point. It is copied once, into a batch [N, C, H, W] of the same dtype with strides
     (H*W*C, 1, W*C, C), which is in shared memory when this runs in a DataLoader worker. Everything else (labels, boxes,
-    names) is collated by `default_collate`, except that tuples stay tuples.
+    names) is collated by `default_collate`; tuples that hold images stay tuples, which it would turn into lists.
 
     Raises:
         ValueError: samples of different structure, or images of different shape or dtype; names the sample's index.
@@ -43,7 +43,7 @@ def _collate(members: list[Any]) -> Any:
         return _stack(members)
     if isinstance(first, Mapping):
         return {key: _collate([member[key] for member in members]) for key in first}
-    if isinstance(first, (tuple, list)):
+    if isinstance(first, (tuple, list)) and _holds_image(first):
         columns = [_collate(list(column)) for column in zip(*members, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return default_collate(members)
@@ -55,6 +55,11 @@ def _is_image(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 3 and (value.dtype == np.uint8 or value.dtype.kind == "f")
     return isinstance(value, Image.Image)
+
+
+def _holds_image(value: Any) -> bool:
+    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return _is_image(value) or any(map(_holds_image, members))
 
 
 def _check_alike(members: list[Any]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from cl_train.data.source import ImageSource, Split
-from cl_train.system.files import cache_folder
+from cl_train.system.files import cache_folder, replacing
 
 
 def cache_path(kind: str, key: str) -> Path:
@@ -39,9 +39,9 @@ def save(path: Path, source: ImageSource, made_from: Sequence[str | bytes], unch
             if isinstance(value, np.ndarray)
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.npz")
-        np.savez(temporary, allow_pickle=False, header=np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays)
-        temporary.replace(path)
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
 
 
 def load(

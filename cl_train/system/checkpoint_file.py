@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cl_train.system.files import replacing
 from cl_train.system.torch_file import UnreadableFile, read_torch_file
 
 FORMAT = "cl_train checkpoint"
@@ -35,29 +36,22 @@ class CheckpointError(RuntimeError):
 def write(path: Path, state: Mapping[str, Any]) -> None:
     """Write `state`, a `snapshot`, to `path` atomically and durably.
 
-    Raises:
-        OSError: the disk is full or failing; `path` is then unchanged.
+    Raises OSError if the disk is full or failing; `path` is then unchanged.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("w+b") as file:
-            try:
-                torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch replaces it with an error of its zip writer
-                    raise error.__context__ from None
-                raise
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(-2, os.SEEK_END)  # the empty comment's length, two zero bytes
-            file.write(_trailer(digest))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary, temporary.open("w+b") as file:
+        try:
+            torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch replaces it with an error of its zip writer
+                raise error.__context__ from None
+            raise
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(-2, os.SEEK_END)  # the empty comment's length, two zero bytes
+        file.write(_trailer(digest))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
 
 
 def _trailer(digest: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cl_train.config.schema import ConfigError
 from cl_train.system.checkpoint_file import CheckpointError, load, snapshot, sync_folder, write
-from cl_train.system.files import retry
+from cl_train.system.files import replacing, retry
 
 log = logging.getLogger(__name__)
 
@@ -191,14 +191,12 @@ class CheckpointStore:
 
 def _link(source: Path, target: Path) -> None:
     """Make `target` the same file as `source`, atomically; a copy if the file system has no hard links."""
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-    os.replace(temporary, target)
-    temporary.unlink(missing_ok=True)  # rename(2) does nothing if both names already refer to the same file
+    with replacing(target) as temporary:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
     sync_folder(target.parent)
 
 

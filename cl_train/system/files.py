@@ -8,7 +8,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,30 @@ log = logging.getLogger(__name__)
 RETRY_S = 60.0
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, in UTF-8; undecodable bytes of file names are kept.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file, written in the block, that replaces `path` at its end; after an exception `path` is unchanged.
 
-    Raises OSError if the disk is full or failing; it names `path`, which is unchanged. No temporary file remains.
+    A killed process leaves the old or the new content, and perhaps the temporary file.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+        yield temporary
         os.replace(temporary, path)
-    except OSError as error:
-        raise _with_file_name(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the content of `path` by `text`, in UTF-8; undecodable bytes of file names are kept.
+
+    Raises OSError if the disk is full or failing; it names `path`, which is unchanged.
+    """
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise _with_file_name(error, path) from error
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:

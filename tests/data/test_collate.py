@@ -78,6 +78,21 @@ def test_structure_is_kept_and_the_rest_is_default_collates():
     assert torch.equal(batch["tags"][1], torch.tensor([2, 2, 2]))
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        (1, 2.5),
+        [1, (2, "a")],
+        Pair(1, "a"),
+        {"box": (1, 2), "ids": [3, 4], "size": torch.ones(2)},
+        ((1, 2), [Pair(3, (4,))]),
+    ],
+)
+def test_targets_without_images_are_exactly_default_collates(target):
+    (_, ours), expected = channels_last_collate([(arrays(1)[0], target)] * 2), default_collate([target] * 2)
+    assert repr(ours) == repr(expected) and type(ours) is type(expected)
+
+
 def test_a_worker_hands_over_a_batch_in_shared_memory():
     samples = [(torch.from_numpy(image).permute(2, 0, 1), label) for label, image in enumerate(arrays(6))]
     for workers in (0, 1):
