@@ -12,6 +12,7 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,11 +59,13 @@ def load(
             known = header["made_from"]
             if (made_from is not None and known != list(made_from)) or header["status"] != _status(known):
                 return None
-            splits = [
-                make(**{key.removeprefix(name): stored[key] for key in stored.files if key.startswith(name)})
-                for name, make in (("train/", train), ("val/", val))
-            ]
-            return ImageSource(tuple(header["classes"]), *splits, header["fingerprint"], tuple(header["notes"]))
+            arrays: dict[str, dict[str, Any]] = {"train": {}, "val": {}}
+            for key in stored.files:
+                if key != "header":
+                    split, name = key.split("/")
+                    arrays[split][name] = stored[key]
+            classes, notes = tuple(header["classes"]), tuple(header["notes"])
+            return ImageSource(classes, train(**arrays["train"]), val(**arrays["val"]), header["fingerprint"], notes)
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # TypeError: an array is missing
         return None
 

@@ -96,8 +96,8 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     if manifest.is_file():
         paths.append(str(manifest))
     stored_at, started_ns = index_cache.cache_path("shards", paths[0]), time.time_ns()
-    splits = [partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val")]
-    source = index_cache.load(stored_at, *splits, made_from=paths)
+    train, val = (partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val"))
+    source = index_cache.load(stored_at, train, val, paths)
     if source is None:
         source = _index(shards, manifest if manifest.is_file() else None, workers)
         index_cache.save(stored_at, source, paths, started_ns)
