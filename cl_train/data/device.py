@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@dataclass(frozen=True)
-class HostBatch:
+class HostBatch(NamedTuple):
     """A batch in the loader's memory, valid until `release` is called.
 
     images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in `epoch`.
@@ -132,15 +130,12 @@ def to_device(
     """
     device = normalise.format.device
 
-    def prepare(moved: tuple[Tensor, Tensor, int, int]) -> tuple[Tensor, Tensor]:
-        images, targets, epoch, number = moved
-        if device.type == "cpu":  # nothing was moved, and the loader's memory is about to be released
-            targets = targets.clone()
-        images = normalise(images)
-        return mix(images, targets, epoch, number) if mix else (images, targets)
+    def prepare(moved: HostBatch) -> tuple[Tensor, Tensor]:
+        # On a CPU nothing was moved, and the loader's memory is about to be released.
+        images, targets = normalise(moved.images), moved.targets.clone() if device.type == "cpu" else moved.targets
+        return mix(images, targets, moved.epoch, moved.number) if mix else (images, targets)
 
-    loaded = (((host.images, host.targets, host.epoch, host.number), host.release) for host in batches)
-    for images, targets in _prepared(loaded, prepare, device, ahead):
+    for images, targets in _prepared(((host, host.release) for host in batches), prepare, device, ahead):
         yield Batch(images, targets)
 
 

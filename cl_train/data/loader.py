@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -258,7 +258,7 @@ class HostLoader:
 
 def _without(batch: HostBatch, rows: list[int]) -> HostBatch:
     kept = [row for row in range(len(batch.targets)) if row not in rows]
-    return replace(batch, images=batch.images[kept].to(memory_format=torch.channels_last), targets=batch.targets[kept])
+    return batch._replace(images=batch.images[kept].to(memory_format=torch.channels_last), targets=batch.targets[kept])
 
 
 class StreamLoader:

@@ -50,13 +50,12 @@ def unpack(out: Path, train: Path | None, val: Path | None, devkit: Path | None)
     Raises:
         ConfigError: paths, archives or labels that cannot be used, with the reason.
     """
-    problems = []
+    given = {"train": train, "val": val, "devkit": devkit}
+    problems = [f"{name}={path}: no such file" for name, path in given.items() if path and not path.exists()]
     if train is None and val is None:
         problems.append("nothing to do: give train=ILSVRC2012_img_train.tar or val=ILSVRC2012_img_val.tar, or both")
     if val is not None and devkit is None:
         problems.append("val=... needs devkit=ILSVRC2012_devkit_t12.tar.gz: the validation archive has no labels")
-    given = {"train": train, "val": val, "devkit": devkit}
-    problems += [f"{name}={path}: no such file" for name, path in given.items() if path and not path.exists()]
     if problems:
         raise ConfigError(problems)
     counts = {}

@@ -38,16 +38,11 @@ class _File:
 
 
 def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None) -> dict[str, int]:
-    """Write `out/{train,val}/<class>/<name>.JPEG`, or one shard for each parquet file, with the same bytes.
+    """Write `out/{train,val}/<class>/<name>.JPEG` (`to="folder"`), or one shard for each parquet file (`to="shards"`),
+    with the same bytes; returns the number of images in each split.
 
     Classes are WordNet ids if the image names end in them, else numbers. Call it again to continue after an
     interruption.
-
-    Args:
-        to: "folder" or "shards".
-
-    Returns:
-        Images in each split.
 
     Raises:
         ConfigError: pyarrow or the files are missing, a file is damaged or has other columns, duplicate names.
@@ -55,13 +50,13 @@ def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None
     """
     files = _files(root, workers)
     classes = _class_names(files)
-    images: Counter[str] = Counter()
     with output_folder(out, {"parquet": [[file.path.name, len(file.labels)] for file in files], "to": to}):
         write = partial(_write_shard if to == "shards" else _write_images, out, classes)
         counts = list(map_in_processes(write, files, workers, description=to, unit="file"))
         if to == "shards":
             by_shard = {file.shard: count for file, count in zip(files, counts, strict=True)}
             write_json(out / MANIFEST, {"classes": classes, "images": by_shard})
+    images: Counter[str] = Counter()
     for file, count in zip(files, counts, strict=True):
         images[file.split] += count
     return images

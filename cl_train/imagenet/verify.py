@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,9 +49,7 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
         official_counts: 1,000 classes, 1,281,167 and 50,000 images are expected.
         workers: processes; None = as many as cores.
 
-    Raises:
-        ConfigError: there is no such folder.
-        RuntimeError: a worker process died.
+    Raises ConfigError if there is no such folder, RuntimeError if a worker process died.
     """
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
     if absent:
@@ -63,7 +62,7 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
         found[split] = list(map_in_processes(check, paths, workers, description=split, unit="class"))
     images = {split: sum(item.images for item in of_split) for split, of_split in found.items()}
     classes = {split: len(of_split) for split, of_split in found.items()}
-    return Report(images, classes, _problems(found, images, official_counts))
+    return Report(images, classes, list(_problems(found, images, official_counts)))
 
 
 def _check_class(path: str, deep: bool) -> _Class:
@@ -81,30 +80,28 @@ def _check_class(path: str, deep: bool) -> _Class:
 def _why_unusable(path: str, deep: bool) -> str | None:
     if not path.lower().endswith(EXTENSIONS):
         return f"its name does not end in {', '.join(EXTENSIONS)}"
+    if not deep:
+        return why_no_image(path, (JPEG_MAGIC, PNG_MAGIC))
     try:
-        if deep:
-            Encoded(read_file(path)).decode()
-            return None
+        Encoded(read_file(path)).decode()
     except BadImage as error:
         return str(error)
-    return why_no_image(path, (JPEG_MAGIC, PNG_MAGIC))
+    return None
 
 
-def _problems(found: dict[str, list[_Class]], images: dict[str, int], official_counts: bool) -> list[str]:
-    problems = []
+def _problems(found: dict[str, list[_Class]], images: dict[str, int], official_counts: bool) -> Iterator[str]:
     names = {split: {item.name for item in classes} for split, classes in found.items()}
     for split, other, official in (("train", "val", TRAIN_IMAGES), ("val", "train", VAL_IMAGES)):
         classes = found[split]
         if official_counts and (len(classes), images[split]) != (CLASSES, official):
             official_text = f"ILSVRC2012 has {official:,} in {CLASSES:,} (another data set: expect=any)"
-            problems.append(f"{split}: {images[split]:,} images in {len(classes):,} classes; {official_text}")
+            yield f"{split}: {images[split]:,} images in {len(classes):,} classes; {official_text}"
         if only := sorted(names[split] - names[other]):
-            problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
+            yield f"{len(only)} classes are in {split} only: {listed(only)}"
         if empty := [item.name for item in classes if not item.images]:
-            problems.append(f"{split}: {len(empty)} classes have no image: {listed(empty)}")
+            yield f"{split}: {len(empty)} classes have no image: {listed(empty)}"
         if lost := [item for item in classes if item.missing]:
             count = sum(item.missing for item in lost)
-            problems.append(f"{split}: {count} files were deleted after unpacking, for example in {lost[0].name}")
+            yield f"{split}: {count} files were deleted after unpacking, for example in {lost[0].name}"
         if bad := [file for item in classes for file in item.bad]:
-            problems.append("\n  ".join([f"{split}: {len(bad)} files are not usable images:", *bad[:_SHOWN]]))
-    return problems
+            yield "\n  ".join([f"{split}: {len(bad)} files are not usable images:", *bad[:_SHOWN]])
