@@ -3,7 +3,7 @@
     python -m benchmarks.overhead model=resnet18 batch_size=32 data.image_size=224 rounds=4 out=results/FILE.json
 
 Both sides train the same model on one fixed batch, without warm-up. A round is A B B A; the ratio is bare step time /
-cl_train's step time, the geometric mean over the rounds: 1 means no overhead.
+cl_train's step time, the median over the rounds: 1 means no overhead.
 """
 
 from __future__ import annotations
@@ -91,19 +91,21 @@ def measure(settings: OverheadSettings) -> tuple[dict[str, Any], str]:
     device = choose_device("auto")
     sides = [partial(side, settings, device) for side in (bare_step_s, cl_train_step_s)]
     done = alternate(sides, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
-    ratio = done.speed_ratios()[1]
+    ratios = done.round_ratios(1)
     bare_ms, cl_train_ms = ([1000 * seconds for seconds in block] for block in done.blocks)
     result = {
-        "schema_version": 2,
+        "schema_version": 1,
         "command": " ".join(sys.argv),
         "device_name": device_name(device),
         "environment": describe_environment(device),
         "settings": asdict(settings),
         "bare_step_ms": bare_ms,
         "cl_train_step_ms": cl_train_ms,
-        **ratio.to_dict(),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
     }
-    return result, f"cl_train / bare loop, images per second: {ratio}"
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
+    return result, f"cl_train / bare loop, images per second: {statistics.median(ratios):.3f} ({spread})"
 
 
 def main(words: list[str]) -> int:

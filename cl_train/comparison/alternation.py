@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,10 @@ class Alternation:
     def speed_ratios(self) -> list[Interval]:
         """Speed of each variant / speed of the first one, with a 95 % interval over the rounds."""
         return _speed_ratios(self.blocks)
+
+    def round_ratios(self, variant: int) -> list[float]:
+        """Speed of a variant / speed of the first one in each round; their median ignores outliers."""
+        return [float(ratio) for ratio in np.exp(_log_ratios(self.blocks)[variant])]
 
 
 def alternate(
@@ -82,8 +87,14 @@ def alternate(
 
 
 def _speed_ratios(times: Sequence[Sequence[float]]) -> list[Interval]:
-    log_s = np.log(times).reshape(len(times), -1, 2).mean(2)  # [variants, rounds]
-    return [interval_of_rounds((log_s[0] - mine).tolist()) for mine in log_s]
+    return [interval_of_rounds(rounds.tolist()) for rounds in _log_ratios(times)]
+
+
+def _log_ratios(times: Sequence[Sequence[float]]) -> np.ndarray[Any, Any]:
+    """Log of the speed ratios to the first variant, [variants, rounds]; a round has two blocks of each variant."""
+    log_s = np.log(times).reshape(len(times), -1, 2).mean(2)
+    ratios: np.ndarray[Any, Any] = log_s[0] - log_s
+    return ratios
 
 
 def is_out_of_memory(error: BaseException) -> bool:

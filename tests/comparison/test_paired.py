@@ -70,6 +70,7 @@ def test_linear_drift_cancels_within_a_round() -> None:
     slower = iter(0.01 * 1.01**n for n in range(1000))
     done = alternate([lambda: next(slower)] * 3)
     assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0] * 3)
+    assert done.round_ratios(2) == pytest.approx([1.0] * done.rounds)
 
 
 def test_the_time_limit_leaves_two_rounds() -> None:
