@@ -92,7 +92,7 @@ LINES = {
 class Settings:
     timm_train: str | None = setting(None, "train.py in a clone of timm's repository; null = without timm")
     torchvision_references: str | None = setting(None, "torchvision's references/classification; null = without it")
-    data: list[str] = setting(["digits", "sample"], "data sets: digits, sample")
+    data: list[str] = setting(["digits", "sample"], "data sets", choices=("digits", "sample"))
     seeds: int = setting(5, "runs of each program on each data set", minimum=1)
     work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
     out: str | None = setting(None, "JSON file to write")
@@ -181,10 +181,8 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     folder = settings.torchvision_references
     given = {"cl_train": ROOT / "train.py", "timm": settings.timm_train, "torchvision": folder and f"{folder}/train.py"}
     scripts = {name: Path(path).absolute() for name, path in given.items() if path}
-    problems = [f"data={name}: choose from {', '.join(IMAGE_SIZE)}" for name in settings.data if name not in IMAGE_SIZE]
-    problems += [f"{path} does not exist; clone the repository first" for path in scripts.values() if not path.exists()]
-    if problems:
-        raise ConfigError(problems)
+    if missing := [path for path in scripts.values() if not path.exists()]:
+        raise ConfigError([f"{path} does not exist; clone the repository first" for path in missing])
     if not (work / "digits").exists():
         write_digits(work / "digits")
     ensure_sample(work / "sample")
