@@ -1,4 +1,4 @@
-"""Runs a command of the package beside this folder."""
+"""Runs a command of the package in this checkout."""
 
 import sys
 from pathlib import Path

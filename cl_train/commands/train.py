@@ -30,7 +30,7 @@ from cl_train.config.command_line import (
     quoted,
 )
 from cl_train.config.help import train_help
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import LAYOUT_NAMES, ConfigError
 from cl_train.config.validation import load, stop_with
 from cl_train.system.launcher import adopt_srun, read_launch
 from cl_train.system.run_folder import claimed_folder, safe_name
@@ -91,7 +91,7 @@ def main(words: list[str]) -> int:
 
 def run_name(model: str, channels_last: object, precision: str, device: str) -> str:
     """The end of a run folder's name: `resnet50_channels_last_fp16`. Imports torch where precision=auto."""
-    layout = {"true": "channels_last", "false": "contiguous"}.get(str(channels_last).lower(), str(channels_last))
+    layout = LAYOUT_NAMES.get(str(channels_last).lower(), str(channels_last))
     if precision == "auto":
         from cl_train.step.precision import resolve_precision
         from cl_train.system.distributed import choose_device

@@ -10,7 +10,7 @@ from typing import Any
 
 from cl_train.comparison.run_records import Run
 from cl_train.comparison.statistics import MIN_WINDOWS, SMALLEST_DIFFERENCE, Interval, interval_of_runs, verdict_of
-from cl_train.config.schema import Config
+from cl_train.config.schema import LAYOUT_NAMES, Config
 from cl_train.config.validation import setting_fields, show
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
 
@@ -193,7 +193,7 @@ def _most_similar(single: Sequence[list[Run]], by: str) -> list[tuple[list[Run],
 
 def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     """`contiguous` and `channels_last` for layouts, else `precision=bf16`; equal names get an A and a B."""
-    layouts = {"false": "contiguous", "true": "channels_last"} if by == "channels_last" else {}
+    layouts = LAYOUT_NAMES if by == "channels_last" else {}
     values = [f"{show(run.settings.get(by)):.200}" for run in (first, second)]
     one, other = (layouts.get(value, f"{by}={value}") for value in values)
     return (one, other) if one != other else (f"{one} A", f"{other} B")

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import LAYOUT_NAMES, ConfigError
 from cl_train.config.validation import flatten
 
 # Fields of summary.json and the settings that they report.
 _SETTING_OF = {name: name for name in ("model", "precision", "compile", "seed", "epochs")}
 _SETTING_OF |= {"channels_last_requested": "channels_last", "image_size": "data.image_size"}
-_LAYOUTS = {"contiguous": "false", "channels_last": "true"}
+_REQUEST_OF = {layout: value for value, layout in LAYOUT_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> Iterator
     elif (status := summary.get("status")) not in ("completed", "interrupted", None):
         yield f"status {status}"
     reported = [(name, setting, summary.get(name)) for name, setting in _SETTING_OF.items()]
-    reported.append(("memory_format", "channels_last", _LAYOUTS.get(str(summary.get("memory_format")))))
+    reported.append(("memory_format", "channels_last", _REQUEST_OF.get(str(summary.get("memory_format")))))
     for name, setting, value in reported:
         asked = None if name == "image_size" and config.get("data.size_schedule") else config.get(setting)
         if None not in (asked, value) and str(asked).lower() not in ("auto", str(value).lower()):

@@ -127,7 +127,7 @@ def _parameters(launcher: LauncherConfig, nproc: int) -> dict[str, Any]:
 
 
 def _warning_s(launcher: LauncherConfig) -> int:
-    """How long before the time limit the jobs are told to save a checkpoint, seconds."""
+    """Seconds before the time limit at which the jobs are asked to save a checkpoint."""
     return min(120, 20 * launcher.time_min)
 
 

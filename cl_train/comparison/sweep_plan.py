@@ -12,7 +12,7 @@ from typing import Any
 
 from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
-from cl_train.config.schema import Config, ConfigError, LauncherConfig
+from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
 from cl_train.config.validation import from_mapping
 from cl_train.data.sample import PATTERNS, SampleSpec
 from cl_train.system.files import write_json
@@ -169,8 +169,7 @@ def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> 
             f"warmup_steps={cfg.warmup_steps}, and these runs are too short for them: use more steps (epochs, "
             "max_steps) or a smaller log_every"
         )
-    layout = {"true": "channels_last", "false": "contiguous"}.get(cfg.channels_last, cfg.channels_last)
-    shown = [cfg.model.replace(":", "."), layout]
+    shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
     for key, value in values.items():
         if key not in ("model", "channels_last"):
             shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")

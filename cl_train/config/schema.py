@@ -16,6 +16,7 @@ PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 OPTIMIZERS = ("sgd", "adamw", "rmsprop")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CONVERSIONS = ("full", "conv", "select")
+LAYOUT_NAMES = {"true": "channels_last", "false": "contiguous"}  # of the values of channels_last=
 DEVICES = ("auto", "cpu", "cuda")
 BOOL_OR_AUTO = ("true", "false", "auto")
 MODEL_HELP = "a torchvision model, timm/<name>, or your own package.module:function"

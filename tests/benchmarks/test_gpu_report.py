@@ -92,7 +92,7 @@ def test_the_table_says_what_was_left_out() -> None:
     assert ["b", "left out: too little time"] in rows
 
 
-def test_running_out_of_memory_beside_others_costs_the_last_variant(
+def test_out_of_memory_while_alternating_drops_the_last_variant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"graphed channels_last": 0}

@@ -59,7 +59,7 @@ def test_a_wrong_word_is_refused_with_the_right_spelling(word: str, named: str) 
     assert word.partition("=")[0] in str(caught.value) and named in str(caught.value)
 
 
-def test_folders_are_told_from_settings() -> None:
+def test_folders_are_no_settings() -> None:
     words = ["outputs/a=1", "./channels_last=true", "out=x", "data.root=/a=b", "--by", "multirun/x"]
     assert [is_setting(word) for word in words] == [False, False, True, True, True, False]
 

@@ -1,4 +1,4 @@
-"""channels_last=auto: takes what is faster beyond noise, remembers it, and leaves the run as it was."""
+"""channels_last=auto: chooses the layout that is faster beyond noise, caches it, and does not change the run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def measured(ratio: float, half: float) -> Comparison:
 
 @pytest.fixture
 def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replaces the measurement: `result` is what it gives, `calls` how often it was asked."""
+    """Replaces the measurement: `result` is its result, `calls` the number of calls."""
     state: dict[str, Any] = {"result": measured(1.5, 0.01), "calls": 0}
 
     def benchmark_layouts(*args: Any, **kwargs: Any) -> Comparison:
@@ -134,7 +134,7 @@ def test_a_damaged_cache_is_measured_over(outcome: dict[str, Any], cache: Path) 
     assert json.loads(path.read_text())["channels_last"] is True
 
 
-def test_an_inconclusive_measurement_is_not_remembered(outcome: dict[str, Any], cache: Path) -> None:
+def test_an_inconclusive_measurement_is_not_cached(outcome: dict[str, Any], cache: Path) -> None:
     outcome["result"] = measured(1.1, 0.6)
     assert "too noisy" in choose(network()).reason
     assert not cache.exists() or not list(cache.iterdir())
@@ -169,7 +169,7 @@ def test_a_choice_becomes_json(outcome: dict[str, Any]) -> None:
     assert (values["memory_format"], values["conversion"], values["cached"]) == ("channels_last", "full", False)
 
 
-def test_the_measurement_sees_the_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_graph_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def benchmark_layouts(model: nn.Module, workload: Any, *args: Any, **kwargs: Any) -> Comparison:

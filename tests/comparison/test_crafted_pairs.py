@@ -168,8 +168,8 @@ CASES: dict[str, tuple[Change, str, str]] = {
     "a step twice": (copied_steps, "not_comparable", "step"),
     "two writers": (interleaved, "not_comparable", "step"),
     "steps backwards": (record(5, step=1), "not_comparable", "step"),
-    "a torn line inside": (line('{"kind": "tr'), "not_comparable", "cannot be read"),
-    "a torn last line": (line('{"kind": "tr', 99), "faster", ""),
+    "an incomplete line inside": (line('{"kind": "tr'), "not_comparable", "cannot be read"),
+    "an incomplete last line": (line('{"kind": "tr', 99), "faster", ""),
     "an evaluation inside": (line({"kind": "val", "step": 30, "loss": 1.0}), "faster", ""),
     "three windows": (lambda a, b: b.records.__delitem__(slice(4, None)), "not_comparable", "windows"),
     "warm-up only": (every_record(warmup=True), "not_comparable", "windows"),
@@ -200,7 +200,7 @@ CASES: dict[str, tuple[Change, str, str]] = {
     "warm-up in words": (record(3, warmup="yes"), "error", "warmup"),
     # files
     "the summary is a list": (file(summary=[1]), "error", "summary.json"),
-    "the summary is torn": (file(summary='{"status": "comp'), "error", "summary.json"),
+    "the summary is incomplete": (file(summary='{"status": "comp'), "error", "summary.json"),
     "a model of null": (summary(model=None), "faster", ""),
     "a model with newlines": (summary(model="res\nnet18"), "error", "model"),
     "a model that is a list": (summary(model=["resnet18"]), "error", "model"),
@@ -217,7 +217,7 @@ CASES: dict[str, tuple[Change, str, str]] = {
     "a config that is a list": (file(config=[1]), "error", "config.yaml"),
     "a config with aliases": (file(config="a: &a [1]\nb: *a"), "error", "config.yaml"),
     "no config": (file(config=None), "not_comparable", "differs"),
-    # when and beside what
+    # times and other processes
     "no times": (every_record(time=None), "faster", ""),
     "an hour later": (later(1), "faster", ""),
     "a day later": (later(24), "not_comparable", "apart"),
@@ -226,8 +226,8 @@ CASES: dict[str, tuple[Change, str, str]] = {
     "a busy second run": (loads(1.0, 60.0), "not_comparable", "other processes"),
     "a busy first run": (loads(60.0, 1.0), "not_comparable", "other processes"),
     "busy on both sides": (loads(60.0, 60.0), "not_comparable", "other processes"),
-    "busy beside a GPU": (loads(1.0, 60.0, "cuda"), "not_comparable", "other processes"),
-    "equally busy beside a GPU": (loads(50.0, 55.0, "cuda"), "faster", ""),
+    "busy CPU of a GPU run": (loads(1.0, 60.0, "cuda"), "not_comparable", "other processes"),
+    "equally busy CPU of a GPU run": (loads(50.0, 55.0, "cuda"), "faster", ""),
     "unknown load": (loads(None, None), "faster", ""),
     "an unknown and a busy run": (loads(None, 60.0), "not_comparable", "other processes"),
     "loader-bound without a difference": (

@@ -1,4 +1,4 @@
-"""The loader's benchmark: its table, its JSON, and what it refuses."""
+"""The benchmark of the loader: its table, its JSON, and the settings that it refuses."""
 
 import json
 import subprocess

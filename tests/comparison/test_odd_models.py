@@ -199,7 +199,7 @@ def uncopyable() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
-    # name: (model, arguments beside the image size, True: agrees; False: differs; a word: refused, and said so)
+    # name: (model, further arguments, True: the layouts agree; False: they differ; a word of the refusal)
     "logits": (lambda: With(pooled), {}, True),
     "dict": (Segmentation, {}, True),
     "dict with a selected entry": (Segmentation, {"output": "out"}, True),

@@ -1,4 +1,4 @@
-"""Comparing layouts of a model of a few thousand weights: what is left alone, measured, reported and refused."""
+"""Comparing the layouts of a small model: measurement, report, unchanged state and refusals."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_out_of_memory_drops_the_last_variant_and_keeps_the_others() -> None:
         alternate([lambda: 0.02, third])
 
 
-def test_other_errors_are_not_taken_for_memory() -> None:
+def test_other_errors_are_not_out_of_memory() -> None:
     assert not alternation.is_out_of_memory(RuntimeError("shapes do not fit"))
     assert alternation.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 99 bytes"))
 

@@ -1,4 +1,4 @@
-"""What is read back from a run folder, and what is refused."""
+"""Reading a run folder, and the folders that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_program_s_own_config_is_read_back(tmp_path: Path) -> None:
     assert read_run(folder.write(tmp_path / "run")).problems == []
 
 
-def test_a_torn_last_line_is_ignored_and_one_in_the_middle_is_a_problem(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored_and_one_in_the_middle_is_a_problem(tmp_path: Path) -> None:
     folder = folder_of()
     folder.records.append('{"kind": "train", "st')
     assert read_run(folder.write(tmp_path / "last")).problems == []

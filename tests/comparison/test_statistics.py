@@ -10,8 +10,8 @@ import pytest
 from cl_train.comparison.statistics import Interval, interval_of_rounds, interval_of_runs, student_t, verdict_of
 
 
-def wandering(rng: random.Random, count: int, noise: float, phi: float = 0.7) -> list[float]:
-    """Log speeds whose neighbours are alike: first-order autoregression with standard deviation `noise`."""
+def correlated_windows(rng: random.Random, count: int, noise: float, phi: float = 0.7) -> list[float]:
+    """Log speeds with first-order autocorrelation `phi` and standard deviation `noise`."""
     values = [rng.gauss(0, noise)]
     for _ in range(count - 1):
         values.append(phi * values[-1] + rng.gauss(0, noise * math.sqrt(1 - phi * phi)))
@@ -28,7 +28,7 @@ def simulated_runs(
         for side in "AB" if repeat % 2 == 0 else "BA":
             offset = rng.gauss(0, between) + (effect if side == "B" else 0.0)
             run = []
-            for value in wandering(rng, 30, noise):
+            for value in correlated_windows(rng, 30, noise):
                 drift += rng.gauss(0, 0.001)
                 run.append(math.exp(6 + value + drift + offset))
             sides[side].append(run)
@@ -44,7 +44,7 @@ def test_interval_of_rounds_is_the_t_interval() -> None:
     assert interval.n == 4
 
 
-def test_one_round_says_nothing() -> None:
+def test_one_round_gives_no_verdict() -> None:
     interval = interval_of_rounds([0.3])
     assert (interval.low, interval.high) == (0.0, math.inf)
     assert verdict_of(interval) == "no_difference"
@@ -67,7 +67,7 @@ def test_a_constant_ratio_is_found_exactly() -> None:
     baseline = [[100.0] * 8] * 3
     interval = interval_of_runs(baseline, [[120.0] * 8] * 3)
     assert interval.ratio == pytest.approx(1.2)
-    assert interval.low > 1.15, "no noise but the process spread that is always allowed for"
+    assert interval.low > 1.15, "only the spread between processes, which is always included"
 
 
 def test_one_repeat_is_wider_than_three() -> None:
@@ -75,16 +75,16 @@ def test_one_repeat_is_wider_than_three() -> None:
     one = interval_of_runs(*simulated_runs(rng, 0.0, 1, 0.01, 0.01))
     three = interval_of_runs(*simulated_runs(rng, 0.0, 3, 0.01, 0.01))
     assert one.width > 1.3 * three.width
-    assert one.width > 0.06, "two runs on a machine that drifts cannot tell less than a few percent"
+    assert one.width > 0.06, "two runs on a drifting machine cannot resolve less than a few percent"
 
 
-def test_windows_that_wander_widen_the_interval() -> None:
+def test_correlated_windows_widen_the_interval() -> None:
     steady = [[100.0, 101.0] * 20]
-    wanders = [[100.0] * 10 + [101.0] * 10 + [102.0] * 10 + [103.0] * 10]
-    assert interval_of_runs(wanders, wanders).width > 1.3 * interval_of_runs(steady, steady).width
+    correlated = [[100.0] * 10 + [101.0] * 10 + [102.0] * 10 + [103.0] * 10]
+    assert interval_of_runs(correlated, correlated).width > 1.3 * interval_of_runs(steady, steady).width
 
 
-def test_equal_sides_are_called_equal_and_planted_differences_are_found() -> None:
+def test_equal_sides_have_no_difference_and_planted_differences_are_found() -> None:
     """Rates over simulated sweeps of five repeats, with drift, autocorrelated windows and 1 % between processes."""
     rng = random.Random(1)
 

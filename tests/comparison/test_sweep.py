@@ -1,4 +1,4 @@
-"""Sweeps of a stand-in for train.py that behaves as badly as jobs do, and one of the real program."""
+"""Sweeps of a stand-in for train.py, whose jobs fail in several ways, and one of the real program."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def sweep(stand_in: Path, folder: Path, *words: str) -> int:
     return run_sweep(["-m", *words, f"hydra.sweep.dir={folder}"], [str(stand_in)])
 
 
-def test_jobs_stand_beside_what_they_are_compared_with_and_alternate() -> None:
+def test_jobs_that_are_compared_are_adjacent_and_alternate() -> None:
     planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18,alexnet", "repeats=2", "epochs=2"])
     assert [job.name for job in planned.jobs] == [
         "resnet18_channels_last_1",
@@ -123,8 +123,8 @@ def test_sweep_syntax_is_hydras() -> None:
     assert len(planned.jobs) == 12
 
 
-def test_every_job_is_one_that_the_checks_saw() -> None:
-    """The launcher splits the words itself; it must come to the combinations that were checked."""
+def test_the_jobs_are_the_combinations_that_were_checked() -> None:
+    """The sweep splits the arguments itself."""
     words = ["-m", "channels_last=true,false", "optim.lr=0.1,0.2", "model=resnet18", "select=[]"]
     checked = sorted((cfg.channels_last, cfg.optim.lr) for cfg in check_command_line(words))
     planned = [dict(word.split("=", 1) for word in job.overrides) for job in plan_sweep(words).jobs]
@@ -321,7 +321,7 @@ def test_a_value_that_is_listed_twice_is_refused() -> None:
         plan_sweep(["-m", "channels_last=false,false"])
 
 
-def test_names_that_come_out_alike_are_told_apart() -> None:
+def test_equal_names_get_a_number() -> None:
     planned = plan_sweep(["-m", "weights=a/b.pth,a_b.pth"])
     assert len({job.name for job in planned.jobs}) == 2
 
@@ -379,7 +379,7 @@ def test_a_record_cannot_name_other_folders(tmp_path: Path, name: str) -> None:
 
 
 def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path, tmp_path: Path) -> None:
-    """Whoever resumes meanwhile is refused while the launcher lives, and waits for the job that is still ending."""
+    """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
     folder = tmp_path / "sweep"
     program = (
         "import sys; from cl_train.comparison.sweep import run_sweep; "
