@@ -7,5 +7,5 @@ if [ "${1:-}" = --faults ]; then
     shift
     exec .venv/bin/python scripts/faults.py "$@"
 fi
-# Two processes; a file stays in one. Later arguments win: -n 0 runs everything in one process.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+# Two processes; a file stays in one, and the long files come first. Later arguments win: -n 0 is one process.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -6,6 +6,8 @@ a typo advises `+key`, which would train with the default value; it is never sho
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -107,7 +109,7 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
     configs = []
     for combination in itertools.product(*map(_alternatives, valid)):  # the last key varies fastest, as in Hydra
         try:
-            cfg = load(_compose(combination))
+            cfg = copy.deepcopy(_composed(combination, (*conf_folders(),)))
             configs.append(cfg)
             problems += [
                 _write_group(word) for word in combination if cfg.optim.library == "torch" and "optim.name=" in word
@@ -238,6 +240,12 @@ def _swept_values(override: Override) -> list[str]:
 
 
 # --- composing --------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)  # composing takes 0.1 s; each job of a sweep is checked again when it is planned
+def _composed(words: tuple[str, ...], folders: tuple[Path, ...]) -> Config:
+    """The settings that the arguments and the files in `folders`, which are `conf_folders()`, give."""
+    return load(_compose(words))
 
 
 def _compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
