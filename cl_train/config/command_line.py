@@ -33,6 +33,7 @@ from cl_train.config.validation import load, setting_fields, show, suggest, sugg
 GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
 MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "compare_by")  # and those of `launcher`
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+_FIELDS = setting_fields(Config)
 _PACKAGE = Path(__file__).resolve().parents[1]
 # An installed wheel holds conf/ in the package, a checkout beside it.
 CONF_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
@@ -148,7 +149,7 @@ def _override_problems(override: Override, multirun: bool) -> list[str]:
         return _choice_problems(key, override)
     if key in CHOSEN_BY_GROUP:
         return [_write_group(word)]
-    if key not in setting_fields(Config):
+    if key not in _FIELDS:
         return [f"unknown setting '{key}'{suggest_key(key, typed_keys())}"]
     if override.is_add() and not override.is_force_add():
         return [f"{word}: the setting exists, so leave out the '+'"]
@@ -164,7 +165,7 @@ def _write_group(word: str) -> str:
 
 def typed_keys() -> list[str]:
     """What can stand before the `=` of a word."""
-    return [*GROUPS, *(key for key in setting_fields(Config) if key not in CHOSEN_BY_GROUP)]
+    return [*GROUPS, *(key for key in _FIELDS if key not in CHOSEN_BY_GROUP)]
 
 
 def _hydra_problems(override: Override) -> list[str]:

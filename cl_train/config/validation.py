@@ -43,7 +43,6 @@ class Setting:
     metadata: Mapping[str, Any]  # see `schema.setting`
 
 
-@functools.cache
 def setting_fields(schema: type, prefix: str = "", parents: tuple[str, ...] = ()) -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key."""
     hints = typing.get_type_hints(schema)
