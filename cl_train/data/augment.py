@@ -46,10 +46,8 @@ def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
 def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
     """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off.
 
-    Erased pixels take the data's mean colour, which normalises to zero, as in torchvision's reference.
-
-    Raises:
-        ConfigError: timm is missing, or cannot read `timm_policy`.
+    Erased pixels take the data's mean colour, which normalises to zero, as in torchvision's reference. Raises
+    ConfigError if timm is missing, or cannot read `timm_policy`.
     """
     fill = [round(255 * m) for m in mean]
     steps = [] if cfg.policy == "none" else [_policy(cfg, fill)]

@@ -119,8 +119,7 @@ class HostLoader:
                 whose bad samples are replaced by the following ones; None = evaluation: each sample once, bad ones are
                 left out.
 
-        Raises:
-            ConfigError: the memory is too small.
+        Raises ConfigError if the memory is too small.
         """
         self.reader, self._sizes, self._cfg, self._dist = reader, sizes, cfg, dist
         self._bad_images, self._order = bad_images, order

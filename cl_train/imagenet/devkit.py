@@ -34,15 +34,14 @@ def validation_labels(source: str | Path) -> list[str]:
         source: ILSVRC2012_devkit_t12.tar.gz, the folder it was unpacked to, or a text file with one label per line:
             ILSVRC2012_ID or WordNet id.
 
-    Raises:
-        ConfigError: none of these, or damaged.
+    Raises ConfigError if it is none of these, or damaged.
     """
     source = Path(source)
     try:
         lines = _ground_truth(source).decode("ascii").split()
+    except ConfigError:
+        raise
     except (OSError, EOFError, tarfile.TarError, zlib.error, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"devkit={source}: cannot be read ({type(error).__name__}: {error})") from error
     if not lines:
         raise ConfigError(f"devkit={source}: no labels")

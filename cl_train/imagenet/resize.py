@@ -22,7 +22,6 @@ from cl_train.imagenet.output_folder import output_folder, write_image
 from cl_train.system.process_pool import map_in_processes
 
 _DEFAULT_MAX_SIDE = 400
-_CHUNK = 32  # files that are sent to a process at once
 _SHOWN = 5
 
 
@@ -82,7 +81,7 @@ def resize_folder(
         files = (path for path in root.rglob("*") if path.name.lower().endswith(EXTENSIONS))
         names = sorted(str(path.relative_to(root)) for path in files)
         copy = partial(_copy, root, out, partial(_smaller, max_side=max_side, short_side=short_side, quality=quality))
-        for result in map_in_processes(copy, names, workers, description="resize", unit="img", chunk=_CHUNK):
+        for result in map_in_processes(copy, names, workers, description="resize", unit="img"):
             if result is None:
                 report.present += 1
             elif isinstance(result, str):

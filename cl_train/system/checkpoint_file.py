@@ -74,8 +74,7 @@ def sync_folder(folder: Path) -> None:
 def load(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU after checking every byte of it against its digest; see `read_torch_file`.
 
-    Raises:
-        CheckpointError: missing, truncated, altered, not a checkpoint, or of a newer format.
+    Raises CheckpointError if it is missing, truncated, altered, no checkpoint, or of a newer format.
     """
     path = Path(path)
     try:
@@ -116,8 +115,7 @@ def _check_digest(path: Path) -> None:
 def snapshot(tree: Any, where: str = "state") -> Any:
     """A deep copy on the CPU with contiguous tensors. The host waits for the device here.
 
-    Raises:
-        TypeError: something else than dict, list, tuple, str, bytes, int, float, bool, None or a tensor.
+    Raises TypeError for anything else than dict, list, tuple, str, bytes, int, float, bool, None or a tensor.
     """
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

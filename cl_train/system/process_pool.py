@@ -28,21 +28,15 @@ def map_in_processes(
     *,
     description: str,
     unit: str = "file",
-    chunk: int = 1,
 ) -> Iterator[Result]:
     """`function` of each item, in order, in `workers` forked processes (None: as many as cores), with a progress bar.
 
-    With one worker, or one item, it runs in this process.
-
-    Args:
-        function: of a module, or a `partial` of one, so that it can be pickled.
-        chunk: items sent to a process at once; more than 1 if there are many small ones.
-
-    Raises:
-        RuntimeError: a process died, by a signal or for lack of memory; names the first item without a result.
+    With one worker, or one item, it runs in this process. `function` must be picklable: of a module, or a `partial` of
+    one. Raises RuntimeError with the first item without a result if a process died, as for lack of memory.
     """
     count, fork = min(workers or len(os.sched_getaffinity(0)), len(items)), multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(count, fork, initializer=_start_worker) if count > 1 else None
+    chunk = min(32, 1 + len(items) // (100 * max(1, count)))  # many small items are sent to a process at once
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     bar = tqdm(desc=description, total=len(items), unit=unit, mininterval=seconds)
     done = 0
