@@ -28,7 +28,7 @@ def load_datasets(
     """Train and val datasets, the classes and the fingerprint. The user's function is called with ("train", size) once
     per size of `data.size_schedule`, and with ("val", val_size).
 
-    Raises ConfigError if there is no such function, it fails, or its results have no or different lengths, or no classes.
+    Raises ConfigError if the function is missing or fails, or its results have no or different lengths, or no classes.
     """
     assert name is not None, "config/combinations.py requires data.dataset"
     function = user_function("data.dataset", name)
