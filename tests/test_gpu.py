@@ -183,11 +183,9 @@ def test_resume_is_exact(graph: bool) -> None:
     expected = train(whole, 12)
     first = put_together(settings(**words))
     losses = train(first, 6)
-    state = collect(
-        model=first.model, optimizer=first.parts.optimizer, scaler=first.parts.scaler, progress={}, metadata={}
-    )
+    state = collect(first, {}, {})
     second = put_together(settings(**words))
-    restore(state, model=second.model, optimizer=second.parts.optimizer, scaler=second.parts.scaler)
+    restore(state, second)
     losses += train(second, 6, first=6)
     assert losses == expected
     for key, value in state_of(whole).items():

@@ -73,7 +73,7 @@ class Checkpoints:
         if not self.dist.is_main:
             return
         saved_progress = {**dataclasses.asdict(progress), "ranks": ranks}
-        collected = collect(**self.state.saved_objects, progress=saved_progress, metadata=self.metadata)
+        collected = collect(self.state, saved_progress, self.metadata)
         self.store.save(collected, progress.step, best=best)
 
     def mark_best(self, progress: Progress, unlogged_steps: list[StepResult]) -> None:
@@ -118,7 +118,7 @@ class Checkpoints:
 
     def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepResult]]:
         device = self.dist.device
-        values = restore(saved, **self.state.saved_objects)
+        values = restore(saved, self.state)
         ranks = values.pop("ranks")
         if self.dist.rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
             restore_random_state(ranks[self.dist.rank]["random"], device)

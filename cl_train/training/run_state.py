@@ -16,7 +16,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.config.validation import flatten
 from cl_train.data.batch import Batch
 from cl_train.step.ema import EMA
-from cl_train.step.precision import MasterWeights, full_precision_state, trainable_parameters
+from cl_train.step.precision import full_precision_state, trainable_parameters
 from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoint_file import CheckpointError
 
@@ -34,74 +34,53 @@ class TrainState:
     memory_format: torch.memory_format  # of the model and its input
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
 
-    @property
-    def saved_objects(self) -> dict[str, Any]:
-        """The arguments of `collect` and `restore`."""
-        parts = {name: getattr(self.parts, name) for name in ("optimizer", "scaler", "masters")}
-        return {"model": self.model, "ema": self.ema, **parts}
 
-
-def collect(
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    progress: Mapping[str, Any],
-    metadata: Mapping[str, Any],
-    masters: MasterWeights | None = None,
-    ema: EMA | None = None,
-) -> dict[str, Any]:
+def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The state between two steps, as references: saving copies it. The host waits for the device (loss scale).
 
     Weights are saved in float32 if there are master weights, and optimizer state by parameter name, so that a run in
     another precision or layout, or with other parameter groups, can load them. `metadata`: see `check_compatible`.
     """
+    optimizer = state.parts.optimizer
     return {
-        "model": full_precision_state(model, masters),
+        "model": full_precision_state(state.model, state.parts.masters),
         "optimizer": {
             "name": type(optimizer).__name__,
             "step": next((group["step"] for group in optimizer.param_groups if "step" in group), None),
             "state": {
                 name: dict(optimizer.state[parameter])
-                for name, parameter in trainable_parameters(model, masters).items()
+                for name, parameter in trainable_parameters(state.model, state.parts.masters).items()
                 if parameter in optimizer.state
             },
         },
-        "scaler": scaler.state_dict(),
-        EMA_KEY: None if ema is None else ema.module.state_dict(),
+        "scaler": state.parts.scaler.state_dict(),
+        EMA_KEY: None if state.ema is None else state.ema.module.state_dict(),
         "progress": dict(progress),
         METADATA_KEY: dict(metadata),
         "saved_at": time.time(),
     }
 
 
-def restore(
-    state: Mapping[str, Any],
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    masters: MasterWeights | None = None,
-    ema: EMA | None = None,
-) -> dict[str, Any]:
-    """Copy a loaded state into a run's objects and return its progress.
+def restore(saved: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    """Copy a loaded checkpoint into a run's objects and return its progress.
 
     The run's own layout, dtype, device and hyperparameters stay; optimizer state gets the strides of its parameter.
 
     Raises CheckpointError: the weights or the optimizer do not fit.
     """
+    model, masters, scaler = state.model, state.parts.masters, state.parts.scaler
     try:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(saved["model"])
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint's weights do not fit the model: {error}") from error
     if masters is not None:
-        masters.load(state["model"])
-    _restore_optimizer(state["optimizer"], trainable_parameters(model, masters), optimizer)
-    if scaler.is_enabled() and state["scaler"]:
-        scaler.load_state_dict(dict(state["scaler"]))  # else the scale starts at amp.init_scale
-    if ema is not None:
-        ema.module.load_state_dict(state[EMA_KEY] or state["model"])
-    return dict(state["progress"])
+        masters.load(saved["model"])
+    _restore_optimizer(saved["optimizer"], trainable_parameters(model, masters), state.parts.optimizer)
+    if scaler.is_enabled() and saved["scaler"]:
+        scaler.load_state_dict(dict(saved["scaler"]))  # else the scale starts at amp.init_scale
+    if state.ema is not None:
+        state.ema.module.load_state_dict(saved[EMA_KEY] or saved["model"])
+    return dict(saved["progress"])
 
 
 def _restore_optimizer(

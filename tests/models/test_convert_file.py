@@ -25,6 +25,7 @@ from cl_train.step.precision import Precision, build_scaler
 from cl_train.system import checkpoint_file as checkpoint
 from cl_train.training.run_state import collect, restore
 from tests.processes import LIMIT_S
+from tests.train_states import train_state
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = (2, 3, 32, 32)
@@ -274,10 +275,10 @@ class Run:
         return losses
 
     def state(self) -> dict[str, Any]:
-        return collect(model=self.model, optimizer=self.optimizer, scaler=self.scaler, progress={}, metadata={})
+        return collect(train_state(self.model, self.optimizer, self.scaler), {}, {})
 
     def resume(self, path: Path) -> None:
-        restore(checkpoint.load(path), model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+        restore(checkpoint.load(path), train_state(self.model, self.optimizer, self.scaler))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from cl_train.step.train_step import StepParts, StepResult, train_step
 from cl_train.training.run_state import collect, restore
 from tests.conftest import Run
 from tests.step.test_train_step import make_batch, make_parts
+from tests.train_states import train_state
 
 PRECISIONS = ["fp32", "bf16", "fp16", "fp16_o2"]
 CPU = torch.device("cpu")
@@ -131,8 +132,8 @@ def test_a_loaded_checkpoint_is_recorded_anew(optimizer: str) -> None:
     step = GraphedStep(parts, recorder, warm_up=1)
     for seed in range(3):
         step([make_batch(parts, seed=seed)])
-    objects = {"model": parts.model, "optimizer": parts.optimizer, "scaler": parts.scaler, "masters": parts.masters}
-    restore(collect(**objects, progress={}, metadata={}), **objects)
+    state = train_state(parts.model, parts.optimizer, parts.scaler, parts.masters)
+    restore(collect(state, {}, {}), state)
     set_lr(parts.optimizer, 0.0)
     before = parts.model[0].weight.detach().clone()
     step([make_batch(parts, seed=3)])
@@ -148,8 +149,8 @@ def test_a_checkpoint_goes_from_the_eager_to_the_recorded_step_and_back() -> Non
     overflowing = make_batch(eager)
     overflowing.images[0] = float("inf")
     train_step(eager, [overflowing])
-    state = collect(model=eager.model, optimizer=eager.optimizer, scaler=eager.scaler, progress={}, metadata={})
-    restore(state, model=recorded.model, optimizer=recorded.optimizer, scaler=recorded.scaler)
+    saved = collect(train_state(eager.model, eager.optimizer, eager.scaler), {}, {})
+    restore(saved, train_state(recorded.model, recorded.optimizer, recorded.scaler))
     step = GraphedStep(recorded, CountingRecorder(), warm_up=1)
     for parts in (eager, recorded):
         set_lr(parts.optimizer, 0.125)

@@ -16,6 +16,7 @@ from cl_train.step.optim import build_optimizer, check_optimizer, not_decayed_na
 from cl_train.step.schedule import lr_at, scaled_lr
 from cl_train.training.run_state import collect, restore
 from tests.networks import small
+from tests.train_states import train_state
 
 
 def lrs(schedule: ScheduleConfig, epochs: int = 10, steps_per_epoch: int = 10) -> list[float]:
@@ -137,9 +138,9 @@ def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     ours = build_optimizer(cfg, resumed, dict(resumed.named_parameters()), 0.01)
     train(resumed, ours, 0, 1)
-    saved = copy.deepcopy(collect(model=resumed, optimizer=ours, scaler=scaler, progress={}, metadata={}))
+    saved = copy.deepcopy(collect(train_state(resumed, ours, scaler), {}, {}))
     again = build_optimizer(cfg, fresh, dict(fresh.named_parameters()), 0.01)
-    restore(saved, model=fresh, optimizer=again, scaler=scaler)
+    restore(saved, train_state(fresh, again, scaler))
     train(fresh, again, 1, 2)
     for name_, value in reference.state_dict().items():
         assert torch.equal(fresh.state_dict()[name_], value), name_

@@ -19,6 +19,7 @@ from cl_train.training.run_state import (
     restore_random_state,
     tensor_bytes,
 )
+from tests.train_states import train_state
 
 CPU = torch.device("cpu")
 
@@ -51,15 +52,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first:
 
 
 def saved(path: Path, model: Any, optimizer: Any, scaler: Any, masters: Any = None, ema: Any = None) -> dict[str, Any]:
-    state = collect(
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        masters=masters,
-        ema=ema,
-        progress={"step": 3},
-        metadata={},
-    )
+    state = collect(train_state(model, optimizer, scaler, masters, ema), {"step": 3}, {})
     write(path, snapshot(state))
     return load(path)
 
@@ -73,7 +66,7 @@ def test_a_restored_run_continues_bit_for_bit(tmp_path: Path, optimizer: str) ->
 
     other, other_optimizer, other_scaler, _ = build(True, optimizer)
     steps(other, other_optimizer, 1, first=50)  # must be overwritten altogether
-    assert restore(state, model=other, optimizer=other_optimizer, scaler=other_scaler) == {"step": 3}
+    assert restore(state, train_state(other, other_optimizer, other_scaler)) == {"step": 3}
     steps(other, other_optimizer, 3, first=3)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
@@ -98,7 +91,7 @@ def test_the_model_s_layout_wins_for_weights_and_moments(tmp_path: Path, to_chan
     steps(model, optimizer, 2)
     state = saved(tmp_path / "a.pt", model, optimizer, scaler)
     other, other_optimizer, other_scaler, _ = build(to_channels_last)
-    restore(state, model=other, optimizer=other_optimizer, scaler=other_scaler)
+    restore(state, train_state(other, other_optimizer, other_scaler))
     weight = other[0].weight
     expected = (27, 1, 9, 3) if to_channels_last else (27, 9, 3, 1)
     assert weight.stride() == expected
@@ -113,7 +106,7 @@ def test_hyperparameters_stay_the_run_s_own(tmp_path: Path) -> None:
     state = saved(tmp_path / "a.pt", model, optimizer, scaler)
     other, _, other_scaler, _ = build(False)
     plain = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.8, foreach=True)
-    restore(state, model=other, optimizer=plain, scaler=other_scaler)
+    restore(state, train_state(other, plain, other_scaler))
     assert [plain.param_groups[0][key] for key in ("lr", "momentum", "fused", "foreach")] == [0.5, 0.8, None, True]
 
 
@@ -128,7 +121,7 @@ def test_parameter_groups_may_differ(tmp_path: Path) -> None:
         {"params": [value for name, value in by_name.items() if name.endswith("bias")], "weight_decay": 0.0},
     ]
     regrouped = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
-    restore(state, model=other, optimizer=regrouped, scaler=other_scaler)
+    restore(state, train_state(other, regrouped, other_scaler))
     for name, parameter in model.named_parameters():
         expected = optimizer.state[parameter]["momentum_buffer"]
         assert torch.equal(regrouped.state[by_name[name]]["momentum_buffer"], expected), name
@@ -139,7 +132,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     state = saved(tmp_path / "a.pt", model, optimizer, scaler)
     other, adamw, other_scaler, _ = build(False, "adamw")
     with pytest.raises(CheckpointError, match="written by SGD, this run uses AdamW"):
-        restore(state, model=other, optimizer=adamw, scaler=other_scaler)
+        restore(state, train_state(other, adamw, other_scaler))
 
 
 def test_another_head_is_refused(tmp_path: Path) -> None:
@@ -147,7 +140,7 @@ def test_another_head_is_refused(tmp_path: Path) -> None:
     state = saved(tmp_path / "a.pt", model, optimizer, scaler)
     other = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 7))
     with pytest.raises(CheckpointError, match="do not fit the model"):
-        restore(state, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=1.0), scaler=scaler)
+        restore(state, train_state(other, torch.optim.SGD(other.parameters(), lr=1.0), scaler))
 
 
 def test_fp32_to_master_weights_and_back_keeps_fp32_values(tmp_path: Path) -> None:
@@ -155,14 +148,14 @@ def test_fp32_to_master_weights_and_back_keeps_fp32_values(tmp_path: Path) -> No
     steps(model, optimizer, 2)
     state = saved(tmp_path / "a.pt", model, optimizer, scaler)
     half, half_optimizer, half_scaler, masters = build(True, half=True)
-    restore(state, model=half, optimizer=half_optimizer, scaler=half_scaler, masters=masters)
+    restore(state, train_state(half, half_optimizer, half_scaler, masters=masters))
     assert half[0].weight.dtype == torch.float16
     assert torch.equal(half[0].weight, model[0].weight.half())
     assert torch.equal(masters.by_name["0.weight"], model[0].weight)
     assert half_scaler.get_scale() == 65536.0  # the checkpoint had none
     back_state = saved(tmp_path / "b.pt", half, half_optimizer, half_scaler, masters)
     back, back_optimizer, back_scaler, _ = build(False)
-    restore(back_state, model=back, optimizer=back_optimizer, scaler=back_scaler)
+    restore(back_state, train_state(back, back_optimizer, back_scaler))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
     for ours, theirs in zip(model.parameters(), back.parameters(), strict=True):
@@ -176,7 +169,7 @@ def test_loss_scale_comes_back(tmp_path: Path) -> None:
     scaler.update(4.0)
     state = saved(tmp_path / "a.pt", model, optimizer, scaler)
     fresh = torch.amp.GradScaler("cpu")
-    restore(state, model=model, optimizer=optimizer, scaler=fresh)
+    restore(state, train_state(model, optimizer, fresh))
     assert fresh.get_scale() == 4.0
 
 
@@ -189,11 +182,11 @@ def test_moving_average_comes_back_or_starts_from_the_weights(tmp_path: Path) ->
     without = saved(tmp_path / "b.pt", model, optimizer, scaler)
     other, other_optimizer, other_scaler, _ = build(True)
     other_average = EMA(other, 0.9)
-    restore(with_average, model=other, optimizer=other_optimizer, scaler=other_scaler, ema=other_average)
+    restore(with_average, train_state(other, other_optimizer, other_scaler, ema=other_average))
     for name, tensor in average.module.state_dict().items():
         assert torch.equal(tensor, other_average.module.state_dict()[name]), name
     assert other_average.module[0].weight.stride() == (27, 1, 9, 3)
-    restore(without, model=other, optimizer=other_optimizer, scaler=other_scaler, ema=other_average)
+    restore(without, train_state(other, other_optimizer, other_scaler, ema=other_average))
     assert torch.equal(other_average.module[0].weight, model[0].weight)
 
 

@@ -1,0 +1,25 @@
+"""The state of a run around a model and its optimizer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from cl_train.step.ema import EMA
+from cl_train.step.precision import MasterWeights, Precision
+from cl_train.step.train_step import StepParts, train_step
+from cl_train.training.run_state import TrainState
+
+
+def train_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    masters: MasterWeights | None = None,
+    ema: EMA | None = None,
+) -> TrainState:
+    precision = Precision("fp32")
+    parts = StepParts(model, optimizer, scaler, precision, torch.device("cpu"), masters=masters)
+    return TrainState(model, parts, ema, torch.contiguous_format, partial(train_step, parts))
