@@ -164,7 +164,7 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
 
 
 def test_evaluation_between_replays_changes_nothing() -> None:
-    from cl_train.training.evaluation import evaluation_sums
+    from cl_train.training.evaluation import predictions
 
     plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
     expected = train(plain, 12)
@@ -172,7 +172,7 @@ def test_evaluation_between_replays_changes_nothing() -> None:
     for step in range(12):
         found += train(disturbed, 1, first=step)
         batches = [batch_of(disturbed, 100 + step, images=7)]
-        evaluation_sums(disturbed.model, batches, disturbed.parts.precision, disturbed.parts.device)
+        predictions(disturbed.model, batches, disturbed.parts.precision, disturbed.parts.device)
     assert found == expected
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import random
 import traceback
 from collections.abc import Iterator, Mapping
@@ -152,8 +151,7 @@ def explain_failure(error: BaseException) -> str:
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_TORCH, _PACKAGE)):
-            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            where = f" at {short_path(frame.filename)}:{frame.lineno} `{line}`"
+            where = f" at {short_path(frame.filename)}:{frame.lineno} `{frame.line}`"
             break
     if "view size is not compatible" in str(error):
         return f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape instead of .view"

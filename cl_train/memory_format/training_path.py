@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,34 +12,28 @@ from cl_train.memory_format.audit_report import LayoutCheck
 from cl_train.step.precision import MasterWeights
 
 
-def stride_match(state: torch.Tensor, parameter: torch.Tensor) -> Literal["equal", "spurious", "real"]:
-    """How the strides of `state` (a gradient, a moment, an EMA weight) differ from those of its parameter.
-
-    "spurious": only in size-1 dimensions, so that the bytes are in the same order; DDP warns about such gradients of
-    1x1 convolutions. "real": the bytes are in another order, and DDP or a fused optimizer copies
-    (pytorch/pytorch#47163).
-    """
-    if state.stride() == parameter.stride():
-        return "equal"
-    strides = zip(parameter.shape, state.stride(), parameter.stride(), strict=True)
-    return "real" if any(size > 1 and one != other for size, one, other in strides) else "spurious"
-
-
 def compare_strides(
     what: str, states: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> LayoutCheck:
-    """One check of tensors that should have their parameters' strides; sparse ones are ignored."""
-    found = {
-        name: stride_match(state, parameters[name]) for name, state in states.items() if state.layout == torch.strided
-    }
-    real = [name for name, match in found.items() if match == "real"]
-    spurious = list(found.values()).count("spurious")
-    detail = f"{len(real)} mismatches in {len(found)} tensors"
-    if spurious:
-        detail += f", and {spurious} in size-1 dimensions only, which cost nothing"
-    if real:
-        return LayoutCheck(what, "lost", f"{detail}: {', '.join(real[:3])}{' ...' if len(real) > 3 else ''}")
-    return LayoutCheck(what, "ambiguous" if spurious else "kept", detail)
+    """One check of tensors (gradients, moments, EMA weights) that should have their parameters' strides.
+
+    Strides that differ in size-1 dimensions only leave the bytes in the same order: "ambiguous". Otherwise DDP or a
+    fused optimizer copies (pytorch/pytorch#47163): "lost". Sparse tensors are ignored.
+    """
+    states = {name: state for name, state in states.items() if state.layout == torch.strided}
+    lost, ambiguous = [], 0
+    for name, state in states.items():
+        strides = list(zip(state.shape, state.stride(), parameters[name].stride(), strict=True))
+        if any(size > 1 and one != other for size, one, other in strides):
+            lost.append(name)
+        elif any(one != other for _, one, other in strides):
+            ambiguous += 1
+    detail = f"{len(lost)} mismatches in {len(states)} tensors"
+    if ambiguous:
+        detail += f", and {ambiguous} in size-1 dimensions only, which cost nothing"
+    if lost:
+        return LayoutCheck(what, "lost", f"{detail}: {', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''}")
+    return LayoutCheck(what, "ambiguous" if ambiguous else "kept", detail)
 
 
 def check_training_path(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from tqdm import tqdm
 
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.splits import Data
-from cl_train.step.loss import logits_of, loss_of
+from cl_train.step.loss import logits_of
 from cl_train.step.precision import Precision, autocast
-from cl_train.step.train_step import count_correct
 from cl_train.system.distributed import Dist, broadcast_buffers, max_over_ranks, sum_over_ranks
 from cl_train.system.signals import StopRequest
 from cl_train.training.nonfinite import TrainingFault
@@ -31,13 +30,14 @@ def evaluate_model(
     dist: Dist,
     signals: StopRequest | None = None,
     bar: tqdm[Any] | None = None,
-    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     *,
     flip: bool = False,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], torch.Tensor]:
     """Loss and accuracy (percent) over all validation images: `loss`, `top1`, `top5`, `images`.
 
-    The host waits for the device once, at the end, when it reads the sums. `observe`, `flip`: see `evaluation_sums`.
+    The host waits for the device once, at the end, when it reads the sums.
+
+    Returns: also this rank's `predictions`.
 
     Raises:
         Interrupted: a signal requests the run to stop.
@@ -48,61 +48,52 @@ def evaluate_model(
     batches: Iterable[Batch] = data.validation(batch_format)
     if signals is not None:
         batches = _until_signal(batches, signals, dist, bar)
-    sums = evaluation_sums(model, batches, precision, dist.device, observe, flip=flip)
-    skipped = torch.tensor([data.bad_images.skipped - skipped_before], dtype=torch.float64, device=dist.device)
-    loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.cat([sums, skipped]), dist).tolist()
+    rows = predictions(model, batches, precision, dist.device, flip=flip)
+    counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
+    sums = [rows[:, 3].sum(), (rows[:, 0] == rows[:, 1]).sum(), rows[:, 4].sum(), *counts]
+    loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.stack(sums), dist).tolist()
     if images + skipped_images != data.val_images:
         raise TrainingFault(
             f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f} of {data.val_images}"
         )
     if images == 0:
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
-    return {
-        "loss": loss / images,
-        "top1": 100 * correct1 / images,
-        "top5": 100 * correct5 / images,
-        "images": int(images),
-    }
+    accuracy = {"top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
+    return {"loss": loss / images, **accuracy, "images": int(images)}, rows
 
 
 @torch.no_grad()
-def evaluation_sums(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    precision: Precision,
-    device: torch.device,
-    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
-    *,
-    flip: bool = False,
+def predictions(
+    model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device, *, flip: bool = False
 ) -> torch.Tensor:
-    """Sums over this rank's images; the loss is the plain cross-entropy, whatever `loss=` is.
+    """Evaluate this rank's images, with targets int64 [N]; the host does not wait for the device.
 
     Args:
         model: not wrapped in DDP, because ranks may have different numbers of batches.
-        observe: called with the logits [N, classes] and the targets int64 [N] of each batch.
         flip: average the logits of each image and of its mirror image.
 
     Returns:
-        float64 [4] on the device: sum of losses, images correct at top-1, at top-5, all images. The counts are exact.
+        float64 [images, 5] on the device: target, predicted class, its probability, loss (the plain cross-entropy,
+        whatever `loss=` is), and 1 if the target is among the five most probable classes.
     """
+    rows = [torch.empty(0, 5, dtype=torch.float64, device=device)]
     was_training = model.training
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
-        images = len(batch.images)
-        if images == 0:  # all images of the batch were skipped: their mean loss is NaN
+        if len(batch.images) == 0:  # all images of the batch were skipped; some models fail on an empty batch
             continue
         with autocast(precision, device):
             logits = logits_of(model(batch.images))
             if flip:
                 logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
-            loss = loss_of(logits, batch.targets)
-        if observe is not None:
-            observe(logits, batch.targets)
-        counts = [*count_correct(logits, batch.targets), torch.full_like(sums[3], images)]
-        sums += torch.stack([loss.double() * images, *counts])
+        logits, targets = logits.float(), batch.targets.unsqueeze(1)
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        log_probabilities = logits.log_softmax(1)
+        probability, loss = log_probabilities.gather(1, best[:, :1]).exp(), -log_probabilities.gather(1, targets)
+        in_top5 = (best == targets).any(1, keepdim=True)
+        rows.append(torch.cat([column.double() for column in (targets, best[:, :1], probability, loss, in_top5)], 1))
     model.train(was_training)
-    return sums
+    return torch.cat(rows)
 
 
 def _until_signal(batches: Iterable[Batch], signals: StopRequest, dist: Dist, bar: tqdm[Any] | None) -> Iterator[Batch]:

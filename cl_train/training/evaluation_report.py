@@ -38,30 +38,14 @@ img, .none { width: 160px; height: 160px; background: #eee; display: block }
 """
 
 
-class Predictions:
-    """The model's predictions for this rank's validation images. They stay on the device until `rows`."""
+def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
+    """Gather the predictions (see `evaluation.predictions`) of all ranks; the host waits for the device.
 
-    def __init__(self) -> None:
-        self._batches: list[torch.Tensor] = []
-
-    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
-        """`logits` [N, classes] and `targets` int64 [N] of a batch."""
-        log_probabilities = logits.float().log_softmax(1)
-        probability, predicted = log_probabilities.exp().max(1)
-        loss = -log_probabilities.gather(1, targets.unsqueeze(1))[:, 0]
-        self._batches.append(torch.stack([column.double() for column in (targets, predicted, probability, loss)], 1))
-
-    def rows(self) -> npt.NDArray[np.float64]:
-        """[images, 4]: label, predicted class, its probability, loss. The host waits for the device."""
-        return torch.cat(self._batches).cpu().numpy() if self._batches else np.empty((0, 4))
-
-
-def write_report(predictions: Predictions, data: Data, dist: Dist, folder: Path) -> None:
-    """Gather the predictions of all ranks; rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`.
+    Rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`.
 
     A report that cannot be written is left out with a warning, because it must not end a training run.
     """
-    own = predictions.rows()
+    own = predictions.cpu().numpy()
     indices = data.validation_indices()
     if len(indices) != len(own):  # an IterableDataset, or a file that became unreadable during the run
         indices = [-1] * len(own)
@@ -146,7 +130,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:
-    label, predicted, probability, loss = row
+    label, predicted, probability, loss = row[:4]
     classes = [("wrong", predicted, probability)] if label != predicted else []
     lines = "".join(
         f'<div class="{style}">{escape(names[int(number)])} {100 * share:.1f} %</div>'

@@ -36,7 +36,7 @@ from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
 from cl_train.training.evaluation import Interrupted, evaluate_model
-from cl_train.training.evaluation_report import Predictions, write_report
+from cl_train.training.evaluation_report import write_report
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
 from cl_train.training.profiling import profile
 from cl_train.training.rank_times import own_times, slowest_rank
@@ -269,17 +269,15 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     batches = math.ceil(data.val_images / dist.world_size / run.plan.largest.batch_size)
     results = {}
     for kind, (model, precision) in models_to_evaluate.items():
-        predictions = Predictions() if run.plan.report and kind == "val" else None
-        observe = predictions.add if predictions else None
         try:
             with progress_bar("evaluation", batches, unit="batch", shown=dist.is_main) as bar:
-                results[kind] = evaluate_model(
-                    model, data, form, precision, dist, run.signals, bar, observe, flip=run.plan.evaluate_flip
+                results[kind], predictions = evaluate_model(
+                    model, data, form, precision, dist, run.signals, bar, flip=run.plan.evaluate_flip
                 )
         except Interrupted as interrupted:
             (run.stop_signal,) = interrupted.args
             break
-        if predictions:
+        if run.plan.report and kind == "val":
             write_report(predictions, data, dist, run.folder / "report")
     return results
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
-
 import torch
 from torch import nn
 
 from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.config.schema import ConfigError
 from cl_train.data.batch import DeviceFormat
-from cl_train.memory_format.model_call import state_restored
+from cl_train.memory_format.model_call import explain_failure, state_restored
 from cl_train.models.copies import copy_model
 from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast
@@ -52,11 +50,8 @@ def check_model_trains(
                 f"batch_size={batch_size}: {memory_problem(error, batch_format.device)}. Use a smaller batch_size or "
                 "batch_size=auto; accumulate_steps keeps the global batch"
             ) from None
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-        raise ConfigError(
-            f"model={model_name} cannot train on {image_size} px images: {type(error).__name__}: {error} "
-            f"({frames[-1].filename}:{frames[-1].lineno})"
-        ) from error
+        reason = explain_failure(error)
+        raise ConfigError(f"model={model_name} cannot train on {image_size} px images: {reason}") from error
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(batch_format.device)
 

@@ -86,7 +86,7 @@ def evaluate_folder(root: Path, batch_size: int, dist: Dist) -> dict[str, float]
     data = build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=dist)
     form = DeviceFormat(dist.device, torch.float32, torch.channels_last)
     try:
-        return evaluate_model(model, data, form, resolve_precision("fp32", dist.device), dist)
+        return evaluate_model(model, data, form, resolve_precision("fp32", dist.device), dist)[0]
     finally:
         data.close()
 

@@ -20,7 +20,7 @@ from cl_train.models import preprocessing
 from cl_train.models.preprocessing import follow_published_preprocessing, log_preprocessing, published_preprocessing
 from cl_train.models.registry import build_model
 from cl_train.step.precision import resolve_precision
-from cl_train.training.evaluation import evaluation_sums
+from cl_train.training.evaluation import predictions
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
@@ -226,16 +226,17 @@ def test_evaluation_counts_exactly_and_changes_nothing() -> None:
     model = networks.small(3)
     batches = [evaluation_batch(count, seed=count) for count in (8, 8, 3)]
     statistics = model[1].running_mean.clone()
-    sums = evaluation_sums(model, batches, resolve_precision("bf16", CPU), CPU)
+    rows = predictions(model, batches, resolve_precision("bf16", CPU), CPU)
     assert model.training
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model.eval()
         logits = torch.cat([model(batch.images) for batch in batches]).float()
     targets = torch.cat([batch.targets for batch in batches])
-    assert sums[1].item() == (logits.argmax(1) == targets).sum().item()
-    assert sums[2].item() == sums[3].item() == 19  # top-5 of three classes contains every image
-    expected = nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-    assert sums[0].item() == pytest.approx(expected, rel=1e-5)
+    assert rows.shape == (19, 5) and rows[:, 4].sum() == 19  # top-5 of three classes contains every image
+    assert torch.equal(rows[:, 0].long(), targets) and torch.equal(rows[:, 1].long(), logits.argmax(1))
+    torch.testing.assert_close(rows[:, 2].float(), logits.softmax(1).amax(1))
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(rows[:, 3].float(), losses)
     assert torch.equal(model[1].running_mean, statistics)
 
 
@@ -243,9 +244,9 @@ def test_a_flipped_evaluation_averages_the_logits_of_both_mirror_images() -> Non
     torch.manual_seed(0)
     model, batch = networks.small(3), evaluation_batch(8)
     mirrored = Batch(batch.images.flip(3), batch.targets)
-    sums = [evaluation_sums(model, [one], resolve_precision("fp32", CPU), CPU, flip=True) for one in (batch, mirrored)]
-    torch.testing.assert_close(sums[0], sums[1])
+    rows = [predictions(model, [one], resolve_precision("fp32", CPU), CPU, flip=True) for one in (batch, mirrored)]
+    torch.testing.assert_close(rows[0], rows[1])
     model.eval()
     logits = (model(batch.images) + model(mirrored.images)) / 2
-    expected = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
-    assert sums[0][0].item() == pytest.approx(expected.item(), rel=1e-5)
+    losses = nn.functional.cross_entropy(logits, batch.targets, reduction="none")
+    torch.testing.assert_close(rows[0][:, 3].float(), losses)
