@@ -18,7 +18,7 @@ class BenchmarkSettings:
     compile: list[bool] = setting([False], "compile the model with torch.compile")
     cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
     image_size: int | None = setting(
-        None, "pixels; null = 224, or 299 for inception_v3", minimum=8, key="data.image_size"
+        None, "side of the images, pixels; null = 224, or 299 for inception_v3", minimum=8, key="data.image_size"
     )
     layouts: list[str] = setting(
         ["contiguous", "channels_last"],
@@ -38,15 +38,19 @@ class BenchmarkSettings:
 class LoaderBenchmarkSettings:
     """The data, and the loaders to compare."""
 
-    root: str | None = setting(None, "folder with train/<class>/* and val/<class>/*; null = sample", key="data.root")
+    root: str | None = setting(
+        None, "folder that holds train/<class>/* and val/<class>/*; null = the sample data", key="data.root"
+    )
     image_size: int = setting(224, "side of the crops, pixels", minimum=8, key="data.image_size")
     workers: list[int] = setting(
-        [], "numbers to try; empty = 1, 2, 4, ... up to the cores", minimum=1, key="data.workers"
+        [], "numbers of workers to try; empty = 1, 2, 4, ... up to the cores", minimum=1, key="data.workers"
     )
     batch_size: int = setting(64, "images per batch", minimum=1)
     images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
     rounds: int = setting(3, "interleaved rounds A B B A, after one warm-up", minimum=1)
-    gpu_images_per_s: float = setting(5400.0, "training speed in images/s; gives the loader cores needed", above=0)
+    gpu_images_per_s: float = setting(
+        5400.0, "training speed in images/s; used to compute the loader cores needed", above=0
+    )
     out: str | None = setting(None, "file for the result as JSON")
     json: bool = setting(False, "print the result as JSON")
 
@@ -79,7 +83,7 @@ class ZooSettings:
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     batch_size: int = setting(32, "images per step of the timing", minimum=1)
     image_size: int | None = setting(
-        None, "pixels; null = 224, or 64 with speed=false", minimum=8, key="data.image_size"
+        None, "side of the images, pixels; null = 224, or 64 with speed=false", minimum=8, key="data.image_size"
     )
     speed: bool = setting(True, "time both layouts")
     time_limit_s: float = setting(20.0, "seconds for each timing", above=0)

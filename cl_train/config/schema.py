@@ -74,8 +74,12 @@ class DataConfig:
     """Where images come from and how they are loaded."""
 
     name: str = setting("sample", "the data set", choices=DATA_SETS)
-    root: str | None = setting(None, "folder with train/<class>/* and val/<class>/*; shards: folder or pattern of tars")
-    shuffle: str = setting("full", "data=shards: permute all images, or shard after shard", choices=("full", "shards"))
+    root: str | None = setting(
+        None, "folder that holds train/<class>/* and val/<class>/*; data=shards: folder or brace pattern of tar files"
+    )
+    shuffle: str = setting(
+        "full", "data=shards: full permutes all images; shards reads shard after shard", choices=("full", "shards")
+    )
     dataset: str | None = setting(None, "data=dataset: package.module:function, called with (split, size)")
     val_split: str | None = setting(None, "folder of the validation images; null = val, valid, validation or test")
     val_fraction: float | None = setting(None, "share of the training images used for validation", above=0, maximum=0.9)
@@ -83,14 +87,22 @@ class DataConfig:
     image_size: int = setting(
         224, "side of the training crop, pixels; data=sample and imagenette set 128", minimum=8, maximum=4096
     )
-    size_schedule: list[list[int]] = setting([], "growing training images, [[epoch,size],...]; linear, rounded to 32")
-    scale_batch: bool = setting(False, "size_schedule: smaller images in larger batches; batch_size is for the largest")
+    size_schedule: list[list[int]] = setting(
+        [], "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32"
+    )
+    scale_batch: bool = setting(
+        False, "size_schedule: smaller images come in larger batches; batch_size is that of the largest images"
+    )
     val_size: int | None = setting(None, "side of the validation crop; null = image_size", minimum=8, maximum=4096)
     val_resize: int | None = setting(
-        None, "validation: resize of the short side; null = 256/224 of val_size", minimum=8
+        None, "validation: short side before the centre crop, pixels; null = 256/224 of val_size", minimum=8
     )
-    interpolation: str = setting("bilinear", "training: antialiased resize", choices=("bilinear", "bicubic"))
-    val_interpolation: str = loss_setting("bilinear", "validation: antialiased resize", choices=("bilinear", "bicubic"))
+    interpolation: str = setting(
+        "bilinear", "training: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
+    )
+    val_interpolation: str = loss_setting(
+        "bilinear", "validation: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
+    )
     workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
     prefetch: int = setting(3, "batches prepared in advance by all workers together", minimum=1, maximum=64)
@@ -120,7 +132,9 @@ class AugmentConfig:
     erase: float = setting(0.0, "probability of random erasing", minimum=0, maximum=1)
     mixup: float = setting(0.0, "alpha of MixUp; 0 = off", minimum=0)
     cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", minimum=0)
-    repeats: int = setting(1, "repeated augmentation: copies of an image per global batch; epochs as long", minimum=1)
+    repeats: int = setting(
+        1, "repeated augmentation: copies of an image in a global batch; epochs keep their length", minimum=1
+    )
 
 
 @dataclass
@@ -153,7 +167,9 @@ class ScheduleConfig:
     name: str = loss_setting("cosine", "curve after the warm-up", choices=("cosine", "step", "linear", "constant"))
     warmup_epochs: float = loss_setting(0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
     warmup_start: float = loss_setting(0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1)
-    warmup_prefix: bool = loss_setting(True, "cosine, linear: start after the warm-up; false = it replaces their start")
+    warmup_prefix: bool = loss_setting(
+        True, "cosine and linear: begin after the warm-up; false = the warm-up replaces their beginning, as in timm"
+    )
     per_epoch: bool = loss_setting(False, "change the learning rate between epochs only, as torchvision and timm do")
     step_epochs: float = loss_setting(30.0, "schedule=step: multiply by gamma every this many epochs", above=0)
     gamma: float = loss_setting(0.1, "schedule=step: the factor", above=0, maximum=1)
@@ -188,7 +204,9 @@ class LauncherConfig:
     name: str = free_setting("local", "this machine or a Slurm cluster", choices=("local", "slurm"))
     gpus: list[str] = free_setting([], "local: run one job per GPU at a time; all, or some: 0,1,2")
     partition: str | None = free_setting(None, "slurm: partition; null = the cluster's default")
-    time_min: int = free_setting(60, "slurm: minutes per allocation; a longer job is requeued and resumes", minimum=1)
+    time_min: int = free_setting(
+        60, "slurm: time limit of an allocation, minutes; a job that needs longer is requeued and resumes", minimum=1
+    )
     nodes: int = free_setting(1, "slurm: nodes per allocation; nproc processes are spread over them", minimum=1)
     gpus_per_node: int | None = free_setting(None, "slurm: GPUs per node; null = none requested", minimum=1)
     cpus_per_task: int | None = free_setting(None, "slurm: CPU cores per process; null = the default", minimum=1)
@@ -206,7 +224,10 @@ class Config:
     model: str = setting("resnet18", MODEL_HELP)
     weights: str | None = loss_setting(None, "pretrained weights by name (DEFAULT, IMAGENET1K_V2, ...) or a file")
     batch_size: int = setting(
-        32, "images per device and micro-step; auto = the fastest that fits", minimum=1, words={"auto": AUTO_BATCH_SIZE}
+        32,
+        "images per device and micro-step; auto = measure which fits and is fastest",
+        minimum=1,
+        words={"auto": AUTO_BATCH_SIZE},
     )
     epochs: int = loss_setting(5, "passes over the training images", minimum=1)
     max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", minimum=1)
@@ -216,15 +237,21 @@ class Config:
 
     compile_mode: str = setting("default", "mode of torch.compile", choices=COMPILE_MODES)
     cuda_graph: str = setting(
-        "false", "replay the step as a CUDA graph; auto = on one GPU if no setting conflicts", choices=BOOL_OR_AUTO
+        "false",
+        "replay the whole step as one CUDA graph; auto = on a GPU, in one process, if no setting conflicts",
+        choices=BOOL_OR_AUTO,
     )
     conversion: str = setting(
-        "full", "what channels_last converts: everything, convolution weights, or `select`", choices=CONVERSIONS
+        "full",
+        "what channels_last converts: everything, only convolution weights, or the modules in `select`",
+        choices=CONVERSIONS,
     )
     select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
     accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
     global_batch_size: int | None = setting(
-        None, "images per step of all processes; sets accumulate_steps = this / (batch_size x processes)", minimum=1
+        None,
+        "images per optimizer step of all processes; sets accumulate_steps = this / (batch_size x processes)",
+        minimum=1,
     )
     loss: str = loss_setting("cross_entropy", "bce = binary cross-entropy per class", choices=("cross_entropy", "bce"))
     bce_threshold: float | None = loss_setting(
@@ -232,23 +259,36 @@ class Config:
     )
     label_smoothing: float = setting(0.0, "label smoothing of the loss", minimum=0, maximum=0.999)
     drop_path: float | None = setting(None, "stochastic depth; null = the model's default", minimum=0, maximum=0.999)
-    ema_decay: float = setting(0.0, "decay of the moving average (EMA) of the weights; 0 = off", minimum=0, maximum=1)
+    ema_decay: float = setting(
+        0.0,
+        "decay of an exponential moving average (EMA) of the weights, evaluated beside the model; 0 = off",
+        minimum=0,
+        maximum=1,
+    )
     ema_every: int = setting(1, "optimizer steps between updates of the EMA", minimum=1)
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
     ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_flip: bool = loss_setting(False, "evaluation averages the logits of each image and of its mirror image")
-    evaluate_only: bool = setting(False, "evaluate `weights` (by name: with their published preprocessing) or `resume`")
-    report: bool = free_setting(False, "evaluation: also write accuracy per class, confusions and the worst images")
+    evaluate_only: bool = setting(
+        False, "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing"
+    )
+    report: bool = free_setting(
+        False, "evaluation: also write per-class accuracy, confusions and the worst images into the run folder"
+    )
 
     log_every: int = free_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
     warmup_steps: int = free_setting(10, "initial steps excluded from throughput averages", minimum=0)
     overwrite: bool = free_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
-    resume: str | None = free_setting(None, "continue from a checkpoint file or run folder; auto = this run's newest")
+    resume: str | None = free_setting(
+        None, "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder"
+    )
     profile: bool = free_setting(False, "write a torch.profiler trace of a few steps into the run folder")
     tensorboard: bool = free_setting(True, "write TensorBoard events into the run folder")
-    on_nonfinite: str = free_setting("stop", "at a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback"))
+    on_nonfinite: str = free_setting(
+        "stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback")
+    )
     max_nonfinite: int = free_setting(10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0)
     rank_timeout_s: float = free_setting(600.0, "end the run if a rank does not respond for this many seconds", above=0)
 
