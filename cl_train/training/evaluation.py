@@ -37,7 +37,7 @@ def evaluate_model(
 
     The host waits for the device once, at the end, when it reads the sums.
 
-    Returns: also this rank's `predictions`.
+    Returns: these four, and the `predictions` for the images of this rank.
 
     Raises:
         Interrupted: a signal requests the run to stop.
