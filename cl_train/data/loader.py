@@ -25,7 +25,7 @@ from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.slots import Slots, slot_bytes
 from cl_train.data.source import Indices
 from cl_train.data.user_dataset import BySize, DatasetReader, samples_of
-from cl_train.data.workers import WorkerError, Workers
+from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers
 from cl_train.system.distributed import Dist
 from cl_train.system.launcher import cores_of_process
 from cl_train.system.memory import available_bytes
@@ -73,8 +73,8 @@ def _fill(reader: Reader, slots: Slots, attempts: int, task: _Task) -> _Done:
                 break
             for used in range(index, index + attempts):  # the sample, or the first of the following ones that is good
                 used %= len(reader)
-                progress[1] = used
-                progress[0] += 1
+                progress[SAMPLE] = used
+                progress[BEGUN] += 1
                 try:
                     targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
                     break

@@ -32,7 +32,7 @@ from cl_train.system.child_process import watch_parent
 _POLL_S = 1.0
 _CLOSE_S = 2.0
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_BEGUN, _SAMPLE, _PID = range(3)  # columns of the progress array
+BEGUN, SAMPLE, PID = range(3)  # columns of the progress array
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -95,7 +95,7 @@ class Workers(Generic[Task, Result]):
     def next_result(self) -> Result:
         """The result of the oldest task; waits for it. Raises WorkerError."""
         assert self._results is not None
-        begun, since = self._progress[:, _BEGUN].copy(), time.monotonic()
+        begun, since = self._progress[:, BEGUN].copy(), time.monotonic()
         while True:
             try:
                 result = next(self._results)
@@ -103,8 +103,8 @@ class Workers(Generic[Task, Result]):
                 self._raise_if_dead()
                 if "timed out" not in str(error):
                     raise
-                if not np.array_equal(begun, self._progress[:, _BEGUN]):
-                    begun, since = self._progress[:, _BEGUN].copy(), time.monotonic()
+                if not np.array_equal(begun, self._progress[:, BEGUN]):
+                    begun, since = self._progress[:, BEGUN].copy(), time.monotonic()
                 elif time.monotonic() - since > self._timeout_s:
                     raise WorkerError(
                         f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun:"
@@ -137,8 +137,8 @@ class Workers(Generic[Task, Result]):
 
     def _last_samples(self, of: int | None = None) -> str:
         """The sample that each worker, or the worker with this process id, began last."""
-        rows = [row for row in self._progress if row[_BEGUN] and of in (None, row[_PID])]
-        return "; ".join(f"{self._name_of(int(row[_SAMPLE]))} (pid {row[_PID]})" for row in rows) or "none yet"
+        rows = [row for row in self._progress if row[BEGUN] and of in (None, row[PID])]
+        return "; ".join(f"{self._name_of(int(row[SAMPLE]))} (pid {row[PID]})" for row in rows) or "none yet"
 
 
 class _Calls(Dataset[Any]):
@@ -168,7 +168,7 @@ def _tasks(pending: deque[Any]) -> Iterator[Any]:
 
 
 def _start_worker(progress: npt.NDArray[np.int64], parent: int, number: int) -> None:
-    progress[number, _PID] = os.getpid()
+    progress[number, PID] = os.getpid()
     for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
         signal.signal(name, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
