@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import IO, Any
 
 from cl_train.commands import COMMANDS
@@ -68,37 +69,24 @@ def usage() -> str:
 # --- console ----------------------------------------------------------------------------------------------------------
 
 
-class _Console:
-    """A text stream that discards output that can no longer be written."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            self._drop()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            self._drop()
-
-    def _drop(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # also for buffers and children
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def _protect_console() -> None:
+    """Output that can no longer be written is discarded."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed: the next opened file would reuse file descriptor 1 or 2
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            stream = os.fdopen(descriptor, "w")
-        if not isinstance(stream, _Console):
-            setattr(sys, name, _Console(stream))
+            setattr(sys, name, os.fdopen(descriptor, "w"))
+        elif not hasattr(stream.write, "__wrapped__"):
+            stream.write, stream.flush = _discarding(stream.write, stream), _discarding(stream.flush, stream)
+
+
+def _discarding(method: Callable[..., Any], stream: IO[str]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # also for buffers and children
+            return 0
+
+    return call
