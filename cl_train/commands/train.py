@@ -74,7 +74,7 @@ def main(words: list[str]) -> int:
                 if Words.read(words).multirun:
                     from cl_train.comparison.sweep import run_sweep
 
-                    return run_sweep(words)
+                    return run_sweep(words, runs=runs)
                 folder = Path()  # only rank 0 creates a run folder: ranks would generate different timestamps
                 if launch is None or launch.rank == 0:
                     folder = hydra_folder(Words.read(words).overrides, "run")

@@ -21,10 +21,12 @@ def run_sweep(
     arguments: Sequence[str],
     program: Sequence[str] = ("-m", "cl_train", "train"),
     gpus: Sequence[str] | None = None,
+    runs: Sequence[Config] | None = None,
 ) -> int:
-    """Run all jobs of train.py's `arguments` (checked already), then write the comparison.
+    """Run all jobs of train.py's `arguments`, then write the comparison.
 
     Args:
+        runs: as in `plan_sweep`.
         program: what the process of a job runs; tests replace it.
         gpus: the GPUs of this machine; None = those that CUDA sees.
 
@@ -38,7 +40,7 @@ def run_sweep(
         raise ConfigError(
             "torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun"
         )
-    sweep = plan_sweep(arguments)
+    sweep = plan_sweep(arguments, runs)
     is_local = sweep.launcher.name == "local"
     slurm.check_allocations_ended(sweep)
     if not is_local:

@@ -83,8 +83,11 @@ def _outcome_path(folder: Path, job: Job) -> Path:
     return folder / SLURM_FOLDER / f"job{job.number}.json"
 
 
-def plan_sweep(arguments: Sequence[str]) -> Sweep:
-    """The jobs of a command line that was checked, or those of the sweep that `resume_sweep=` names.
+def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> Sweep:
+    """The jobs of train.py's arguments, or those of the sweep that `resume_sweep=` names.
+
+    Args:
+        runs: what `check_command_line` returned for the arguments; None = call it, 0.1 s per run.
 
     Raises:
         ConfigError: a setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
@@ -103,7 +106,8 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
         problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
     if problems:
         raise ConfigError(problems)
-    [settings] = check_command_line(["-m", *own])
+    runs = check_command_line(arguments) if runs is None else runs
+    settings = runs[0]
     if settings.resume_sweep is not None:
         others = [word for word in own if not word.startswith(("resume_sweep", "launcher"))]
         if words or varying or others:
@@ -116,7 +120,7 @@ def plan_sweep(arguments: Sequence[str]) -> Sweep:
         if any(word.startswith("launcher") for word in own):
             sweep.launcher = settings.launcher
         return sweep
-    jobs = _plan_jobs(words, varying, settings)
+    jobs = _plan_jobs(words, varying, runs)
     folder = hydra_folder(hydra, "sweep")
     if (folder / "sweep.json").is_file():
         raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
@@ -140,14 +144,17 @@ def setting_of(word: str) -> str:
     return f"{_key(word)}.name" if _key(word) in GROUPS else _key(word)
 
 
-def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings: Config) -> list[Job]:
+def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], runs: Sequence[Config]) -> list[Job]:
     """Order: jobs that differ only in the compared key are adjacent, and their repeats alternate: A B B A A B."""
+    settings = runs[0]
+    configs = {frozenset(chosen): cfg for chosen, cfg in zip(itertools.product(*varying), runs, strict=True)}
     compared = [axis for axis in varying if setting_of(axis[0]) == settings.compare_by]
     others = [axis for axis in varying if axis not in compared]
     jobs: list[Job] = []
     names: Counter[str] = Counter()
     for number, group in enumerate(itertools.product(*others)):
-        sides = [_plan_job(fixed, [*side, *group], settings) for side in itertools.product(*compared)]
+        chosen = [[*side, *group] for side in itertools.product(*compared)]
+        sides = [_plan_job(fixed, words, configs[frozenset(words)]) for words in chosen]
         for repeat in range(1, settings.repeats + 1):
             for job in sides if repeat % 2 else sides[::-1]:
                 name = safe_name(f"{job.name}_{repeat}" if settings.repeats > 1 else job.name)
@@ -157,30 +164,25 @@ def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], settings:
     return jobs
 
 
-def _plan_job(fixed: Sequence[str], chosen: Sequence[str], settings: Config) -> Job:
-    values = {key: value for key, _, value in (word.partition("=") for word in chosen)}
-    nproc = int(values.get("nproc", settings.nproc))
-    words = [*fixed, *(word for word in chosen if _key(word) != "nproc")]
-    [cfg] = check_command_line(words)
-    is_compared = settings.compare_by in map(setting_of, chosen)
-    if is_compared and _most_windows(cfg, nproc) < MIN_WINDOWS:
+def _plan_job(fixed: Sequence[str], chosen: Sequence[str], cfg: Config) -> Job:
+    if cfg.compare_by in map(setting_of, chosen) and _most_windows(cfg) < MIN_WINDOWS:
         raise ConfigError(
             f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after "
             f"warmup_steps={cfg.warmup_steps}, and these runs are too short for them: use more steps (epochs, "
             "max_steps) or a smaller log_every"
         )
     shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
-    for key, value in values.items():
+    for key, _, value in (word.partition("=") for word in chosen):
         if key not in ("model", "channels_last"):
             shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
-    return Job(0, "_".join(shown), words, nproc)
+    return Job(0, "_".join(shown), [*fixed, *(word for word in chosen if _key(word) != "nproc")], cfg.nproc)
 
 
-def _most_windows(cfg: Config, nproc: int) -> int:
+def _most_windows(cfg: Config) -> int:
     """How many windows after warm-up a run has at most; the number of images is known for some data sets only."""
     sample_images = len(PATTERNS) * SampleSpec.train_per_class
     images = {"synthetic": cfg.data.synthetic_images, "sample": sample_images}.get(cfg.data.name)
-    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * nproc
+    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
     epoch_steps = images // step_images if images else cfg.max_steps or 10**9
     last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
     last = min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every)  # later windows make no difference
