@@ -22,7 +22,7 @@ from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, C
 from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
 from cl_train.config.validation import suggest
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import CONVOLUTIONS, NAMES
+from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES
 from cl_train.models.copies import copy_model
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import cache_folder, write_json
@@ -53,7 +53,7 @@ class Choice:
         return self.reason
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "memory_format": NAMES[self.memory_format]}
+        return {**vars(self), "memory_format": MEMORY_FORMAT_NAMES[self.memory_format]}
 
 
 def choose_memory_format(

@@ -15,7 +15,7 @@ from cl_train.config.validation import suggest
 from cl_train.memory_format.layout import (
     CHANNELS_LAST,
     CONVOLUTIONS,
-    NAMES,
+    MEMORY_FORMAT_NAMES,
     classify,
     named_tensors,
     refuse_lazy,
@@ -45,11 +45,11 @@ class ConversionReport:
     moved_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "memory_format": NAMES[self.memory_format]}
+        return {**vars(self), "memory_format": MEMORY_FORMAT_NAMES[self.memory_format]}
 
     def __str__(self) -> str:
         lines = [
-            f"{NAMES[self.memory_format]} ({self.mode}): {len(self.changed)} tensors changed "
+            f"{MEMORY_FORMAT_NAMES[self.memory_format]} ({self.mode}): {len(self.changed)} tensors changed "
             f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} "
             f"left unchanged; {len(self.ambiguous)} of all have both formats at once (one channel, or 1x1)"
         ]

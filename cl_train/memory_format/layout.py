@@ -19,7 +19,7 @@ from cl_train.config.schema import ConfigError
 
 Layout = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
-NAMES = {
+MEMORY_FORMAT_NAMES = {
     torch.contiguous_format: "contiguous",
     torch.channels_last: "channels_last",
     torch.channels_last_3d: "channels_last_3d",

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import CHANNELS_LAST, NAMES, to_memory_format
+from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, to_memory_format
 from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import registry as models
 from cl_train.models.program_file import read_program, write_program
@@ -81,7 +81,7 @@ def convert_file(
     """
     if target.resolve() == source.resolve():
         raise ConfigError(f"{target}: the converted file must have another name than the original")
-    recorded = NAMES[memory_format]
+    recorded = MEMORY_FORMAT_NAMES[memory_format]
     before = _read(source, trust, entry, prefix)
     if before.program is None or target.suffix == ".safetensors":
         write_weights(before, target, recorded)
@@ -111,7 +111,7 @@ def load_model(path: Path, model_name: str | None = None, *, trust: bool = False
     model = _runnable(saved, model_name)
     if model is None:
         raise ConfigError(f"{path}: holds weights only; name the model that they belong to (model=<name>)")
-    named = {name: memory_format for memory_format, name in NAMES.items()}
+    named = {name: memory_format for memory_format, name in MEMORY_FORMAT_NAMES.items()}
     convert(model, memory_format=named.get(str(saved.recorded), torch.contiguous_format))
     return model
 
@@ -211,6 +211,6 @@ def _outputs(
     convert(model, memory_format=memory_format)
     arguments, named = tree_map_only(torch.Tensor, formatted, inputs)
     shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    what = f"the {NAMES[memory_format]} model fails on {shapes}"
+    what = f"the {MEMORY_FORMAT_NAMES[memory_format]} model fails on {shapes}"
     with torch.no_grad(), failure_explained(what, "input=N,C,H,W sets the shape"):
         return output_tensors(model(*arguments, **named), output)
