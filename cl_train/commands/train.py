@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from cl_train.config.command_line import (
     CONF_DIR,
     GROUPS,
-    Words,
+    CommandLine,
     check_command_line,
     group_choices,
     hydra_folder,
@@ -71,13 +71,13 @@ def main(words: list[str]) -> int:
                 from cl_train.training import loop
 
                 loop.check_runs(runs)
-                if Words.read(words).multirun:
+                if CommandLine.parse(words).multirun:
                     from cl_train.comparison.sweep import run_sweep
 
                     return run_sweep(words, runs=runs)
                 folder = Path()  # only rank 0 creates a run folder: ranks would generate different timestamps
                 if launch is None or launch.rank == 0:
-                    folder = hydra_folder(Words.read(words).overrides, "run")
+                    folder = hydra_folder(CommandLine.parse(words).overrides, "run")
                     # Before Hydra writes into the folder: a refused run must not change the files of another one.
                     claim.enter_context(claimed_folder(folder, resume=runs[0].resume, overwrite=runs[0].overwrite))
                 words = [*words, f"hydra.run.dir={quoted(folder)}"]

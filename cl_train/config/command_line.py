@@ -57,15 +57,15 @@ def conf_folders() -> list[Path]:
 
 
 @dataclass
-class Words:
+class CommandLine:
     """A parsed command line of train.py."""
 
     overrides: list[str] = field(default_factory=list)
     multirun: bool = False
-    for_hydra: bool = False  # --cfg, which prints and does not run
+    prints_config: bool = False  # --cfg: print the settings, do not run
 
     @classmethod
-    def read(cls, words: Iterable[str]) -> Words:
+    def parse(cls, words: Iterable[str]) -> CommandLine:
         """Raises ConfigError: an option that this program does not have."""
         found, rest = cls(), iter(words)
         for word in rest:
@@ -75,7 +75,7 @@ class Words:
             elif word in ("-m", "--multirun"):
                 found.multirun = True
             elif option in ("-c", "--cfg"):
-                found.for_hydra = True
+                found.prints_config = True
                 value = value if equals else next(rest, "")
                 if value not in ("job", "hydra", "all"):
                     raise ConfigError(f"{option} {value}: write --cfg job")
@@ -84,7 +84,7 @@ class Words:
                 known = typed_keys()
                 hint = f"; settings have no dashes: {key}=..." if key in known else suggest_key(key, known)
                 raise ConfigError(f"no option {option}{hint} (there are -m, --help and --cfg job)")
-        if found.multirun and found.for_hydra:
+        if found.multirun and found.prints_config:
             raise ConfigError("-m cannot be combined with --cfg")
         return found
 
@@ -102,9 +102,9 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
     # typed node, and `load` reports all.
     ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
     Plugins.instance().register(WorkingFolderConf)
-    asked = Words.read(words)
-    parsed, problems = _parse_overrides(asked.overrides)
-    found = [_override_problems(override, asked.multirun) for override in parsed]
+    line = CommandLine.parse(words)
+    parsed, problems = _parse_overrides(line.overrides)
+    found = [_override_problems(override, line.multirun) for override in parsed]
     problems += itertools.chain(*found)
     valid = [override for override, wrong in zip(parsed, found, strict=True) if not wrong]
     configs = []
@@ -117,10 +117,10 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
             ]
         except ConfigError as error:
             problems += error.problems
-    problems += [problem for cfg in configs if not asked.multirun for problem in _multirun_problems(cfg)]
+    problems += [problem for cfg in configs if not line.multirun for problem in _multirun_problems(cfg)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return [] if asked.for_hydra else configs
+    return [] if line.prints_config else configs
 
 
 def _parse_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -217,7 +217,7 @@ def group_choices(group: str) -> list[str]:
 
 def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """The overrides of a sweep that was checked already: those of every job, and those of each key that varies."""
-    alternatives = [_alternatives(override) for override in _parse_overrides(Words.read(words).overrides)[0]]
+    alternatives = [_alternatives(override) for override in _parse_overrides(CommandLine.parse(words).overrides)[0]]
     return [axis[0] for axis in alternatives if len(axis) == 1], [axis for axis in alternatives if len(axis) > 1]
 
 
