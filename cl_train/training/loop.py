@@ -39,12 +39,11 @@ from cl_train.training.evaluation import Interrupted, evaluate_model
 from cl_train.training.evaluation_report import write_report
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
 from cl_train.training.profiling import profile
-from cl_train.training.rank_times import own_times, slowest_rank
 from cl_train.training.records import read_records
 from cl_train.training.run_log import RunLog, console_line, describe_failure, mean, progress_bar
 from cl_train.training.setup import Run, set_up
 from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, speed
-from cl_train.training.throughput import without_warmup
+from cl_train.training.throughput import own_times, slowest_rank, without_warmup
 
 log = logging.getLogger(__name__)
 

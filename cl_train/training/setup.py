@@ -41,11 +41,10 @@ from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import NonFinitePolicy
 from cl_train.training.progress import Epoch, Plan, Progress
-from cl_train.training.rank_times import sample_compute_times
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState
 from cl_train.training.summary import SCHEMA_VERSION
-from cl_train.training.throughput import ThroughputMeter
+from cl_train.training.throughput import ThroughputMeter, sample_compute_times
 
 log = logging.getLogger(__name__)
 
