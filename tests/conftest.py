@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from PIL import Image
 
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import Config
+from tests.faults.forkserver import ForkServer
 
 # Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -43,6 +44,13 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     write_images(folder, {"train": 32, "val": 7})
     return folder
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Forks processes that have imported torch."""
+    with ForkServer() as server:
+        yield server
 
 
 @pytest.fixture

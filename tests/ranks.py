@@ -1,4 +1,4 @@
-"""Start train.py, or a module of the tests, in several processes under torchrun, or in one."""
+"""Start train.py, or a module of the tests, in several processes under torchrun, or in one; or fork two ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.processes import LIMIT_S
+from tests.faults.forkserver import ForkServer, Run
+from tests.processes import LIMIT_S, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -28,3 +30,18 @@ def launch(processes: int, *program: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=LIMIT_S,
     )
+
+
+def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: Any) -> list[Run]:
+    """`module:function(*arguments)` in two processes as torchrun starts them, without three imports of torch.
+
+    They have ended well; their output is in `folder`.
+    """
+    (port,) = free_ports(1)
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        server.call(function, [*arguments], folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output() for rank in ranks)
+    return ranks

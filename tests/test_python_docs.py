@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import LIMIT_S
+from tests.faults.forkserver import ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -21,17 +19,16 @@ def test_every_section_has_one_program() -> None:
     assert len(PROGRAMS) == PAGE.count("```python") == PAGE.count("\n## ") == 6
 
 
+def run_program(title: str, folder: str) -> None:
+    os.chdir(folder)
+    exec(compile(PROGRAMS[title], title, "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("title", PROGRAMS)
-def test_program(title: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS[title]],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
+def test_program(title: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    arguments = [title, str(tmp_path)]
+    run = fork_server.call("tests.test_python_docs:run_program", arguments, tmp_path / "log", environment)
+    assert run.wait() == 0, run.output()[-2000:]
+    assert "Traceback" not in run.output()

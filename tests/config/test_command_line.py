@@ -13,6 +13,7 @@ import pytest
 from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, setting_fields, settings_from_arguments, to_mapping
+from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,10 +192,10 @@ def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path) -> None:
-    done = run_program("model=resnt50", f"hydra.run.dir={tmp_path}/run")
-    assert done.returncode == 2 and "did you mean" in done.stderr and "resnet50" in done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path, fork_server: ForkServer) -> None:
+    refused = fork_server.start(["model=resnt50", f"hydra.run.dir={tmp_path}/run"], tmp_path / "log")
+    assert refused.wait() == 2 and "did you mean" in refused.output() and "resnet50" in refused.output()
+    assert "Traceback" not in refused.output() and not (tmp_path / "run").exists()
 
 
 def test_help_shows_settings_groups_and_examples_without_torch() -> None:
@@ -210,10 +211,11 @@ def test_cfg_job_prints_the_settings() -> None:
 
 
 @pytest.mark.slow
-def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Path) -> None:
+def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Path, fork_server: ForkServer) -> None:
     (tmp_path / "images" / "train").mkdir(parents=True)
-    done = run_program("data=folder", f"data.root={tmp_path}/images", f"hydra.run.dir={tmp_path}/run")
-    assert done.returncode == 2 and "has no folder 'val'" in done.stderr and "Traceback" not in done.stderr
+    words = ["data=folder", f"data.root={tmp_path}/images", f"hydra.run.dir={tmp_path}/run"]
+    refused = fork_server.start(words, tmp_path / "log")
+    assert refused.wait() == 2 and "has no folder 'val'" in refused.output() and "Traceback" not in refused.output()
 
 
 def test_a_glob_takes_all_choices_of_a_group() -> None:

@@ -5,6 +5,7 @@ behaves like a fresh interpreter.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -88,9 +89,10 @@ class ForkServer:
         """Run train.py; `hook` is a `module:function` called in the child before it, to plant a fault."""
         return self._fork({"words": words, "log": str(log), "environment": environment or {}, "hook": hook})
 
-    def call(self, function: str, arguments: list[Any], log: Path) -> Run:
+    def call(self, function: str, arguments: list[Any], log: Path, environment: dict[str, str] | None = None) -> Run:
         """Run `module:function(*arguments)` in a process of its own."""
-        return self._fork({"call": function, "arguments": arguments, "log": str(log), "environment": {}})
+        question = {"call": function, "arguments": arguments, "log": str(log), "environment": environment or {}}
+        return self._fork(question)
 
     def _fork(self, question: dict[str, Any]) -> Run:
         pid = self.ask(question)["pid"]
@@ -173,7 +175,7 @@ def leave(code: int) -> None:
 
 def named(function: str) -> Any:
     module, _, name = function.partition(":")
-    return getattr(__import__(module), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def run_program(question: dict[str, Any]) -> None:

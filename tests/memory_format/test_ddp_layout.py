@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, processes
 from cl_train.training.build import build_train_state
 from cl_train.training.run_state import TrainState
+from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
-from tests.ranks import launch
+from tests.ranks import fork_two_ranks
 
 CASES = {
     "plain": {},
@@ -26,11 +28,10 @@ CASES = {
 
 
 @pytest.mark.slow
-def test_gradients_have_the_strides_of_weights_and_buckets() -> None:
-    done = launch(2, "-m", "tests.memory_format.test_ddp_layout")
-    assert done.returncode == 0, done.stderr
-    assert "Grad strides do not match bucket view strides" not in done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_gradients_have_the_strides_of_weights_and_buckets(fork_server: ForkServer, tmp_path: Path) -> None:
+    ranks = fork_two_ranks(fork_server, tmp_path, "tests.memory_format.test_ddp_layout:main")
+    assert not any("Grad strides do not match bucket view strides" in rank.output() for rank in ranks)
+    found = json.loads(ranks[0].output().splitlines()[-1])
     assert found.keys() == CASES.keys()
     for name, result in found.items():
         assert result["other_strides"] == [], name
@@ -78,7 +79,3 @@ def main() -> None:
         results = {name: look(words, dist) for name, words in CASES.items()}
         if dist.is_main:
             print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,8 +8,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import tarfile
 import warnings
 import zipfile
@@ -28,9 +26,9 @@ from cl_train.models.convert_file import convert_file
 from cl_train.models.registry import load_weights_file
 from cl_train.models.weights_file import read_weights
 from cl_train.system import checkpoint_file
+from tests.faults.forkserver import ForkServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROOT = Path(__file__).resolve().parents[2]
 MAX_GROWTH_BYTES = 512 << 20  # of the process, by all files together; each of the bombs would take gigabytes
 
 
@@ -307,14 +305,13 @@ def test_trusted_programs_are_not_unpickled(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_refuse_with_one_line(tmp_path: Path) -> None:
+def test_the_commands_refuse_with_one_line(tmp_path: Path, fork_server: ForkServer) -> None:
     path = Planted(tmp_path).scripted()
     words = ["model=resnet18", f"weights={path}"]
     for command, arguments in ((audit, words), (convert, [str(path), f"out={tmp_path}/o.pt"])):
         with pytest.raises(ConfigError, match="trust=true"):
             command.main(arguments)
-    program = [sys.executable, "train.py", *words, f"hydra.run.dir={tmp_path}/run"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "trust=true" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    refused = fork_server.start([*words, f"hydra.run.dir={tmp_path}/run"], tmp_path / "log")
+    assert refused.wait() == 2 and "trust=true" in refused.output(), refused.output()
+    assert "Traceback" not in refused.output()
     assert not (tmp_path / "executed").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,10 @@ from cl_train.system.distributed import Dist, processes
 from cl_train.training import loop
 from cl_train.training.evaluation import evaluate_model
 from tests.conftest import write_images
+from tests.faults.forkserver import ForkServer
 from tests.networks import without_batchnorm
 from tests.processes import LIMIT_S
-from tests.ranks import ENVIRONMENT, ROOT, TINY, launch
+from tests.ranks import TINY, fork_two_ranks, launch
 
 
 def train(processes: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -34,15 +34,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+    """The second pair of processes is forked: one start of torchrun is enough."""
     (tmp_path / "one").mkdir()
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
     (cfg,) = check_command_line([*TINY, "batch_size=32", *shared])
     assert loop.train(cfg, tmp_path / "one") == 0
     two = train(2, tmp_path / "two", "batch_size=16", "tensorboard=true", *shared)
-    accumulated = train(2, tmp_path / "accumulated", "batch_size=8", "global_batch_size=32", *shared)
-    for done in (two, accumulated):
-        assert done.returncode == 0, done.stdout + done.stderr
+    assert two.returncode == 0, two.stdout + two.stderr
+    words = [*TINY, f"hydra.run.dir={tmp_path}/accumulated", "batch_size=8", "global_batch_size=32", *shared]
+    fork_two_ranks(fork_server, tmp_path, "forkserver:run_program", {"words": words, "hook": ""})
     expected = weights(tmp_path / "one")
     for name in ("two", "accumulated"):
         for key, value in weights(tmp_path / name).items():
@@ -54,16 +55,15 @@ def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_evaluation_counts_each_image_once(image_folder: Path, tmp_path: Path) -> None:
+def test_evaluation_counts_each_image_once(tmp_path: Path, fork_server: ForkServer) -> None:
     """Images that split unevenly over ranks and batches: counted as one process counts them."""
     expected = {}
     for images in (7, 97, 101):
         write_unevenly(tmp_path / str(images), images)
         for batch_size in (1, 4, 16):
             expected[f"{images}-{batch_size}"] = evaluate_folder(tmp_path / str(images), batch_size, ONE_PROCESS)
-    done = launch(2, "-m", "tests.system.test_distributed", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    ranks = fork_two_ranks(fork_server, tmp_path, "tests.system.test_distributed:main", str(tmp_path))
+    found = json.loads(ranks[0].output().splitlines()[-1])
     assert found.keys() == expected.keys()
     for name, result in expected.items():
         assert found[name]["images"] == result["images"] == int(name.split("-")[0])
@@ -91,26 +91,20 @@ def evaluate_folder(root: Path, batch_size: int, dist: Dist) -> dict[str, float]
         data.close()
 
 
-def main(folder: Path) -> None:
+def main(folder: str) -> None:
     """What each of the two processes runs: every case, then rank 0 prints the results."""
     with processes("cpu", timeout_s=LIMIT_S) as dist:
         cases = [(images, batch_size) for images in (7, 97, 101) for batch_size in (1, 4, 16)]
-        results = {f"{n}-{batch_size}": evaluate_folder(folder / str(n), batch_size, dist) for n, batch_size in cases}
+        results = {f"{n}-{size}": evaluate_folder(Path(folder) / str(n), size, dist) for n, size in cases}
         if dist.is_main:
             print(json.dumps(results))
 
 
 @pytest.mark.slow
-def test_multirun_under_torchrun_is_refused_with_the_right_command(tmp_path: Path) -> None:
+def test_multirun_under_torchrun_is_refused_with_the_right_command(tmp_path: Path, fork_server: ForkServer) -> None:
     torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    words = ("-m", *TINY, f"hydra.sweep.dir={tmp_path / 'run'}", "channels_last=true,false", "data=sample")
-    done = subprocess.run(
-        [sys.executable, "train.py", *words], cwd=ROOT, env=ENVIRONMENT | torchrun, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "nproc=" in done.stderr and "python train.py -m" in done.stderr
+    words = ["-m", *TINY, f"hydra.sweep.dir={tmp_path / 'run'}", "channels_last=true,false", "data=sample"]
+    refused = fork_server.start(words, tmp_path / "log", torchrun)
+    assert refused.wait() == 2
+    assert "nproc=" in refused.output() and "python train.py -m" in refused.output()
     assert not (tmp_path / "run").exists()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
