@@ -47,6 +47,13 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """XDG_CACHE_HOME in which the sample data is generated once: the processes of pytest-xdist share it."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
+
+
+@pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """Forks processes that have imported torch."""
     with ForkServer() as server:

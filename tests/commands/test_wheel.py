@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory, cache_home: Path) -> Run:
     """`cl-train` of an environment that holds the wheel and sees the packages it depends on."""
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
@@ -47,7 +47,7 @@ def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     (folder / "work").mkdir()
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+        environment = os.environ | {"XDG_CACHE_HOME": str(cache_home)}
         program = [str(folder / "env/bin/cl-train"), *words]
         return subprocess.run(
             program, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=LIMIT_S

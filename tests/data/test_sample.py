@@ -59,10 +59,8 @@ def test_an_unfinished_or_older_sample_is_made_again(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sample") / "sample"
-    write_sample(folder)
-    return folder
+def sample(cache_home):
+    return ensure_sample(cache_home / "cl_train" / "data" / "sample")
 
 
 @pytest.mark.slow
