@@ -1,4 +1,7 @@
-"""What the tests share: tiny images on disk, the real configuration shrunk, and runs of the real loop."""
+"""What the tests share: tiny images on disk, the real configuration shrunk, and runs of the real loop.
+
+torch is imported where it is used: the process of pytest-xdist that distributes the tests needs none.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import Config
 from tests.faults.forkserver import ForkServer
 
 # Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes, each of which imports torch
-torch.set_num_threads(1)
 
 CLASS_COLOURS = {"blue": (30, 40, 220), "green": (20, 200, 60), "red": (220, 30, 40)}
 
@@ -36,6 +36,13 @@ def write_images(folder: Path, counts: dict[str, int], size: tuple[int, int] = (
                 pixels = np.array(colour) + random.normal(0, 25, (size[1], size[0], 3))
                 image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
                 image.save(folder / split / name / f"{index:03d}.JPEG", quality=90)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +70,8 @@ def fork_server() -> Iterator[ForkServer]:
 @pytest.fixture
 def tiny(image_folder: Path) -> Callable[..., Config]:
     """The real configuration, shrunk: a small network on small images, two epochs of three steps."""
+
+    from cl_train.config.command_line import check_command_line
 
     def compose(*overrides: str) -> Config:
         shrunk = [
@@ -119,6 +128,8 @@ class Run:
         return [record["loss"] for record in self.records("train")]
 
     def checkpoint(self, name: str | None = None) -> dict[str, Any]:
+        import torch
+
         folder = self.folder / "checkpoints"
         path = folder / name if name else max(folder.glob("step-*.pt"))
         return torch.load(path, weights_only=True)
@@ -137,12 +148,16 @@ def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.compile` traces and differentiates as always, and runs the graphs without compiling C++ for a minute."""
+    import torch
+
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Any:
     """A run may change torch's process-wide switches; the next test starts from the same ones."""
+    import torch
+
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(deterministic)
