@@ -73,6 +73,7 @@ def test_every_placeholder_of_a_command_is_filled(program: Program) -> None:
     assert not any("{" in word for word in words) and str(Path("S/train.py")) in words
 
 
+@pytest.mark.slow
 def test_digits_are_folders_of_classes(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     write_digits(tmp_path / "digits")

@@ -1,8 +1,6 @@
 """The arithmetic of scaling: buckets, all-reduce, and what the backward pass hides."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 from cl_train.comparison.scaling import Bucket, all_reduce_s, exposed_s, gradient_buckets, plan
 from cl_train.config.benchmarks import PlanSettings
 from cl_train.models.registry import build_model
-from tests.processes import LIMIT_S
+from tests.faults.forkserver import ForkServer
 
 
 def resnet50() -> nn.Module:
@@ -52,8 +50,9 @@ def test_a_slow_link_and_a_slow_loader_cost_what_they_must() -> None:
 
 
 @pytest.mark.slow
-def test_the_command() -> None:
+def test_the_command(fork_server: ForkServer, tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "scripts" / "plan.py"
     words = ["model=resnet18", "images_per_s=9000", "gpus=8,256", "json=true"]
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=LIMIT_S)
-    assert [item["gpus"] for item in json.loads(done.stdout)] == [8, 256], done.stderr
+    done = fork_server.call("forkserver:run_script", [str(script), words], tmp_path / "log")
+    assert done.wait() == 0, done.output()
+    assert [item["gpus"] for item in json.loads(done.output())] == [8, 256]

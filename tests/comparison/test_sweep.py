@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from cl_train.comparison.sweep_plan import plan_sweep, read_sweep
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
 from cl_train.system import locks
+from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S, Process, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -299,21 +299,18 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_sweep_of_the_real_program(tmp_path: Path, image_folder: Path) -> None:
+def test_a_sweep_of_the_real_program(tmp_path: Path, image_folder: Path, fork_server: ForkServer) -> None:
     words = [
         *("-m", "channels_last=true,false", "data=folder", f"data.root={image_folder}", "data.image_size=32"),
         *("data.workers=0", "model=tests.networks:small", "device=cpu", "precision=fp32", "epochs=2", "batch_size=16"),
         *("log_every=1", "warmup_steps=1", f"hydra.sweep.dir={tmp_path / 'sweep'}"),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "train.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = fork_server.start(words, tmp_path / "log")
+    assert done.wait() == 0, done.output()
     [pair] = json.loads((tmp_path / "sweep" / "comparison.json").read_text())["pairs"]
     assert (pair["baseline"], pair["candidate"]) == ("contiguous", "channels_last")
     assert abs(pair["loss_gap"]) < 1e-3, "equal weights, data and order: the layouts must learn the same"
-    assert done.stdout.splitlines()[-1].endswith("comparison.md")
+    assert done.output().splitlines()[-1].endswith("comparison.md")
 
 
 def test_a_value_that_is_listed_twice_is_refused() -> None:

@@ -179,13 +179,18 @@ def named(function: str) -> Any:
 
 
 def run_program(question: dict[str, Any]) -> None:
-    import runpy
-
     if question["hook"]:
         named(question["hook"])()
-    sys.argv = [str(REPOSITORY / "train.py"), *question["words"]]
-    sys.path.insert(0, str(REPOSITORY))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_script(str(REPOSITORY / "train.py"), question["words"])
+
+
+def run_script(path: str, words: list[str]) -> None:
+    """As `python path word ...`."""
+    import runpy
+
+    sys.argv = [path, *words]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import Precision, build_scaler
 from cl_train.system import checkpoint_file as checkpoint
 from cl_train.training.run_state import collect, restore
-from tests.processes import LIMIT_S
+from tests.faults.forkserver import ForkServer
 from tests.train_states import train_state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,11 +148,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, 
 
 
 @pytest.mark.slow
-def test_the_command(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], fork_server: ForkServer
+) -> None:
     words = [str(files["checkpoint"]), f"out={tmp_path / 'c.pt'}", "input=2,3,32,32"]
-    program = [sys.executable, "scripts/convert.py", *words]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
+    done = fork_server.call("forkserver:run_script", [str(ROOT / "scripts/convert.py"), words], tmp_path / "log")
+    assert done.wait() == 0, done.output()
     assert read_weights(tmp_path / "c.pt").recorded == "channels_last"
     with pytest.raises(ConfigError) as wrong:
         main([str(files["checkpoint"]), "memory_format=contiguous"])
