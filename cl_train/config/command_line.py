@@ -243,7 +243,7 @@ def _swept_values(override: Override) -> list[str]:
 # --- composing --------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)  # composing takes 0.1 s; each job of a sweep is checked again when it is planned
+@functools.lru_cache(maxsize=1024)  # it takes 0.1 s, and launcher.gpus and launcher=slurm ask for each job again
 def _composed(words: tuple[str, ...], folders: tuple[Path, ...]) -> Config:
     """The settings that the arguments and the files in `folders`, which are `conf_folders()`, give."""
     return load(_compose(words))
