@@ -68,6 +68,7 @@ def main(words: list[str]) -> int:
         with ExitStack() as claim:
             if runs:  # no runs for --cfg and tab completion, which must not import torch
                 launch = read_launch()
+                from cl_train.system.checkpoint_store import resume_path
                 from cl_train.training import loop
 
                 loop.check_runs(runs)
@@ -77,6 +78,8 @@ def main(words: list[str]) -> int:
                     return run_sweep(words, runs=runs)
                 folder = Path()  # only rank 0 creates a run folder: ranks would generate different timestamps
                 if launch is None or launch.rank == 0:
+                    if runs[0].resume not in (None, "auto"):
+                        resume_path(runs[0].resume)  # before the sample data is generated
                     folder = hydra_folder(CommandLine.parse(words).overrides, "run")
                     # Before Hydra writes into the folder: a refused run must not change the files of another one.
                     claim.enter_context(claimed_folder(folder, resume=runs[0].resume, overwrite=runs[0].overwrite))

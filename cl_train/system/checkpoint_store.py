@@ -200,6 +200,14 @@ def _link(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
+def resume_path(resume: str) -> Path:
+    """The file or folder that `resume=` names. Raises ConfigError: it does not exist."""
+    path = Path(resume).expanduser()
+    if not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"resume={resume}: no such file or folder; give a checkpoint, a run folder, or auto")
+    return path
+
+
 def load_for_resume(resume: str, store: CheckpointStore) -> tuple[Path, dict[str, Any], list[str]] | None:
     """The checkpoint that `resume=` names, as `newest` returns it: of the store for `auto`, else a file or run folder.
 
@@ -209,11 +217,9 @@ def load_for_resume(resume: str, store: CheckpointStore) -> tuple[Path, dict[str
     """
     if resume == "auto":
         return store.newest()
-    path = Path(resume).expanduser()
+    path = resume_path(resume)
     if path.is_file():
         return path, load(path), []
-    if not path.is_dir():
-        raise ConfigError(f"resume={resume}: no such file or folder; give a checkpoint, a run folder, or auto")
     folder = path / "checkpoints"
     found = CheckpointStore(folder if folder.is_dir() else path).newest()
     if found is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cl_train.cli import main
-from cl_train.commands import COMMANDS
+from cl_train.commands import COMMANDS, train
 from cl_train.completion import candidates
 from cl_train.config.help import command_help, train_help
 from cl_train.config.schema import Config, ConfigError, setting
@@ -57,6 +57,12 @@ def test_a_wrong_word_is_refused_with_the_right_spelling(word: str, named: str) 
     with pytest.raises(ConfigError) as caught:
         settings_from_arguments(Example, [word])
     assert word.partition("=")[0] in str(caught.value) and named in str(caught.value)
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.pt"):
+        train.main([f"resume={tmp_path}/none.pt", f"hydra.run.dir={tmp_path}/run", "device=cpu"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_folders_are_no_settings() -> None:
