@@ -260,7 +260,8 @@ def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tm
     assert "'resume=auto'" in (folder / job.name / LOG_NAME).read_text()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_path: Path, signum: int) -> None:
     folder = tmp_path / "sweep"
     program = (
@@ -375,6 +376,7 @@ def test_a_record_cannot_name_other_folders(tmp_path: Path, name: str) -> None:
         read_sweep(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path, tmp_path: Path) -> None:
     """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
     folder = tmp_path / "sweep"

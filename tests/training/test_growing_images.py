@@ -51,15 +51,15 @@ def assert_equal(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     ("words", "kills"),
     [
         (("checkpoint.every_steps=2",), ["train,16,2", "val,40,1", "train,24,4", "train,32,1"]),
-        pytest.param(
+        (
             ("data.scale_batch=true", "cuda_graph=true", "data.workers=2", "channels_last=true", "batch_size=8"),
             [f"{kill}" for size in (16, 24, 32) for kill in (f"train,{size},1", f"train,{size},3", "val,40,2")],
-            marks=pytest.mark.slow,
         ),
     ],
 )
