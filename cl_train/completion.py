@@ -21,7 +21,9 @@ INSTALL = "complete -o default -o nospace -C 'cl-train completion query' cl-trai
 def main(words: list[str]) -> int:
     if not words:
         print(INSTALL)
-    elif words[0] == "query":
+    elif words != ["query"]:
+        print(__doc__)
+    else:
         line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0") or 0)]
         print("\n".join(candidates(line)))
     return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from cl_train.data.image_reader import WorkerTimes
 
 WORTH_SAYING_PCT = 10.0
@@ -11,27 +9,35 @@ _STORAGE_SHARE = 0.4  # of the workers' busy time
 _IDLE_PCT = 15
 
 
-def bottleneck_advice(times: WorkerTimes, *, workers: int, seconds: float, data_wait_pct: float) -> str | None:
+def bottleneck_advice(
+    times: WorkerTimes, *, workers: int, cores: int, seconds: float, data_wait_pct: float
+) -> str | None:
     """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None.
 
     Args:
-        times: time that the workers spent in a window of `seconds`. data_wait_pct: share of it that the step waited.
+        times: time that the workers of this process spent in a window of `seconds`; not known for an IterableDataset.
+        cores: CPU cores for this process.
+        data_wait_pct: share of the window that the step waited.
     """
-    if data_wait_pct <= WORTH_SAYING_PCT or times.images == 0 or seconds <= 0:
+    if data_wait_pct <= WORTH_SAYING_PCT or seconds <= 0:
         return None
-    cores = len(os.sched_getaffinity(0))
-    busy_s = times.read_s + times.decode_s + times.resize_s
+    waits = f"the step waits for data {data_wait_pct:.0f} % of its time"
+    if times.images == 0:
+        return f"{waits}; data.workers={workers}, and this process has {cores} cores"
+    busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
     idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
     rate = f"{times.images / busy_s:.0f} images/s per worker"
     if times.read_s > _STORAGE_SHARE * busy_s:
         read_ms = 1e3 * times.read_s / times.images
         cause = f"storage: reading a file takes {read_ms:.1f} ms; use a local disk or a smaller copy of the data"
     elif workers > 0 and idle_pct > _IDLE_PCT:
-        cause = f"not decoding: the workers are idle {idle_pct:.0f} % of the time; raise data.prefetch"
+        cause = f"the number of prepared batches: workers are idle {idle_pct:.0f} % of the time; raise data.prefetch"
     elif workers < cores:
         cause = f"too few workers: {max(1, workers)} of {cores} cores ({rate}); use data.workers={cores}"
+    elif times.dataset_s > busy_s / 2:
+        cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
     else:
         decode_pct = 100 * times.decode_s / busy_s
         advice = "use a smaller copy (prepare_imagenet resize)"
         cause = f"decoding: {decode_pct:.0f} % of the workers' time ({rate}); {advice}"
-    return f"the step waits for data {data_wait_pct:.0f} % of its time; the bottleneck is {cause}"
+    return f"{waits}; the bottleneck is {cause}"

@@ -32,12 +32,14 @@ class WorkerTimes:
     decode_s: float = 0.0
     resize_s: float = 0.0
     images: int = 0
+    dataset_s: float = 0.0  # in the user's Dataset
 
     def add(self, other: WorkerTimes) -> None:
         self.read_s += other.read_s
         self.decode_s += other.decode_s
         self.resize_s += other.resize_s
         self.images += other.images
+        self.dataset_s += other.dataset_s
 
 
 class ImageTransform:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -283,25 +283,46 @@ class StreamLoader:
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         dataset = self._datasets[self._sizes.image_size_at(epoch)]
+        size = self._sizes.batch_size_at(epoch)
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         loader = DataLoader(
             dataset,
-            self._sizes.batch_size_at(epoch),
+            size,
             num_workers=self.workers,
             collate_fn=channels_last_collate,
-            drop_last=self._training,
             pin_memory=self._dist.device.type == "cuda",
             generator=torch.Generator().manual_seed(self._seed + epoch),
         )
-        for number, (images, targets, *_) in enumerate(loader):
+        batches = _whole_batches(loader, size) if self._training else ((x, y) for x, y, *_ in loader)
+        number = -1
+        for number, (images, targets) in enumerate(batches):
             if self._training and number >= self.batch_count(epoch):
                 return
             if number >= first_batch:
                 yield HostBatch(images, targets, number, lambda: None, epoch)
+        if self._training and number + 1 < self.batch_count(epoch):
+            raise WorkerError(
+                f"data.dataset ended after {number + 1} of {self.batch_count(epoch)} batches of {size} samples on rank "
+                f"{self._dist.rank}: its length is {self.samples}, of all ranks and workers together"
+            )
 
     def close(self) -> None:
         """Nothing to do: the workers end with the iteration."""
+
+
+def _whole_batches(batches: Iterable[Any], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Join the incomplete batches with which each worker ends; less than one batch in all is dropped."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    for images, targets, *_ in batches:
+        if len(targets) == size:
+            yield images, targets
+            continue
+        parts.append((images, targets))
+        if sum(len(labels) for _, labels in parts) >= size:
+            images, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+            yield images[:size], targets[:size]
+            parts = [(images[size:], targets[size:])]
 
 
 def worker_count(cfg: DataConfig, dist: Dist) -> int:

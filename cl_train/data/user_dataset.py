@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -95,10 +96,11 @@ class DatasetReader:
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
         """Write sample `index` into `row`; return its label. Raises BadImage for any exception of the dataset."""
-        size = row.shape[-1]
+        size, begin = row.shape[-1], perf_counter()
         try:
             with seeded_everywhere(self._seed, epoch if self._training else 0, random_index):
                 image, label = self._datasets[size][index][:2]
+            loaded = perf_counter()
             pixels = _raw_pixels(image, size)
             if pixels is None:
                 if image.shape != row.shape or image.is_floating_point() != row.is_floating_point():
@@ -108,6 +110,7 @@ class DatasetReader:
                 self._transform(row, pixels, epoch, random_index)
             if not 0 <= int(label) < self._classes:
                 raise ValueError(f"label {int(label)} of {self._classes} classes")
+            self.times.add(WorkerTimes(resize_s=perf_counter() - loaded, images=1, dataset_s=loaded - begin))
             return int(label)
         except Exception as error:
             raise BadImage(_reason(error)) from error

@@ -39,7 +39,8 @@ Result = TypeVar("Result")
 
 
 class WorkerError(RuntimeError):
-    """A worker died or hangs. The message names the worker and the sample that it began last."""
+    """The next batch will not come: a worker died or hangs (the message names the sample that it began last), or an
+    IterableDataset ended too early."""
 
 
 class Workers(Generic[Task, Result]):

@@ -32,6 +32,7 @@ from cl_train.system.distributed import (
     sum_over_ranks,
 )
 from cl_train.system.heartbeat import watch_ranks
+from cl_train.system.launcher import cores_of_process
 from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import settle_batch_size
@@ -215,6 +216,7 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     record = {
         # Values that a resumed run may change; a comparison refuses runs in which they changed.
         **{name: run.summary[name] for name in ("memory_format", "precision", "world_size", "device_name")},
+        "step": progress.step,
         "epoch": progress.epoch,
         "loss": loss / (len(steps) * dist.world_size),
         "top1": 100 * correct1 / images,
@@ -233,6 +235,7 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
 def roll_back(run: Run) -> None:
     run.progress, run.unlogged_steps = run.checkpoints.restore_newest()
     run.tracker.rewind(run.progress.step, is_evaluated=run.progress.is_epoch_closed)
+    run.records = [record for record in run.records if record["step"] <= run.progress.step]
     run.buffer_backup.update()
 
 
@@ -301,6 +304,7 @@ def warn_if_loader_bound(run: Run, records: list[dict[str, Any]]) -> None:
     advice = bottleneck_advice(
         run.data.times,
         workers=run.data.workers,
+        cores=cores_of_process(run.dist.world_size),
         seconds=sum(record["seconds"] for record in records),
         data_wait_pct=mean(without_warmup(records), "data_wait_pct"),
     )

@@ -125,6 +125,10 @@ def test_completion(line: str, expected: list[str]) -> None:
     assert set(expected) <= set(found) and (expected or not found)
 
 
+def test_completion_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "--help"]) == 0 and "cl-train completion" in capsys.readouterr().out
+
+
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["adit"])

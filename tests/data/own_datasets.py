@@ -1,11 +1,12 @@
 """Datasets of a user, unknown to the package: their transforms use all three kinds of random numbers."""
 
+import itertools
 import random
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 
 class Tensors(Dataset):
@@ -53,6 +54,21 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter([(torch.full((3, self.size, self.size), float(number)), number % 2) for number in range(12)])
+
+
+class DividedStream(Stream):
+    """Divided among the workers."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
+
+
+class ShortStream(Stream):
+    """Has fewer samples than its length says."""
+
+    def __len__(self):
+        return 16
 
 
 def uint8(split, size):

@@ -9,6 +9,7 @@ import torch
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.bad_images import BadImageError
 from cl_train.data.build import build_data
+from cl_train.data.workers import WorkerError
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import CPU, FLOAT_CHANNELS_LAST
 
@@ -74,6 +75,24 @@ def test_an_iterable_dataset_is_accepted_with_a_statement(caplog):
     whole = epoch_of(data)
     assert [images[:, 0, 0, 0].tolist() for images, _ in whole] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     same(epoch_of(data, first_batch=2), whole[2:])
+
+
+def test_incomplete_batches_of_the_workers_are_joined():
+    batches = epoch_of(own_data("DividedStream", workers=2))
+    assert [images[:, 0, 0, 0].tolist() for images, _ in batches] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 9, 11]]
+    assert batches[2][0].is_contiguous(memory_format=torch.channels_last)
+    assert batches[2][1].tolist() == [0, 0, 1, 1]
+
+
+def test_an_iterable_dataset_that_ends_early_is_named():
+    with pytest.raises(WorkerError, match="after 3 of 4 batches of 4 samples on rank 0"):
+        epoch_of(own_data("ShortStream"))
+
+
+def test_the_time_in_the_dataset_is_measured():
+    data = own_data("Pictures")
+    epoch_of(data)
+    assert data.times.images >= 28 and data.times.dataset_s > 0 and data.times.resize_s > 0
 
 
 @pytest.mark.parametrize(
