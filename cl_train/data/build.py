@@ -40,7 +40,8 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     global_batch = f"one global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
     if augment.repeats > batch_size * dist.world_size:
         raise ConfigError(f"augment.repeats={augment.repeats} is more than {global_batch}; raise batch_size")
-    data = image_data(cfg, augment, sizes, seed, dist)
+    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
+    data = image_data(cfg, augment, sizes, seed, dist, bad_images)
     if data.batch_count(0) == 0:
         raise ConfigError(f"{data.train_images} training images are fewer than {global_batch}; lower batch_size")
     return data
@@ -52,7 +53,9 @@ def size_schedule(cfg: DataConfig, batch_size: int) -> SizeSchedule:
     return SizeSchedule(points, batch_size, cfg.scale_batch)
 
 
-def image_data(cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, seed: int, dist: Dist) -> ImageData:
+def image_data(
+    cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, seed: int, dist: Dist, bad_images: BadImages
+) -> ImageData:
     """The images of a folder, of shards, or of the user's datasets."""
     val_size = cfg.val_size or cfg.image_size
     train_images: Split | BySize
@@ -65,7 +68,6 @@ def image_data(cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, see
         train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
         if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
             shards = source.train.by_shard()
-    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
 
     def loader(images: Split | BySize, sizes: SizeSchedule, *, training: bool) -> Loader:
         if isinstance(images, Split):

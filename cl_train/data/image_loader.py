@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import image_data
 from cl_train.data.device import Normalise, to_device
@@ -115,11 +115,11 @@ def image_loader(
     if split not in ("train", "val"):
         raise ValueError(f"split={split!r}: use 'train' or 'val'")
     cfg = DataConfig(name="folder", root=str(root), image_size=image_size, workers=workers, extensions=list(extensions))
-    on_bad_image = "skip" if skip_bad_images else "error"
-    cfg = replace(cfg, val_fraction=val_fraction, on_bad_image=on_bad_image, max_bad_images=sys.maxsize)
+    cfg.val_fraction = val_fraction
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    data = image_data(cfg, augment, SizeSchedule.constant(image_size, batch_size), seed, dist)
+    bad_images = BadImages(skip=skip_bad_images, limit=sys.maxsize)
+    data = image_data(cfg, augment, SizeSchedule.constant(image_size, batch_size), seed, dist, bad_images)
     form = DeviceFormat(dist.device, dtype, memory_format)
     return ImageLoader(data, split, Normalise(mean, std, form) if device is not None else None)
 

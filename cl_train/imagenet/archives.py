@@ -112,16 +112,19 @@ def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    with open_tar(stream, what) as archive:
-        members = _official_members(archive, what, _TRAIN_IMAGE)
-        for member, match in members:
-            if match[1] != wnid:
-                raise ConfigError(f"{what}: {member.name} is an image of another class")
-            (partial / match[0]).write_bytes(read_member(archive, member, what))
-    if not members:
-        raise ConfigError(f"{what}: no images")
-    (partial / DONE).write_text(f"{len(members)}\n", encoding="ascii")
-    os.replace(partial, folder / wnid)
+    try:
+        with open_tar(stream, what) as archive:
+            members = _official_members(archive, what, _TRAIN_IMAGE)
+            for member, match in members:
+                if match[1] != wnid:
+                    raise ConfigError(f"{what}: {member.name} is an image of another class")
+                (partial / match[0]).write_bytes(read_member(archive, member, what))
+        if not members:
+            raise ConfigError(f"{what}: no images")
+        (partial / DONE).write_text(f"{len(members)}\n", encoding="ascii")
+        os.replace(partial, folder / wnid)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after an error; the disk may be full
 
 
 def _place_val(source: Path, labels: list[str], folder: Path) -> int:

@@ -30,6 +30,6 @@ def output_folder(out: Path, settings: dict[str, Any]) -> Iterator[None]:
 def write_image(path: Path, data: bytes) -> None:
     """Write under a temporary name, which a repeated call uses again, and rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.part")
+    temporary = path.with_name(f".{path.name}.part")
     temporary.write_bytes(data)
     os.replace(temporary, path)

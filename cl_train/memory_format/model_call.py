@@ -17,6 +17,7 @@ from cl_train.config.schema import ConfigError
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
+_MESSAGE_LENGTH = 600  # characters of an exception's message
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -95,26 +96,28 @@ class BufferBackup:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        self._models = models
+        self._models = nn.ModuleList(models)
         self.update()
 
     @torch.no_grad()
     def update(self) -> None:
-        self._copies = {name: buffer.clone() for name, buffer in self._buffers()}
+        self._copies = {name: buffer.clone() for name, buffer in self._models.named_buffers()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy back what has changed. The host waits for the device; an expanded buffer could not be written."""
-        for name, buffer in self._buffers():
-            copy = self._copies.get(name)
-            if copy is None or buffer.is_meta or (buffer.layout == torch.strided and torch.equal(buffer, copy)):
-                continue
-            buffer.copy_(copy)
+        """Copy back what has changed, by name: a forward pass may have replaced a buffer, also by one of another shape.
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name: a forward pass may have replaced a buffer."""
-        for index, model in enumerate(self._models):
-            yield from model.named_buffers(prefix=str(index))
+        The host waits for the device; an expanded buffer could not be written.
+        """
+        for name, buffer in self._models.named_buffers():
+            copy = self._copies.get(name)
+            if copy is None or buffer.is_meta:
+                continue
+            if (buffer.shape, buffer.dtype, buffer.device) != (copy.shape, copy.dtype, copy.device):
+                module, _, attribute = name.rpartition(".")
+                setattr(self._models.get_submodule(module), attribute, copy.clone())
+            elif buffer.layout != torch.strided or not torch.equal(buffer, copy):
+                buffer.copy_(copy)
 
 
 @contextmanager
@@ -147,7 +150,7 @@ def explain_failure(error: BaseException) -> str:
     """One line about an exception raised while a model ran: its message, the line of the model's code, a remedy."""
     if isinstance(error, ConfigError):
         return str(error)
-    first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    message = " ".join(str(error).split())[:_MESSAGE_LENGTH]
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_TORCH, _PACKAGE)):
@@ -157,7 +160,7 @@ def explain_failure(error: BaseException) -> str:
         return f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape instead of .view"
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory{where}: use a smaller batch or image size"
-    return f"{type(error).__name__}{where}: {first[:300]}"
+    return f"{type(error).__name__}{where}: {message}" if message else f"{type(error).__name__}{where}"
 
 
 def short_path(path: str) -> str:

@@ -170,7 +170,9 @@ class CheckpointStore:
             steps[old].unlink(missing_ok=True)
 
     def _steps(self) -> dict[int, Path]:
-        matches = ((_STEP_FILE.fullmatch(path.name), path) for path in self.folder.glob("*"))
+        if not self.folder.is_dir():
+            return {}
+        matches = ((_STEP_FILE.fullmatch(path.name), path) for path in self.folder.iterdir())  # may be unreadable
         return {int(match[1]): path for match, path in matches if match}
 
     def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:

@@ -24,6 +24,7 @@ from cl_train.system.distributed import Dist, on_main
 from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
 from cl_train.system.timing import timed_s
 from cl_train.training.build import build_train_state, training_sizes
+from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.run_state import TrainState, tensor_bytes
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,10 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
         cfg, batch_size=SMALLEST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
     )
     with random_state_restored(device), kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic):
-        state = build_train_state(eager, precision, classes, alone, lr=1e-4)
+        try:
+            state = build_train_state(eager, precision, classes, alone, lr=1e-4)
+        except TrainingFault:  # its blank step, with the smallest batch
+            raise too_large(limit_gib) from None
         measure = partial(_measure, state, classes, sizes[-1], cfg.accumulate_steps)
         measured = search(measure, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
     del state, measure
@@ -131,7 +135,11 @@ def search(
             return measured
         else:
             size = largest = size // 2
-    raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
+    raise too_large(limit_gib)
+
+
+def too_large(limit_gib: float) -> ConfigError:
+    return ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
 
 
 def _peak_gib(measured: list[BatchSpeed], size: int) -> float:

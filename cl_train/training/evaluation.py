@@ -66,7 +66,9 @@ def evaluate_model(
 def predictions(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, device: torch.device, *, flip: bool = False
 ) -> torch.Tensor:
-    """Evaluate this rank's images, with targets int64 [N]; the host does not wait for the device.
+    """Evaluate this rank's images; the host does not wait for the device.
+
+    Targets are int64 [N], with -100 for an image without a label, or float [N, classes], as in cross-entropy.
 
     Args:
         model: not wrapped in DDP, because ranks may have different numbers of batches.
@@ -86,12 +88,14 @@ def predictions(
             logits = logits_of(model(batch.images))
             if flip:
                 logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
-        logits, targets = logits.float(), batch.targets.unsqueeze(1)
+        logits = logits.float()
+        loss = nn.functional.cross_entropy(logits, batch.targets, reduction="none")
+        targets = batch.targets.argmax(1) if batch.targets.is_floating_point() else batch.targets
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        log_probabilities = logits.log_softmax(1)
-        probability, loss = log_probabilities.gather(1, best[:, :1]).exp(), -log_probabilities.gather(1, targets)
-        in_top5 = (best == targets).any(1, keepdim=True)
-        rows.append(torch.cat([column.double() for column in (targets, best[:, :1], probability, loss, in_top5)], 1))
+        probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
+        in_top5 = (best == targets.unsqueeze(1)).any(1)
+        columns = (targets, best[:, 0], probability, loss, in_top5)
+        rows.append(torch.stack([column.double() for column in columns], 1))
     model.train(was_training)
     return torch.cat(rows)
 

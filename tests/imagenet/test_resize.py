@@ -68,11 +68,11 @@ def test_a_second_run_continues_and_leaves_finished_copies_alone(source, tmp_pat
     resize_folder(source, copy, max_side=200, workers=1)
     kept = (copy / "train/a/large.JPEG").stat().st_mtime_ns
     (copy / "val/a/large.JPEG").unlink()
-    (copy / "val/a/tall.jpg").rename(copy / "val/a/tall.jpg.part")  # as a killed run leaves it
+    (copy / "val/a/tall.jpg").rename(copy / "val/a/.tall.jpg.part")  # as a killed run leaves it
     report = resize_folder(source, copy, max_side=200, workers=2)
     assert (report.written, report.present) == (2, 8)
     assert (copy / "train/a/large.JPEG").stat().st_mtime_ns == kept
-    assert not list(copy.rglob("*.part"))
+    assert not list(copy.rglob(".*.part"))
 
 
 def test_bad_images_are_reported_and_left_out(source, tmp_path):

@@ -192,6 +192,25 @@ def test_the_model_is_afterwards_what_it_was() -> None:
     assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
 
 
+class GrowingBuffer(nn.Module):
+    """A forward pass replaces the buffer by one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("anchors", torch.zeros(0))
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.anchors = torch.ones(x.shape[-1])
+        return self.conv(x)
+
+
+def test_a_buffer_that_changes_its_shape_is_restored() -> None:
+    model = GrowingBuffer()
+    audit(model, channels_last_images(2, 3, 8, 8))
+    assert model.anchors.shape == (0,) and list(model.state_dict()) == ["anchors", "conv.weight", "conv.bias"]
+
+
 def test_an_error_in_the_model_leaves_no_hooks() -> None:
     model = planted_model(None)
     with pytest.raises(ConfigError, match="expected input"):

@@ -108,6 +108,17 @@ def test_newest_of_nothing_and_of_ruins(tmp_path: Path) -> None:
         store.newest()
 
 
+def test_an_unreadable_folder_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    CheckpointStore(tmp_path, keep=1, background=False).save(small_state(), 1)
+    monkeypatch.setattr(os, "listdir", deny)
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(PermissionError):
+        CheckpointStore(tmp_path).newest()
+
+
 def test_best_is_the_last_resort(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1, background=False)
     store.save(small_state(1), 1, best=True)

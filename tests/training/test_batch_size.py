@@ -13,6 +13,7 @@ from cl_train.config.validation import load
 from cl_train.system.distributed import Dist
 from cl_train.training import batch_size
 from cl_train.training.batch_size import BatchSpeed, search, settle_batch_size, smallest_of_the_fastest
+from cl_train.training.nonfinite import TrainingFault
 from tests.conftest import Run
 
 ALONE = Dist(0, 1, torch.device("cpu"))
@@ -110,6 +111,15 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
     assert 8 <= bounded.batch_size < 32 and asked[1][-1].peak_memory_gib <= 0.9 * limit_gib
     assert free.batch_size in [item.batch_size for item in asked[0]]
     assert replace(free, batch_size=0) == cfg, "nothing else of the settings changes"
+
+
+def test_a_model_that_fits_at_no_size_is_refused(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*arguments: object, **settings: object) -> None:
+        raise TrainingFault("batch_size=2: out of memory")
+
+    monkeypatch.setattr(batch_size, "build_train_state", too_large)
+    with pytest.raises(ConfigError, match="not even 2 images fit"):
+        settle_batch_size(tiny("batch_size=auto"), ALONE)
 
 
 def test_a_number_is_left_alone(tiny: Callable[..., Config]) -> None:

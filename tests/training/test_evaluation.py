@@ -240,6 +240,19 @@ def test_evaluation_counts_exactly_and_changes_nothing() -> None:
     assert torch.equal(model[1].running_mean, statistics)
 
 
+def test_evaluation_with_soft_targets_and_without_labels() -> None:
+    torch.manual_seed(0)
+    model, images = networks.small(3), evaluation_batch(4).images
+    soft = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    unlabelled = torch.tensor([0, -100, 1, 2])
+    logits = model.eval()(images)
+    for targets, labels in ((soft, soft.argmax(1)), (unlabelled, unlabelled)):
+        rows = predictions(model, [Batch(images, targets)], resolve_precision("fp32", CPU), CPU)
+        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+        torch.testing.assert_close(rows[:, 3].float(), losses)
+        assert rows[:, 0].tolist() == labels.tolist() and rows[:, 4].tolist() == (labels >= 0).double().tolist()
+
+
 def test_a_flipped_evaluation_averages_the_logits_of_both_mirror_images() -> None:
     torch.manual_seed(0)
     model, batch = networks.small(3), evaluation_batch(8)

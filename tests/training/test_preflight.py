@@ -27,6 +27,16 @@ def check(model: nn.Module, name: str = "tests.networks:small") -> None:
     check_model_trains(model, precision, FORMAT, model_name=name, batch_size=64, image_size=32, num_classes=3)
 
 
+class TwoLines(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the first line\nand the second")
+
+
+def test_the_whole_error_of_a_model_is_shown() -> None:
+    with pytest.raises(ConfigError, match="the first line and the second"):
+        check(TwoLines())
+
+
 def test_a_batch_that_does_not_fit_is_named() -> None:
     with pytest.raises(TrainingFault, match=r"batch_size=64.*20\.00 MiB.*batch_size=auto"):
         check(OutOfMemory())
