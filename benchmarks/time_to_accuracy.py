@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main(words: list[str]) -> int:
     """Returns 0 if all runs were completed, else 1."""
     settings = settings_from_arguments(Settings, words)
+    if settings.chart and find_spec("matplotlib") is None:
+        raise ConfigError("chart=FILE needs matplotlib: pip install -e .[plot]")
     for path in filter(None, (settings.out, settings.chart)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     for result in measure(settings):
