@@ -24,7 +24,7 @@ from cl_train.comparison.alternation import alternate, release_memory
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, TimedModel, Workload, noise
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.data.sample import SampleSpec, ensure_sample
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.memory import peak_memory_of_step_gib

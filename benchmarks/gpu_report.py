@@ -35,7 +35,7 @@ from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.memory_format.audit_report import markdown_table
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from cl_train.system.files import write_json, write_text
 
 NCU = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv"]

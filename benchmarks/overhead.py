@@ -27,7 +27,7 @@ from cl_train.commands.json_result import print_result
 from cl_train.comparison.alternation import alternate
 from cl_train.config.schema import setting
 from cl_train.config.validation import load
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, build_scaler, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.environment import describe_environment, device_name

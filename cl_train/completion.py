@@ -64,8 +64,8 @@ def model_names() -> list[str]:
     """torchvision's models, cached in a file per version, because importing torchvision takes seconds."""
     path = cache_folder() / f"models-torchvision-{version('torchvision')}.txt"
     if not path.is_file():
-        from cl_train.models import registry
+        from cl_train.models import sources
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, "\n".join(registry.model_names()) + "\n")
+        write_text(path, "\n".join(sources.model_names()) + "\n")
     return path.read_text(encoding="utf-8").split()

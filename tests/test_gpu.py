@@ -26,11 +26,11 @@ from cl_train.data.build import build_data
 from cl_train.data.collate import channels_last_collate
 from cl_train.data.device import DevicePrefetcher, HostBatch, Normalise, to_device
 from cl_train.memory_format.layout import classify
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.batch_size import settle_batch_size
+from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state
 from cl_train.training.run_state import TrainState, collect, restore
 from tests.conftest import Run
@@ -271,7 +271,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
 
 def test_batch_size_auto_fits() -> None:
     cfg = settings(batch_size="auto", data={"synthetic_images": 512})
-    found = settle_batch_size(cfg, alone())
+    found = resolve_batch_size(cfg, alone())
     assert 8 <= found.batch_size <= 512
     put_together(found)
 

@@ -78,7 +78,7 @@ def audit_model(settings: AuditSettings) -> LayoutReport:
     from cl_train.memory_format.convert import convert
     from cl_train.memory_format.inductor import compiled_graphs
     from cl_train.memory_format.model_call import explain_failure, mean_square, output_tensors
-    from cl_train.models import registry as models
+    from cl_train.models import sources as models
     from cl_train.step.precision import autocast, cast_model, resolve_precision
     from cl_train.system.distributed import choose_device
 

@@ -64,7 +64,7 @@ def parity_failures(settings: CompareSettings) -> dict[str, str]:
     import torch
 
     from cl_train.comparison.parity import check_parity
-    from cl_train.models.registry import build_model, usual_image_size
+    from cl_train.models.sources import build_model, usual_image_size
     from cl_train.system.distributed import choose_device
 
     name = str(settings.model)

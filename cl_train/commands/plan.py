@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     import torch
 
     from cl_train.comparison.scaling import plan, table
-    from cl_train.models.registry import build_model
+    from cl_train.models.sources import build_model
 
     with torch.device("meta"):
         model = build_model(settings.model, num_classes=settings.classes)

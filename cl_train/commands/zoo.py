@@ -69,7 +69,7 @@ def chosen_models(words: Sequence[str]) -> list[str]:
         ConfigError: a name or pattern that fits nothing.
     """
     from cl_train.comparison import zoo
-    from cl_train.models import registry as models
+    from cl_train.models import sources as models
 
     names: list[str] = []
     problems = []

@@ -17,7 +17,7 @@ from cl_train.config.benchmarks import BenchmarkSettings
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.config.validation import to_mapping
 from cl_train.memory_format.model_call import explain_failure
-from cl_train.models import registry as models
+from cl_train.models import sources as models
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.environment import describe_environment, device_name

@@ -27,7 +27,7 @@ from cl_train.memory_format.audit_report import markdown_table
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.memory_format.model_call import explain_failure
-from cl_train.models import registry as models
+from cl_train.models import sources as models
 from cl_train.step.loss import loss_of
 from cl_train.step.precision import Precision, cast_model, resolve_precision
 from cl_train.system.files import write_json, write_text

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+DATA_SETS = ("sample", "imagenet", "folder", "shards", "dataset", "imagenette", "synthetic")
 POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm")
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 OPTIMIZERS = ("sgd", "adamw", "rmsprop")
@@ -23,7 +24,7 @@ MODEL_HELP = "a torchvision model, timm/<name>, or your own package.module:funct
 PRECISION_HELP = "precision of the step; auto = fp16 on CUDA from capability 7.0, bf16 on a CPU that has it, else fp32"
 # Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if optim=timm.
 CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name", "launcher.name")
-AUTO_BATCH_SIZE = 0  # batch_size=auto, until `batch_size.settle_batch_size` has found the number
+AUTO_BATCH_SIZE = 0  # batch_size=auto, until `batch_size.resolve_batch_size` has found the number
 
 
 class ConfigError(ValueError):
@@ -64,9 +65,8 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-DATA_SETS = ("sample", "imagenet", "folder", "shards", "dataset", "imagenette", "synthetic")
 loss_setting = partial(setting, affects="loss")  # changes the losses of a run, not its speed
-free_setting = partial(setting, affects="nothing")  # changes neither
+neutral_setting = partial(setting, affects="nothing")  # changes neither
 
 
 @dataclass
@@ -107,8 +107,10 @@ class DataConfig:
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
     prefetch: int = setting(3, "batches prepared in advance by all workers together", minimum=1, maximum=64)
     worker_timeout_s: float = setting(60.0, "stop if no worker finishes an image for this many seconds", above=0)
-    on_bad_image: str = free_setting("error", "action for an image that cannot be decoded", choices=("error", "skip"))
-    max_bad_images: int = free_setting(100, "on_bad_image=skip: stop after more than this many", minimum=0)
+    on_bad_image: str = neutral_setting(
+        "error", "action for an image that cannot be decoded", choices=("error", "skip")
+    )
+    max_bad_images: int = neutral_setting(100, "on_bad_image=skip: stop after more than this many", minimum=0)
     mean: list[float] = setting([0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale")
     std: list[float] = setting([0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale")
     download: bool = setting(False, "data=imagenette: fetch the archive when it is missing")
@@ -189,30 +191,32 @@ class AmpConfig:
 class CheckpointConfig:
     """What is saved, and when. A checkpoint is always saved at the end and on SIGTERM, SIGINT and SIGUSR1."""
 
-    every_epochs: int = free_setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
-    every_steps: int = free_setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
-    every_minutes: float = free_setting(0.0, "save every this many minutes; 0 = off", minimum=0)
-    keep: int = free_setting(2, "number of newest checkpoints to keep, besides the best", minimum=1)
-    save_best: bool = free_setting(True, "keep the checkpoint with the best top-1")
-    background: bool = free_setting(True, "write to disk in another thread")
+    every_epochs: int = neutral_setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
+    every_steps: int = neutral_setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
+    every_minutes: float = neutral_setting(0.0, "save every this many minutes; 0 = off", minimum=0)
+    keep: int = neutral_setting(2, "number of newest checkpoints to keep, besides the best", minimum=1)
+    save_best: bool = neutral_setting(True, "keep the checkpoint with the best top-1")
+    background: bool = neutral_setting(True, "write to disk in another thread")
 
 
 @dataclass
 class LauncherConfig:
     """Multirun: where the jobs of a sweep run."""
 
-    name: str = free_setting("local", "this machine or a Slurm cluster", choices=("local", "slurm"))
-    gpus: list[str] = free_setting([], "local: run one job per GPU at a time; all, or some: 0,1,2")
-    partition: str | None = free_setting(None, "slurm: partition; null = the cluster's default")
-    time_min: int = free_setting(
+    name: str = neutral_setting("local", "this machine or a Slurm cluster", choices=("local", "slurm"))
+    gpus: list[str] = neutral_setting([], "local: run one job per GPU at a time; all, or some: 0,1,2")
+    partition: str | None = neutral_setting(None, "slurm: partition; null = the cluster's default")
+    time_min: int = neutral_setting(
         60, "slurm: time limit of an allocation, minutes; a job that needs longer is requeued and resumes", minimum=1
     )
-    nodes: int = free_setting(1, "slurm: nodes per allocation; nproc processes are spread over them", minimum=1)
-    gpus_per_node: int | None = free_setting(None, "slurm: GPUs per node; null = none requested", minimum=1)
-    cpus_per_task: int | None = free_setting(None, "slurm: CPU cores per process; null = the default", minimum=1)
-    max_parallel: int | None = free_setting(None, "slurm: most allocations at a time; null = no limit", minimum=1)
-    setup: list[str] = free_setting([], "slurm: shell lines that run before the jobs, such as `module load cuda`")
-    wait: bool = free_setting(True, "slurm: wait for the jobs; false = submit, and `cl-train compare FOLDER` reports")
+    nodes: int = neutral_setting(1, "slurm: nodes per allocation; nproc processes are spread over them", minimum=1)
+    gpus_per_node: int | None = neutral_setting(None, "slurm: GPUs per node; null = none requested", minimum=1)
+    cpus_per_task: int | None = neutral_setting(None, "slurm: CPU cores per process; null = the default", minimum=1)
+    max_parallel: int | None = neutral_setting(None, "slurm: most allocations at a time; null = no limit", minimum=1)
+    setup: list[str] = neutral_setting([], "slurm: shell lines that run before the jobs, such as `module load cuda`")
+    wait: bool = neutral_setting(
+        True, "slurm: wait for the jobs; false = submit, and `cl-train compare FOLDER` reports"
+    )
 
 
 @dataclass
@@ -269,33 +273,35 @@ class Config:
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
     ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
-    evaluate_every: int = free_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
+    evaluate_every: int = neutral_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_flip: bool = loss_setting(False, "evaluation averages the logits of each image and of its mirror image")
     evaluate_only: bool = setting(
         False, "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing"
     )
-    report: bool = free_setting(
+    report: bool = neutral_setting(
         False, "evaluation: also write per-class accuracy, confusions and the worst images into the run folder"
     )
 
-    log_every: int = free_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
-    warmup_steps: int = free_setting(10, "initial steps excluded from throughput averages", minimum=0)
-    overwrite: bool = free_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
-    resume: str | None = free_setting(
+    log_every: int = neutral_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
+    warmup_steps: int = neutral_setting(10, "initial steps excluded from throughput averages", minimum=0)
+    overwrite: bool = neutral_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
+    resume: str | None = neutral_setting(
         None, "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder"
     )
-    profile: bool = free_setting(False, "write a torch.profiler trace of a few steps into the run folder")
-    tensorboard: bool = free_setting(True, "write TensorBoard events into the run folder")
-    on_nonfinite: str = free_setting(
+    profile: bool = neutral_setting(False, "write a torch.profiler trace of a few steps into the run folder")
+    tensorboard: bool = neutral_setting(True, "write TensorBoard events into the run folder")
+    on_nonfinite: str = neutral_setting(
         "stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback")
     )
-    max_nonfinite: int = free_setting(10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0)
-    rank_timeout_s: float = free_setting(600.0, "end the run if a rank does not respond for this many seconds", above=0)
+    max_nonfinite: int = neutral_setting(10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0)
+    rank_timeout_s: float = neutral_setting(
+        600.0, "end the run if a rank does not respond for this many seconds", above=0
+    )
 
-    nproc: int = free_setting(1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1)
-    repeats: int = free_setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1)
-    resume_sweep: str | None = free_setting(None, "multirun: run what is missing in this folder of a sweep")
-    compare_by: str = free_setting("channels_last", "multirun: the setting whose values the report compares")
+    nproc: int = neutral_setting(1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1)
+    repeats: int = neutral_setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1)
+    resume_sweep: str | None = neutral_setting(None, "multirun: run what is missing in this folder of a sweep")
+    compare_by: str = neutral_setting("channels_last", "multirun: the setting whose values the report compares")
 
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

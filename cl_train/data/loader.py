@@ -32,16 +32,16 @@ from cl_train.system.memory import available_bytes
 
 log = logging.getLogger(__name__)
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
-_MOST_WORKERS = 16
-_LEAST_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
-_HELD = 2  # batches that the consumer holds at once: one being copied, one used by the step
+_MAX_WORKERS = 16
+_MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
+_BATCHES_IN_USE = 2  # batches that the consumer holds at once: one being copied, one used by the step
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
 class _Task(NamedTuple):
     """Rows `first_row`, `first_row + 1`, ... of a slot, to be filled with the samples `indices`."""
 
-    stream: int
+    iteration: int
     slot: int
     first_row: int
     epoch: int
@@ -50,7 +50,7 @@ class _Task(NamedTuple):
 
 
 @dataclass
-class _Done:
+class _TaskResult:
     """The result of a task."""
 
     bad: list[tuple[str, str]] = field(default_factory=list)  # name, reason
@@ -59,9 +59,9 @@ class _Done:
     error: str | None = None
 
 
-def _fill(reader: Reader, slots: Slots, attempts: int, task: _Task) -> _Done:
+def _fill(reader: Reader, slots: Slots, attempts: int, task: _Task) -> _TaskResult:
     """Read the samples of a task into their rows, in a worker."""
-    done = _Done()
+    done = _TaskResult()
     reader.times = done.times
     worker = get_worker_info()
     progress = slots.progress[worker.id if worker else 0]
@@ -69,7 +69,7 @@ def _fill(reader: Reader, slots: Slots, attempts: int, task: _Task) -> _Done:
     targets = slots.targets[task.slot].numpy()  # writing a number into a tensor takes ten times as long
     try:
         for row, index in enumerate(task.indices, task.first_row):
-            if slots.stream[0] != task.stream:  # the iteration was abandoned
+            if slots.iteration[0] != task.iteration:  # the iteration was abandoned
                 break
             for used in range(index, index + attempts):  # the sample, or the first of the following ones that is good
                 used %= len(reader)
@@ -90,7 +90,7 @@ def _fill(reader: Reader, slots: Slots, attempts: int, task: _Task) -> _Done:
 class _Batch(NamedTuple):
     """A batch that workers are filling."""
 
-    stream: int
+    iteration: int
     tasks: int
     host: HostBatch
 
@@ -124,9 +124,9 @@ class HostLoader:
         self.reader, self._sizes, self._cfg, self._dist = reader, sizes, cfg, dist
         self._bad_images, self._order = bad_images, order
         self.samples, self.workers, self.times = len(reader), worker_count(cfg, dist), WorkerTimes()
-        self._slot_count = cfg.prefetch + _HELD + 1
+        self._slot_count = cfg.prefetch + _BATCHES_IN_USE + 1
         self._slots: Slots | None = None
-        self._workers: Workers[_Task, _Done] | None = None
+        self._workers: Workers[_Task, _TaskResult] | None = None
         self._free: deque[int] = deque()
         self._submitted: deque[_Batch] = deque()
         need = self._slot_count * slot_bytes(sizes, reader.dtype)
@@ -149,22 +149,22 @@ class HostLoader:
         Raises BadImageError, WorkerError.
         """
         slots, workers = self._start()
-        slots.stream[0] += 1
-        stream = int(slots.stream[0])
+        slots.iteration[0] += 1
+        iteration = int(slots.iteration[0])
         shares = self._shares(epoch, first_batch)
         while True:
             while self._free and (share := next(shares, None)) is not None:
-                self._submit(slots, workers, stream, epoch, *share)
+                self._submit(slots, workers, iteration, epoch, *share)
             if not self._submitted:
                 assert self._free, "the consumer has released no batch"
                 return
             batch = self._submitted.popleft()
-            empty_rows = self._wait_for(workers, batch, wanted=batch.stream == stream)
-            if batch.stream != stream:
+            empty_rows = self._wait_for(workers, batch, wanted=batch.iteration == iteration)
+            if batch.iteration != iteration:
                 batch.host.release()
                 continue
             yield _without(batch.host, empty_rows) if empty_rows else batch.host
-            assert stream == slots.stream[0], "another iteration over this loader has begun"
+            assert iteration == slots.iteration[0], "another iteration over this loader has begun"
 
     def validation_sample(self, index: int) -> Tensor:
         """Sample `index` as in `batches`, [size, size, 3]. Raises BadImage."""
@@ -191,7 +191,7 @@ class HostLoader:
         for number in range(first_batch, self.batch_count(epoch)):
             yield number, rank_share(indices, number, batch_size, rank, ranks)
 
-    def _start(self) -> tuple[Slots, Workers[_Task, _Done]]:
+    def _start(self) -> tuple[Slots, Workers[_Task, _TaskResult]]:
         if self._slots is None:
             self._slots = Slots(self._slot_count, self._sizes, self.reader.dtype, self.workers)
             self._free = deque(range(self._slot_count))
@@ -212,7 +212,7 @@ class HostLoader:
 
     def _stop_workers(self) -> None:
         if self._slots is not None:
-            self._slots.stream[0] += 1
+            self._slots.iteration[0] += 1
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -220,21 +220,27 @@ class HostLoader:
             self._submitted.popleft().host.release()
 
     def _rows_per_task(self, batch_size: int) -> int:
-        return max(_LEAST_ROWS, -(-batch_size // max(1, self.workers)))
+        return max(_MIN_ROWS, -(-batch_size // max(1, self.workers)))
 
     def _submit(
-        self, slots: Slots, workers: Workers[_Task, _Done], stream: int, epoch: int, number: int, indices: Indices
+        self,
+        slots: Slots,
+        workers: Workers[_Task, _TaskResult],
+        iteration: int,
+        epoch: int,
+        number: int,
+        indices: Indices,
     ) -> None:
         slot, size, image_size = self._free.popleft(), len(indices), self._sizes.image_size_at(epoch)
         rows = self._rows_per_task(size)
         firsts = range(0, size, rows)
         for first in firsts:
-            workers.submit(_Task(stream, slot, first, epoch, image_size, indices[first : first + rows].tolist()))
+            workers.submit(_Task(iteration, slot, first, epoch, image_size, indices[first : first + rows].tolist()))
         images, targets = slots.images(slot, image_size)[:size], slots.targets[slot][:size]
         host = HostBatch(images, targets, number, partial(self._free.append, slot), epoch)
-        self._submitted.append(_Batch(stream, len(firsts), host))
+        self._submitted.append(_Batch(iteration, len(firsts), host))
 
-    def _wait_for(self, workers: Workers[_Task, _Done], batch: _Batch, *, wanted: bool) -> list[int]:
+    def _wait_for(self, workers: Workers[_Task, _TaskResult], batch: _Batch, *, wanted: bool) -> list[int]:
         """Wait until the workers have finished the batch; return its empty rows."""
         empty_rows: list[int] = []
         try:
@@ -327,7 +333,7 @@ def _whole_batches(batches: Iterable[Any], size: int) -> Iterator[tuple[Tensor, 
 
 def worker_count(cfg: DataConfig, dist: Dist) -> int:
     """`data.workers`; by default the usable cores / ranks of this machine, at most 16 and at least 1."""
-    return min(_MOST_WORKERS, cores_of_process(dist.world_size)) if cfg.workers is None else cfg.workers
+    return min(_MAX_WORKERS, cores_of_process(dist.world_size)) if cfg.workers is None else cfg.workers
 
 
 Loader = HostLoader | StreamLoader

@@ -21,7 +21,7 @@ class Slots:
 
     Attributes:
         targets: int64 [count, largest batch size].
-        stream: int64 [1]: the iteration that is running; workers skip the tasks of another one.
+        iteration: int64 [1]: the number of the iteration that is running; workers skip the tasks of other ones.
         progress: int64 [workers, 3]: samples begun, index of the last one, process id.
     """
 
@@ -29,7 +29,7 @@ class Slots:
         self._pixels = _shared((count, slot_bytes(sizes, dtype) // dtype.itemsize), dtype)
         self.targets = _shared((count, max(map(sizes.batch_size_of, sizes.image_sizes))), torch.int64)
         words = _shared((1 + 3 * max(1, workers),), torch.int64).numpy()
-        self.stream, self.progress = words[:1], words[1:].reshape(-1, 3)
+        self.iteration, self.progress = words[:1], words[1:].reshape(-1, 3)
         self._pinned: list[Tensor] = []
 
     def images(self, slot: int, image_size: int) -> Tensor:

@@ -15,7 +15,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, to_memory_format
 from cl_train.memory_format.model_call import failure_explained, output_tensors
-from cl_train.models import registry as models
+from cl_train.models import sources as models
 from cl_train.models.program_file import read_program, write_program
 from cl_train.models.weights_file import PROGRAMS, SavedModel, kind_of, read_weights, write_weights
 

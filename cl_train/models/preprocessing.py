@@ -12,7 +12,7 @@ from typing import Any
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import show
 from cl_train.data.crops import default_val_resize
-from cl_train.models.registry import import_timm, is_file, torchvision_weights
+from cl_train.models.sources import import_timm, is_file, torchvision_weights
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class BatchSpeed(NamedTuple):
     peak_memory_gib: float
 
 
-def settle_batch_size(cfg: Config, dist: Dist) -> Config:
+def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
     """`cfg` with a number instead of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires.
 
     Rank 0 measures, and all ranks use its result. Steps are measured eagerly, because every size would be compiled or

@@ -22,7 +22,7 @@ from cl_train.data.build import size_schedule
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.known_issues import known_issues
 from cl_train.memory_format.layout import refuse_lazy
-from cl_train.models import registry as models
+from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.ema import EMA
 from cl_train.step.loss import Loss

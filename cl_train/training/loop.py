@@ -19,7 +19,7 @@ import torch
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.augment import image_augment
 from cl_train.data.bottleneck import bottleneck_advice
-from cl_train.models import registry as models
+from cl_train.models import sources as models
 from cl_train.step.optim import check_optimizer, set_lr
 from cl_train.step.schedule import scaled_lr
 from cl_train.system.distributed import (
@@ -35,7 +35,7 @@ from cl_train.system.heartbeat import watch_ranks
 from cl_train.system.launcher import cores_of_process
 from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
-from cl_train.training.batch_size import settle_batch_size
+from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.evaluation import Interrupted, evaluate_model
 from cl_train.training.evaluation_report import write_report
 from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
@@ -96,7 +96,7 @@ def train(cfg: Config, folder: Path) -> int:
             run_log.open_file(folder)
         else:
             run_log.only_warnings()
-        cfg = settle_batch_size(cfg, dist)
+        cfg = resolve_batch_size(cfg, dist)
         run = set_up(cfg, folder, dist, signals, stack)
         stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))

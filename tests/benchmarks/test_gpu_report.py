@@ -20,7 +20,7 @@ from benchmarks.gpu_plan import EAGER, EAGER_NCHW, GRAPHED, Group, Variant, tiny
 from benchmarks.gpu_report import as_markdown, count_tests, dram_bytes, main, read_rows, run_limited
 from benchmarks.roofline import Machine, roofline
 from cl_train.config.schema import ConfigError
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from tests.processes import LIMIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

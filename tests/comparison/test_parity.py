@@ -208,7 +208,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_runs(monkeypatch: pytest
     "model_name", ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "googlenet"]
 )
 def test_models_of_the_zoo_agree(model_name: str) -> None:
-    from cl_train.models.registry import build_model
+    from cl_train.models.sources import build_model
 
     torch.manual_seed(0)
     report = check_parity(build_model(model_name, num_classes=100), image_size=64)

@@ -9,7 +9,7 @@ from torch import nn
 
 from cl_train.comparison.scaling import Bucket, all_reduce_s, exposed_s, gradient_buckets, plan
 from cl_train.config.benchmarks import PlanSettings
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from tests.faults.forkserver import ForkServer
 
 

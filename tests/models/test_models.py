@@ -10,7 +10,7 @@ import torchvision
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.models.registry import build_model, check_input, check_model, model_names, replace_classifier
+from cl_train.models.sources import build_model, check_input, check_model, model_names, replace_classifier
 
 
 def test_all_classification_models_are_known() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.models.convert_file import convert_file
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from cl_train.models.weights_file import read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")

@@ -8,7 +8,7 @@ from torch import nn
 
 from cl_train.config.schema import OptimConfig
 from cl_train.data.batch import Batch
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from cl_train.step.loss import GOOGLENET_AUX_WEIGHT, INCEPTION_AUX_WEIGHT, Loss, loss_of
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision, trainable_parameters

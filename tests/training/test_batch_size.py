@@ -12,7 +12,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load
 from cl_train.system.distributed import Dist
 from cl_train.training import batch_size
-from cl_train.training.batch_size import BatchSpeed, search, settle_batch_size, smallest_of_the_fastest
+from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search, smallest_of_the_fastest
 from cl_train.training.nonfinite import TrainingFault
 from tests.conftest import Run
 
@@ -100,10 +100,10 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
     original = batch_size.search
     monkeypatch.setattr(batch_size, "search", lambda *a, **k: asked.append(original(*a, **k)) or asked[-1])
     state = torch.get_rng_state()
-    free = settle_batch_size(cfg, ALONE)
+    free = resolve_batch_size(cfg, ALONE)
     limit_gib = asked[0][2].peak_memory_gib  # of 32 images
     monkeypatch.setattr(batch_size, "available_bytes", lambda device: int(limit_gib * 2**30))
-    bounded = settle_batch_size(cfg, ALONE)
+    bounded = resolve_batch_size(cfg, ALONE)
     assert torch.equal(torch.get_rng_state(), state)
     assert asked[0][-1].batch_size == 96, "there are 96 training images"
     peaks = [item.peak_memory_gib for item in asked[0]]
@@ -119,12 +119,12 @@ def test_a_model_that_fits_at_no_size_is_refused(tiny: Callable[..., Config], mo
 
     monkeypatch.setattr(batch_size, "build_train_state", too_large)
     with pytest.raises(ConfigError, match="not even 2 images fit"):
-        settle_batch_size(tiny("batch_size=auto"), ALONE)
+        resolve_batch_size(tiny("batch_size=auto"), ALONE)
 
 
 def test_a_number_is_left_alone(tiny: Callable[..., Config]) -> None:
     cfg = tiny("batch_size=24")
-    assert settle_batch_size(cfg, ALONE) is cfg
+    assert resolve_batch_size(cfg, ALONE) is cfg
 
 
 @pytest.mark.slow

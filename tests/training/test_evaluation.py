@@ -18,7 +18,7 @@ from cl_train.config.schema import DataConfig
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.models import preprocessing
 from cl_train.models.preprocessing import follow_published_preprocessing, log_preprocessing, published_preprocessing
-from cl_train.models.registry import build_model
+from cl_train.models.sources import build_model
 from cl_train.step.precision import resolve_precision
 from cl_train.training.evaluation import predictions
 from tests import networks
