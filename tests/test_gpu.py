@@ -28,7 +28,7 @@ from cl_train.data.device import DevicePrefetcher, HostBatch, Normalise, to_devi
 from cl_train.memory_format.layout import classify
 from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr
-from cl_train.step.precision import kernel_selection, resolve_precision
+from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state
@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
-PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "fp16_o2"]
+PRECISIONS = list(BY_NAME)
 
 
 @pytest.fixture(autouse=True)

@@ -79,11 +79,11 @@ def choose_memory_format(
     Args:
         batch_size: images per device and step; eager on a CPU at most 8 are measured.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
-        precision: auto, fp32, tf32, bf16, fp16 or fp16_o2.
+        precision: one of `PRECISIONS` in cl_train/config/schema.py, such as auto or bf16.
         device: default: where the model is.
         compile: measure compiled copies; the time limit does not include compilation.
         cuda_graph: measure the step as a replayed CUDA graph.
-        optimizer: sgd, adamw or rmsprop.
+        optimizer: one of `OPTIMIZERS` in cl_train/config/schema.py.
         time_limit_s: for warm-up and measurement of an eager model.
 
     Raises:

@@ -117,7 +117,7 @@ def compare_layouts(
             mean square of the output.
         output: the part of the output that the default loss uses, such as "out" or "0".
         mode: "train" (forward, backward, optimizer) or "infer".
-        precision: auto, fp32, tf32, bf16, fp16 or fp16_o2.
+        precision: one of `PRECISIONS` in cl_train/config/schema.py, such as auto or bf16.
         device: default: where the model is.
         compile: measure `torch.compile`d copies.
         cuda_graph: replay the step as a CUDA graph.

@@ -1,6 +1,6 @@
 """Mixed precision: the dtype of each part of a step, loss scaling and fp32 master weights.
 
-The dtypes and switches of each precision. The names are those of `precision=`:
+The dtypes of each precision. The names are those of `precision=`:
 
 | name    | weights | convolutions, matmuls | BatchNorm's input | loss scale | master weights |
 |---------|---------|-----------------------|-------------------|------------|----------------|
@@ -10,7 +10,8 @@ The dtypes and switches of each precision. The names are those of `precision=`:
 | fp16    | fp32    | fp16 (autocast)       | fp16              | dynamic    | no             |
 | fp16_o2 | fp16    | fp16                  | fp16              | dynamic    | fp32           |
 
-BatchNorm's parameters and statistics are fp32 in every row.
+BatchNorm's parameters and statistics are fp32 in every row. What autocast leaves in fp32 may use TF32 on CUDA, except
+with `fp32`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VOLTA = (7, 0)  # compute capability of the first GPUs with tensor cores
 
 @dataclass(frozen=True)
 class Precision:
-    """One row of the table above."""
+    """One row of the table above, with TF32 as a switch of its own."""
 
     name: str  # never "auto"
     autocast_dtype: torch.dtype | None = None

@@ -24,7 +24,7 @@ from tests.networks import small
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["fp32", "tf32", "fp16", "bf16", "fp16_o2"])
+@pytest.mark.parametrize("name", list(BY_NAME))
 def test_each_name_computes_in_its_dtype(name: str) -> None:
     precision = resolve_precision(name, CPU)
     model = cast_model(nn.Conv2d(3, 4, 3), precision)
