@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -50,7 +51,7 @@ def train(raw: DictConfig) -> None:
     try:
         cfg = load(raw)
         if cfg.evaluate_only and cfg.weights is not None:
-            cfg.data = follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys)
+            cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys))
         exit_without_teardown(run_and_log_failure(cfg, Path(context.runtime.output_dir)))
     except ConfigError as error:  # caught here, because Hydra would print a traceback
         stop_with(error)

@@ -17,7 +17,7 @@ class DeviceFormat:
     memory_format: torch.memory_format
 
 
-@dataclass
+@dataclass(frozen=True)
 class Batch:
     """Images and their labels, on the device.
 
