@@ -2,7 +2,8 @@
 
 Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then examples), USAGE and
 SETTINGS. Other packages are imported inside functions, so that --help and invalid arguments do not import torch. May
-import every other package. Read `convert.py` first; `json_result.py` is the end of the commands that measure.
+import every other package. Read `convert.py` first. The commands that measure print and
+save their results with `json_result.py`.
 """
 
 COMMANDS = {

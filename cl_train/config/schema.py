@@ -1,7 +1,7 @@
 """The settings of a run: names, types, defaults, ranges and meaning.
 
 `conf/*.yaml` holds choices of them, `validation.py` turns plain values into a checked `Config`, `command_line.py` reads
-train.py's words. To add a setting, add a line here and read it where it is used.
+train.py's words. To add a setting, add a line here, read it in `training/` and pass the plain value on.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class OptimConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate over the run: a linear warm-up, then one of four schedules."""
+    """The learning rate over the run: a linear warm-up, then the curve `name`."""
 
     name: str = loss_setting("cosine", "curve after the warm-up", choices=("cosine", "step", "linear", "constant"))
     warmup_epochs: float = loss_setting(0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
@@ -189,7 +189,8 @@ class AmpConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What is saved, and when. A checkpoint is always saved at the end and on SIGTERM, SIGINT and SIGUSR1."""
+    """What is saved, and when. A checkpoint is always saved at the end, and on SIGTERM, SIGINT, SIGHUP
+    and SIGUSR1."""
 
     every_epochs: int = neutral_setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
     every_steps: int = neutral_setting(0, "save every this many optimizer steps; 0 = off", minimum=0)

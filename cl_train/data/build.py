@@ -31,8 +31,8 @@ DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_fol
 def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed: int, dist: Dist) -> Data:
     """The data of `cfg` for this rank, in batches of `batch_size` images per rank.
 
-    Raises ConfigError for a missing folder, no or different classes, too few images, too many repeats, and if the
-    memory is too small.
+    Raises ConfigError: a missing folder, no classes or different ones in the splits, too few images, too many repeats,
+    or insufficient memory.
     """
     sizes = size_schedule(cfg, batch_size)
     if cfg.name == "synthetic":

@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
-_BATCHES_IN_USE = 2  # batches that the consumer holds at once: one being copied, one used by the step
+# Batches that have not been released when the next one is requested: on CUDA `to_device` has up to two copies under
+# way; the other consumers release each batch first.
+_BATCHES_IN_USE = 2
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
@@ -99,9 +101,9 @@ class HostLoader:
     """One rank's batches of one split in shared memory, filled by workers that live until `close`.
 
     Attributes:
-        samples: of all ranks.
-        workers: processes; 0 = none.
-        times: seconds that the workers have spent.
+        samples: number of samples of all ranks together.
+        workers: number of worker processes; 0 = samples are read in this process.
+        times: seconds that the workers have spent so far.
     """
 
     def __init__(
@@ -262,12 +264,15 @@ class HostLoader:
 
 
 def _without(batch: HostBatch, rows: list[int]) -> HostBatch:
+    """A copy of the batch without these rows. It has the same `release`."""
     kept = [row for row in range(len(batch.targets)) if row not in rows]
     return batch._replace(images=batch.images[kept].to(memory_format=torch.channels_last), targets=batch.targets[kept])
 
 
 class StreamLoader:
-    """One rank's batches of an IterableDataset, which controls order, random numbers and shares of workers and ranks.
+    """One rank's batches of an IterableDataset.
+
+    The data set itself controls order and random numbers, and divides its samples among ranks and workers.
 
     It has the public members of `HostLoader`, except for `reader` and `validation_sample`.
     """

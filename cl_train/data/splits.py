@@ -23,7 +23,8 @@ from cl_train.system.distributed import Dist
 class ImageData:
     """Training and validation images of one run, as this rank sees them.
 
-    The order and the augmentation depend only on the seed, the epoch and the image, not on workers or world size.
+    The order and the augmentation of an image depend only on the seed, the epoch and the image, not on workers or world
+    size. MixUp and CutMix combine the images of a rank's batch, so they depend on the world size.
     """
 
     classes: tuple[str, ...]

@@ -16,8 +16,10 @@ NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raises ConfigError: timm is missing, has no such optimizer, or cannot build it here (some need CUDA or other
-    packages); one of the betas only.
+    """Check an optimizer of timm by building it for one small parameter; torch's need no check.
+
+    Raises ConfigError: timm is missing or has no such optimizer; only one of beta1 and beta2 is set; the optimizer
+    cannot be built on this machine (some need CUDA or other packages).
     """
     if cfg.library == "torch":
         return

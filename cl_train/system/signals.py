@@ -63,7 +63,8 @@ def exit_without_teardown(code: int) -> NoReturn:
 class StopRequest:
     """Context manager for the main thread. Read `stop` and `save_requested` between steps.
 
-    A second SIGINT, or a second SIGTERM half a second after the first, exits at once with 128 + n and saves nothing.
+    A second signal n that requests a stop exits at once with 128 + n and saves nothing: SIGINT at any time, SIGTERM and
+    SIGHUP from half a second after the first.
     """
 
     def __init__(self) -> None:

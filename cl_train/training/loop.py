@@ -100,7 +100,7 @@ def train(cfg: Config, folder: Path) -> int:
         run = set_up(cfg, folder, dist, signals, stack)
         stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
-        signals.__enter__()  # left last, see above; until here, a signal ends the process at once
+        signals.__enter__()  # exited last (pushed first); until here, a signal ends the process at once
         plan, state = run.plan, run.state
         bar = progress_bar("training", plan.last_step, run.progress.step, shown=dist.is_main)
 
@@ -134,6 +134,7 @@ def train(cfg: Config, folder: Path) -> int:
                         break
 
                 save_due = signals.save_requested or plan.is_save_due(progress, run.checkpoints.minutes_since_save())
+                # All ranks must stop or save at the same step. The cost: one all-reduce on the host per step.
                 run.stop_signal, save_flag = max_over_ranks([signals.stop or 0, int(save_due)], dist)
                 save_due = bool(save_flag)
                 if run.stop_signal or (save_due and not plan.is_epoch_end(progress)):
@@ -152,7 +153,7 @@ def train(cfg: Config, folder: Path) -> int:
 
 @contextmanager
 def failure_in_summary(run: Run) -> Iterator[None]:
-    """A run that ends by an exception still writes its summary, with status `failed`."""
+    """A run that ends with an exception still writes its summary, with status `failed`."""
     try:
         yield
     except BaseException as error:
@@ -191,7 +192,9 @@ def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -
 
 
 def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
-    """Where logging waits for the device, with one reduction of the results over the ranks per log line.
+    """Read the steps since the last log line; the host waits for the device here.
+
+    One reduction over the ranks has the results of all of them.
 
     Returns:
         The record of the steps since the last log line, and the non-finite steps of every rank.

@@ -134,9 +134,10 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
 
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
-    """Ranks with different settings, data or steps would train inconsistent models, or deadlock. If
-    layouts differ, DDP's broadcast, which copies bytes in storage order, has already permuted the weights
-    (NVIDIA/physicsnemo#1614).
+    """Check that all ranks agree on settings, data, layout and step.
+
+    Otherwise they would train inconsistent models, or deadlock. If the layouts differ, DDP's broadcast, which copies
+    bytes in storage order, has already permuted the weights (NVIDIA/physicsnemo#1614).
 
     Raises ConfigError: what differs, with the values of two ranks.
     """

@@ -27,8 +27,8 @@ def peak_memory_gib(device: torch.device) -> float:
 def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Throughput and step time over the training records after warm-up, or all if there are no others.
 
-    `compute` is set by runs on synthetic data only. If the images grew, all values are of the last `image_size`, and
-    `by_image_size` has the median of each.
+    `compute` is set by runs on synthetic data only. `loader` is always null: `cl-train loader_benchmark` measures it.
+    If the images grew, all values are of the last `image_size`, and `by_image_size` has the median of each.
     """
     records = without_warmup(records)
     if not records:

@@ -1,7 +1,7 @@
 """Throughput in windows between log lines, without pauses, and which rank is slow.
 
-Three speeds are kept apart: `end_to_end` (real loader; what this meter measures), `compute` (one fixed batch on the
-device) and `loader` (no model).
+`images_per_s` in a summary keeps three speeds apart: `end_to_end` (real loader; what this meter measures), `compute`
+(one fixed batch on the device: data=synthetic) and `loader` (no model: always null, see cl-train loader_benchmark).
 """
 
 from __future__ import annotations
