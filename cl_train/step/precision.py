@@ -10,8 +10,8 @@ The dtypes of each precision. The names are those of `precision=`:
 | fp16    | fp32    | fp16 (autocast)       | fp16              | dynamic    | no             |
 | fp16_o2 | fp16    | fp16                  | fp16              | dynamic    | fp32           |
 
-BatchNorm's parameters and statistics are fp32 in every row. What autocast leaves in fp32 may use TF32 on CUDA, except
-with `fp32`.
+BatchNorm's parameters and statistics are fp32 in every row. In every row but `fp32`, matmuls and
+convolutions that remain in fp32 use TF32 on CUDA.
 """
 
 from __future__ import annotations

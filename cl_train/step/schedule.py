@@ -17,9 +17,9 @@ def scaled_lr(cfg: OptimConfig, global_batch_size: int) -> float:
 def lr_at(step: float, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
     """The learning rate of optimizer step `step` (0-based; a fraction if epochs differ in length), with peak `lr`.
 
-    A linear warm-up from `warmup_start * lr`, then the curve `name`. Cosine and linear end at `total_steps`; they begin
-    after the warm-up, or without `warmup_prefix` at step 0, and the warm-up replaces their beginning. `step` counts its
-    epochs from step 0.
+    A linear warm-up from `warmup_start * lr`, then the curve `cfg.name`. Cosine and linear end at `total_steps`. They
+    begin after the warm-up, or at step 0 without `warmup_prefix`: then the warm-up replaces their beginning. The `step`
+    curve counts its epochs from step 0.
     """
     if cfg.per_epoch:
         step -= step % steps_per_epoch
