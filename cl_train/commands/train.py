@@ -73,7 +73,8 @@ def main(words: list[str]) -> int:
                 from cl_train.training import loop
 
                 loop.check_runs(runs)
-                if CommandLine.parse(words).multirun:
+                line = CommandLine.parse(words)
+                if line.multirun:
                     from cl_train.comparison.sweep import run_sweep
 
                     return run_sweep(words, runs=runs)
@@ -81,7 +82,7 @@ def main(words: list[str]) -> int:
                 if launch is None or launch.rank == 0:
                     if runs[0].resume not in (None, "auto"):
                         resume_path(runs[0].resume)  # before the sample data is generated
-                    folder = hydra_folder(CommandLine.parse(words).overrides, "run")
+                    folder = hydra_folder(line.overrides, "run")
                     # Before Hydra writes into the folder: a refused run must not change the files of another one.
                     claim.enter_context(claimed_folder(folder, resume=runs[0].resume, overwrite=runs[0].overwrite))
                 words = [*words, f"hydra.run.dir={quoted(folder)}"]

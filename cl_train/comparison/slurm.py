@@ -50,9 +50,8 @@ def check_slurm(sweep: Sweep) -> None:
     uneven = [job.nproc for job in sweep.jobs if job.nproc % nodes]
     if uneven:
         raise ConfigError(f"nproc={uneven[0]}: the processes of a job must be a multiple of launcher.nodes={nodes}")
-    different = {tuple(job.overrides) for group in sweep.pending_groups() for job in group}  # repeats are equal
-    on_gpu = (check_command_line(words)[0].device != "cpu" for words in different)
-    if sweep.launcher.gpus_per_node is None and any(on_gpu):
+    devices = (check_command_line(job.overrides)[0].device for group in sweep.pending_groups() for job in group)
+    if sweep.launcher.gpus_per_node is None and any(device != "cpu" for device in devices):
         print(
             "warning: launcher.gpus_per_node is not set, so no GPU is requested, and most clusters then run the jobs "
             "on the CPU: set launcher.gpus_per_node=N, or device=cpu if this is intended",

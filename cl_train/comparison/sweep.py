@@ -78,8 +78,7 @@ def _slots(sweep: Sweep, gpus: Sequence[str] | None) -> list[Slot]:
     if not sweep.launcher.gpus or not groups:
         return [Slot()]
     chosen = chosen_gpus(sweep.launcher.gpus, visible_gpus() if gpus is None else gpus)
-    different = {(tuple(job.overrides), job.nproc) for group in groups for job in group}  # composing takes 0.1 s
-    runs = [(check_command_line(words)[0], nproc) for words, nproc in different]
+    runs = [(check_command_line(job.overrides)[0], job.nproc) for group in groups for job in group]
     slots = plan_slots(chosen, own_cores(), runs, len(groups))
     print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {', '.join(s.name for s in slots)}")
     return slots

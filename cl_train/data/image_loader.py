@@ -114,8 +114,14 @@ def image_loader(
     """
     if split not in ("train", "val"):
         raise ValueError(f"split={split!r}: use 'train' or 'val'")
-    cfg = DataConfig(name="folder", root=str(root), image_size=image_size, workers=workers, extensions=list(extensions))
-    cfg.val_fraction = val_fraction
+    cfg = DataConfig(
+        name="folder",
+        root=str(root),
+        val_fraction=val_fraction,
+        extensions=list(extensions),
+        image_size=image_size,
+        workers=workers,
+    )
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
     bad_images = BadImages(skip=skip_bad_images, limit=sys.maxsize)

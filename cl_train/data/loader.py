@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -305,16 +306,15 @@ class StreamLoader:
             pin_memory=self._dist.device.type == "cuda",
             generator=torch.Generator().manual_seed(self._seed + epoch),
         )
-        batches = _whole_batches(loader, size) if self._training else ((x, y) for x, y, *_ in loader)
-        number = -1
-        for number, (images, targets) in enumerate(batches):
-            if self._training and number >= self.batch_count(epoch):
-                return
-            if number >= first_batch:
-                yield HostBatch(images, targets, number, lambda: None, epoch)
-        if self._training and number + 1 < self.batch_count(epoch):
+        count, delivered = self.batch_count(epoch), 0
+        # An epoch of training ends without waiting for a batch that it does not use.
+        batches = islice(_whole_batches(loader, size), count) if self._training else ((x, y) for x, y, *_ in loader)
+        for delivered, (images, targets) in enumerate(batches, 1):
+            if delivered > first_batch:
+                yield HostBatch(images, targets, delivered - 1, lambda: None, epoch)
+        if self._training and delivered < count:
             raise WorkerError(
-                f"data.dataset ended after {number + 1} of {self.batch_count(epoch)} batches of {size} samples on rank "
+                f"data.dataset ended after {delivered} of {count} batches of {size} samples on rank "
                 f"{self._dist.rank}: its length is {self.samples}, of all ranks and workers together"
             )
 

@@ -43,15 +43,20 @@ class StepResult:
 
 
 def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of N images are correct at top-1 and at top-5: two int64 0-d tensors on the device.
+    """How many of N images are correct at top-1 and at top-5: two int64 0-d tensors on the device."""
+    labels, best = labels_and_top5(logits, targets)
+    hits = best == labels.unsqueeze(1)
+    return hits[:, 0].sum(), hits.any(1).sum()
+
+
+def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The labels, int64 [N], and the most probable classes, int64 [N, 5], the best first.
 
     With fewer than five classes, top-5 is top-k for k = classes. For MixUp/CutMix targets, the class with
     the larger weight counts.
     """
     labels = targets.argmax(1) if targets.is_floating_point() else targets
-    best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
-    hits = best == labels.unsqueeze(1)
-    return hits[:, 0].sum(), hits.any(1).sum()
+    return labels, logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:

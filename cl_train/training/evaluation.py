@@ -13,6 +13,7 @@ from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.splits import Data
 from cl_train.step.loss import logits_of
 from cl_train.step.precision import Precision, autocast
+from cl_train.step.train_step import labels_and_top5
 from cl_train.system.distributed import Dist, broadcast_buffers, max_over_ranks, sum_over_ranks
 from cl_train.system.signals import StopRequest
 from cl_train.training.nonfinite import TrainingFault
@@ -90,11 +91,10 @@ def predictions(
                 logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
         logits = logits.float()
         loss = nn.functional.cross_entropy(logits, batch.targets, reduction="none")
-        targets = batch.targets.argmax(1) if batch.targets.is_floating_point() else batch.targets
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        labels, best = labels_and_top5(logits, batch.targets)
         probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
-        in_top5 = (best == targets.unsqueeze(1)).any(1)
-        columns = (targets, best[:, 0], probability, loss, in_top5)
+        in_top5 = (best == labels.unsqueeze(1)).any(1)
+        columns = (labels, best[:, 0], probability, loss, in_top5)
         rows.append(torch.stack([column.double() for column in columns], 1))
     model.train(was_training)
     return torch.cat(rows)

@@ -174,14 +174,17 @@ def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
             )
         epochs.append(Epoch(sizes.image_size_at(index), batch_size, global_batch_size, steps))
     total_steps = sum(epoch.steps for epoch in epochs)
-    of_config = ("accumulate_steps", "log_every", "evaluate_every", "evaluate_flip", "report")
     return Plan(
         tuple(epochs),
         last_step=min(cfg.max_steps or total_steps, total_steps),
+        accumulate_steps=cfg.accumulate_steps,
+        log_every=cfg.log_every,
+        evaluate_every=cfg.evaluate_every,
+        evaluate_flip=cfg.evaluate_flip,
+        report=cfg.report,
         checkpoint=cfg.checkpoint,
         optim=cfg.optim,
         schedule=cfg.schedule,
-        **{name: getattr(cfg, name) for name in of_config},
     )
 
 
