@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,26 +15,28 @@ import torch
 from cl_train.comparison.pairs import compare_two
 from cl_train.comparison.run_records import read_run
 from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import load, to_mapping
 from tests.conftest import Run
+from tests.faults.forkserver import ForkServer
 
 Train = Callable[..., Run]
 GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epochs=3", "batch_size=16")
 
 
-def forked(tiny: Callable[..., Config], folder: Path, words: tuple[str, ...], kill_at: str) -> int:
-    """Train in another process, which kills itself at `kill_at`; returns its exit code, negative for a signal."""
+def train_to_the_end(values: dict[str, Any], folder: str) -> None:
     from cl_train.training.loop import train
 
+    sys.exit(train(load(values), Path(folder)))
+
+
+def forked(server: ForkServer, cfg: Config, folder: Path, kill_at: str) -> int | None:
+    """Train in another process, which kills itself at `kill_at`; returns its exit code, negative for a signal.
+
+    Not a fork of this process: where earlier tests have started autograd's threads, a backward pass fails in it.
+    """
     folder.mkdir(exist_ok=True)
-    child = os.fork()
-    if child == 0:
-        os.environ["KILL_AT"] = kill_at
-        code = 99
-        try:
-            code = train(tiny(*words), folder)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    function, arguments = "tests.training.test_growing_images:train_to_the_end", [to_mapping(cfg), str(folder)]
+    return server.call(function, arguments, folder.with_suffix(".log"), {"KILL_AT": kill_at}).wait()
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -64,15 +66,16 @@ def assert_equal(ours: Any, theirs: Any) -> None:
     ],
 )
 def test_killed_in_every_phase_and_resumed_to_the_same_bits(
-    tiny: Callable[..., Config], tmp_path: Path, words: tuple[str, ...], kills: list[str]
+    tiny: Callable[..., Config], tmp_path: Path, words: tuple[str, ...], kills: list[str], fork_server: ForkServer
 ) -> None:
     """SIGKILL in training on each size, at its first and at a later batch, and in the evaluation after each size."""
     words = (*GROWING, "model=tests.networks:killed_at", "ema_decay=0.9", "resume=auto", *words)
-    assert forked(tiny, tmp_path / "whole", words, "train,0,0") == 0
+    cfg = tiny(*words)
+    assert forked(fork_server, cfg, tmp_path / "whole", "train,0,0") == 0
     whole = Run(tmp_path / "whole", 0)
     for kill_at in kills:
-        assert forked(tiny, tmp_path / "killed", words, kill_at) == -signal.SIGKILL, kill_at
-    assert forked(tiny, tmp_path / "killed", words, "train,0,0") == 0
+        assert forked(fork_server, cfg, tmp_path / "killed", kill_at) == -signal.SIGKILL, kill_at
+    assert forked(fork_server, cfg, tmp_path / "killed", "train,0,0") == 0
     killed = Run(tmp_path / "killed", 0)
     for name in ("model", "optimizer", "average", "progress"):
         assert_equal(killed.checkpoint()[name], whole.checkpoint()[name])
