@@ -6,8 +6,6 @@ Prints JSON: medians over alternating calls and their ratios, on one thread. `bl
 batch, `image_copies` copies image by image; both write to new memory, as a collate function must.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The measurements of a GPU report, one group per process; started by `gpu_report`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

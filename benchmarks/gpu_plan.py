@@ -1,7 +1,5 @@
 """The measurements of a GPU report, their order, and which ones fit into the time limit. No device is needed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 MARGIN_S = 5.0  # between the end of a group and the end of the report

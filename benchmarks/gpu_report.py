@@ -7,8 +7,6 @@ Every group of measurements runs in its own process. A group that fails, hangs, 
 the rows that it has measured. `report.json` and `report.md` are rewritten after each group.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -5,8 +5,6 @@
 timm is left out if it is not installed.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

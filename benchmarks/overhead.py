@@ -6,8 +6,6 @@ Both sides train the same model on one fixed batch, without warm-up. A round is 
 cl_train's step time, the median over the rounds: 1 means no overhead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -6,8 +6,6 @@ Per image a kernel takes at least max(operations / peak, bytes / bandwidth), and
 operand crosses the memory bus once per kernel; the batch shares the weights. docs/performance.md has the table.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -5,8 +5,6 @@
 Needs matplotlib (`pip install -e .[plot]`).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

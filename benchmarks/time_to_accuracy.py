@@ -9,8 +9,6 @@ docs/benchmarks.md explains the choices. The clock starts with the process, and 
 printed. The same command continues an interrupted measurement: finished runs are kept in `work`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

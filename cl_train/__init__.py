@@ -4,8 +4,6 @@ Each function below can be used separately, in any training loop; docs/python.md
 imported when it is first used, so that `import cl_train` does not import torch.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import TYPE_CHECKING, Any

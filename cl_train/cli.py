@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. A
 its output stream cannot be written (a closed pipe, a full disk).
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

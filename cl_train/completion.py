@@ -3,8 +3,6 @@
 `eval "$(cl-train completion)"` installs it; bash then runs `cl-train completion query` for each Tab.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from importlib.metadata import version

@@ -7,8 +7,6 @@ Every row injects one kind of fault many times, with real processes and signals;
 Exit codes: 0 every row passed, 1 something was lost, 2 wrong usage.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import platform

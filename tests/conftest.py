@@ -3,8 +3,6 @@
 torch is imported where it is used: the process of pytest-xdist that distributes the tests needs none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -95,7 +93,7 @@ def tiny(image_folder: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def train(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Run]:
+def train(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., "Run"]:
     """Run the real loop with overrides, in this process; gives its folder's records."""
     from cl_train.training.loop import train as loop_train
 

@@ -1,7 +1,5 @@
 """Small networks for tests, named on the command line as model=tests.networks:small."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Waiting for other processes: limits that only a failure reaches, and ports and processes that are a test's own."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """Start train.py, or a module of the tests, in several processes under torchrun, or in one; or fork two ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/test_gpu.py
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Every program of docs/python.md runs as it stands, in a process and a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """README and docs are part of the program: their commands exist with these settings, and their links lead to files."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The state of a run around a model and its optimizer."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -8,8 +8,6 @@
 Exit codes: 0 done, 2 wrong usage or a model that does not run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +65,7 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     return report.to_dict(), f"{report}\n\n{report.summary()}"
 
 
-def audit_model(settings: AuditSettings) -> LayoutReport:
+def audit_model(settings: AuditSettings) -> "LayoutReport":
     """Build, convert and audit the model of the settings.
 
     Raises ConfigError: the model cannot be built or run, or not be traced for `compile`.
@@ -95,7 +93,7 @@ def audit_model(settings: AuditSettings) -> LayoutReport:
         print(convert(model, settings.conversion, settings.select))
     images = _images(settings, device, precision.input_dtype)
 
-    def loss(model: nn.Module) -> torch.Tensor:
+    def loss(model: "nn.Module") -> "torch.Tensor":
         with autocast(precision, device):
             return mean_square(output_tensors(model(images), settings.output_entry))
 
@@ -118,7 +116,7 @@ def audit_model(settings: AuditSettings) -> LayoutReport:
     return report
 
 
-def _images(settings: AuditSettings, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _images(settings: AuditSettings, device: "torch.device", dtype: "torch.dtype") -> "torch.Tensor":
     import torch
 
     frames = [settings.frames] if settings.frames else []
@@ -129,7 +127,9 @@ def _images(settings: AuditSettings, device: torch.device, dtype: torch.dtype) -
     return images
 
 
-def _check_training_path(model: nn.Module, step: Callable[[], torch.Tensor], precision: Precision) -> list[LayoutCheck]:
+def _check_training_path(
+    model: "nn.Module", step: "Callable[[], torch.Tensor]", precision: "Precision"
+) -> "list[LayoutCheck]":
     """Trains `model` for one step, with the optimizer and the EMA of a run."""
     from cl_train.config.schema import OptimConfig
     from cl_train.memory_format.audit_report import LayoutCheck

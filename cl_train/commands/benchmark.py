@@ -9,8 +9,6 @@ or time_limit_s is over. The step is that of training, loss scaling included.
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cl_train.commands.json_result import print_result

@@ -11,8 +11,6 @@ comparable.
 Exit codes: 0 done, 1 the layouts compute different results, 2 wrong usage.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -12,8 +12,6 @@ Exit codes: 0 converted and outputs equal; 1 not converted, or outputs not compa
 unreadable file.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The result of a measuring command: as text, in a file, and as JSON on stdout."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -7,8 +7,6 @@
 Exit codes: 0 done, 2 wrong usage.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cl_train.commands.json_result import print_result

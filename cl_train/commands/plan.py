@@ -8,8 +8,6 @@ docs/clusters.md explains the terms and how well they agree with measurements.
 Exit codes: 0 done, 2 wrong usage.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -10,8 +10,6 @@
 `python train.py` is the same from a checkout. The training loop is `train` in cl_train/training/loop.py.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from dataclasses import replace

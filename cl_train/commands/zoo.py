@@ -10,8 +10,6 @@ Writes zoo-<precision>-<device>-torch<version>.json and .md after each model. Ru
 Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import signal
 import sys

@@ -4,8 +4,6 @@ Blocks run in the order A B B A (A B C C B A for three), which is one round: lin
 users) cancels within a round, so rounds are nearly independent.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import statistics

@@ -3,8 +3,6 @@
 The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one JSON file per combination of what can change it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """`comparison.png`: the speed ratio of each pair with its interval. Needs matplotlib, the extra `plot`."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

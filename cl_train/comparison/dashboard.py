@@ -1,7 +1,5 @@
 """The comparison in TensorBoard: one aggregate run per side, charts per model, a table of runs, and the report."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Rounds are interleaved, A B C C B A, so that other load on the machine affects a
 median of the ratios within a round.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

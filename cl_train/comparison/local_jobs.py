@@ -4,8 +4,6 @@ A job that fails or is killed does not affect the others: its exit code, reason 
 runs it again.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

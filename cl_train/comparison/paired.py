@@ -3,8 +3,6 @@
 Each layout has its own copy of the same weights and the same images; see `alternation` for the order and the interval.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Which runs may be compared with which, and the verdict on each pair. No torch here."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator, Sequence

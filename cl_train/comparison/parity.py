@@ -6,8 +6,6 @@ are zero in theory (a bias before BatchNorm) consist of rounding errors; their e
 of all gradients.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable

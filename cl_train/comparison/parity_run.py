@@ -3,8 +3,6 @@
 Random operators draw equal numbers in every recorded step.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

@@ -1,7 +1,5 @@
 """`comparison.json`, `.md`, `.csv` and a chart, and the verdict in one sentence."""
 
-from __future__ import annotations
-
 import csv
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Read a run folder back, and find what makes its speed unusable. No torch here."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

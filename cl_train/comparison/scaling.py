@@ -3,8 +3,6 @@
 No step is run: the speed of one GPU, the links and the loader are given.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any

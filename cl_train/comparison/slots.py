@@ -1,7 +1,5 @@
 """The slots of a sweep: the GPUs and CPU cores of each job that runs at the same time as others."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

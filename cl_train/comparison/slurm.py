@@ -4,8 +4,6 @@ The jobs of a group run one after the other in one allocation, as they do locall
 preempts the allocation, the running job saves a checkpoint; the allocation is requeued and the job resumes there.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 import shutil

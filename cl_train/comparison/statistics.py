@@ -4,8 +4,6 @@ Of rounds of alternating blocks A B B A in one process (`paired.py`), and of rep
 with windows inside each run (a sweep). Both use the log of the speed, which treats a ratio and its inverse alike.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

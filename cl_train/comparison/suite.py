@@ -1,7 +1,5 @@
 """`cl-train benchmark`: models, modes, precisions and batches, each in several layouts."""
 
-from __future__ import annotations
-
 import itertools
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`python train.py -m ...`: run every job of a sweep in its own process, here or on a Slurm cluster, then compare."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 

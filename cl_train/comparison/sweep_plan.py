@@ -1,7 +1,5 @@
 """The jobs of `python train.py -m ...`: what runs, in which order and folders, and `sweep.json`, the record of it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

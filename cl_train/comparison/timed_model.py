@@ -1,7 +1,5 @@
 """A copy of a model in one memory format, with its batch and optimizer, and the step that is timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +123,7 @@ class TimedModel:
         self.block_times_s(2 + (_OUTSIDE_GRAPH if self.workload.cuda_graph else 0))
         return self.block_times_s(1)[0]
 
-    def peak_memory_gib(self, others: list[TimedModel]) -> float:
+    def peak_memory_gib(self, others: list["TimedModel"]) -> float:
         """Memory of a process with only this layout in an eager step: the peak less what `others` hold."""
         other_bytes = sum(other.held_bytes() for other in others if other is not self)
         return peak_memory_of_step_gib(self.eager_step, self.held_bytes(), other_bytes, self.workload.device)

@@ -3,8 +3,6 @@
 The table, one row per model, is written as JSON and as Markdown after each model.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import time

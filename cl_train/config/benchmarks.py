@@ -1,7 +1,5 @@
 """The settings of the benchmarks, which `comparison` needs too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cl_train.config.schema import DEVICES, MODEL_HELP, OPTIMIZERS, PRECISION_HELP, PRECISIONS, setting

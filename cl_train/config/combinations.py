@@ -1,7 +1,5 @@
 """Combinations of settings that cannot work, or in which one setting has no effect."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Everything is checked before Hydra starts, torch is imported or a file is create
 a typo advises `+key`, which would train with the default value; it is never shown here.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -65,7 +63,7 @@ class CommandLine:
     prints_config: bool = False  # --cfg: print the settings, do not run
 
     @classmethod
-    def parse(cls, words: Iterable[str]) -> CommandLine:
+    def parse(cls, words: Iterable[str]) -> "CommandLine":
         """Raises ConfigError: an option that this program does not have."""
         found, rest = cls(), iter(words)
         for word in rest:

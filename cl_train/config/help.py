@@ -1,7 +1,5 @@
 """`--help`, generated from the settings: name, default, meaning, type, range and choices."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 import typing

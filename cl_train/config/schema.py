@@ -4,8 +4,6 @@
 train.py's words. To add a setting, add a line here, read it in `training/` and pass the plain value on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Code outside the package: functions of the user, `package.module:function`, and modules of optional packages."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every problem is reported at once, one line each. Nothing here imports torch or Hydra.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Augmentation policies of torchvision and timm, random erasing, MixUp, CutMix; seeded by epoch and image or batch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Handling of samples that cannot be read: count and name them, or end the run."""
 
-from __future__ import annotations
-
 
 class BadImageError(RuntimeError):
     """A sample cannot be read (on_bad_image=error), or more than data.max_bad_images cannot (on_bad_image=skip)."""

@@ -1,7 +1,5 @@
 """A batch on the device, and its format there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Find out why the training step waits for data, and which setting to change."""
 
-from __future__ import annotations
-
 from cl_train.data.image_reader import WorkerTimes
 
 WORTH_SAYING_PCT = 10.0

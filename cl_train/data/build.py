@@ -1,7 +1,5 @@
 """From the `data` settings to batches on the device: choose the data set and the loader."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`channels_last_collate`: batches in channels_last for `torch.utils.data.DataLoader`, with one copy per image."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 No tensors here: torchvision draws each number with a tensor operation, which costs about 60 us per image.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. Files that it refuses or warn
 orientation is ignored, as in torchvision, TensorFlow and the published accuracies.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import stat

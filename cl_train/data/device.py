@@ -1,7 +1,5 @@
 """From uint8 batches on the host to normalised batches on the device."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Lists them, and for `data.on_bad_image=skip` finds files that are not images by their first bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

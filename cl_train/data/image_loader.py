@@ -1,7 +1,5 @@
 """The loader of train.py for any training loop."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,7 +55,7 @@ class ImageLoader:
         """End the workers. A later iteration starts new ones."""
         self._loader.close()
 
-    def __enter__(self) -> ImageLoader:
+    def __enter__(self) -> "ImageLoader":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -4,8 +4,6 @@ The decoder writes into a scratch buffer and the resize writes into the row: aft
 and no memory is allocated per image.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -34,7 +32,7 @@ class WorkerTimes:
     images: int = 0
     dataset_s: float = 0.0  # in the user's Dataset
 
-    def add(self, other: WorkerTimes) -> None:
+    def add(self, other: "WorkerTimes") -> None:
         self.read_s += other.read_s
         self.decode_s += other.decode_s
         self.resize_s += other.resize_s

@@ -1,7 +1,5 @@
 """Imagenette: ten easy classes of ImageNet (fast.ai), at 320 pixels, through torchvision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError

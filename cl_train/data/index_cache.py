@@ -3,8 +3,6 @@
 An index is valid while size and modification time of each file and folder it was made from remain the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

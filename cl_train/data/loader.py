@@ -1,7 +1,5 @@
 """The loader of one split, from sample indices to NHWC batches in shared memory; another one for IterableDatasets."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ Philox is a counter-based generator: a key and a counter determine the numbers, 
 no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ image, and a pattern is the same after a flip or in a crop: a small network lear
 augmentation, and the mean colour of an image does not reveal its class.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Callable

@@ -9,8 +9,6 @@ it, missing shards and members and wrong labels are errors. In other shards, a w
 the range or contradicts the WordNet id in the key, and a missing sample if only a part of it is missing.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

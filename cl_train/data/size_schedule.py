@@ -4,8 +4,6 @@ Early epochs on small images take less time and cost little accuracy (Howard et 
 Everything here is a pure function of the epoch, so a resumed run continues with the same sizes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +24,7 @@ class SizeSchedule:
     scales_batch: bool = False
 
     @classmethod
-    def constant(cls, image_size: int, batch_size: int) -> SizeSchedule:
+    def constant(cls, image_size: int, batch_size: int) -> "SizeSchedule":
         return cls(((0, image_size),), batch_size)
 
     @property

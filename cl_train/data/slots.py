@@ -4,8 +4,6 @@ The memory consists of anonymous shared mappings: they have no name that could r
 /dev/shm, and are freed with the last process that maps them. No pixel is pickled or copied between processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

@@ -1,7 +1,5 @@
 """The source of encoded images: what folders and shards have in common."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

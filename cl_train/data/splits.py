@@ -1,7 +1,5 @@
 """Both splits of a data set as batches on the device: images, or synthetic data."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `tarfile` treats a damaged or missing header as the end of the archive and does not validate sizes in headers.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Iterator

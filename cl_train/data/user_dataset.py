@@ -1,7 +1,5 @@
 """The user's own torch Dataset: `data=dataset data.dataset=package.module:function`."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path

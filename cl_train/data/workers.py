@@ -6,8 +6,6 @@ tasks from a queue and yields None when the queue is empty. So the workers stay 
 epoch leaves nothing to drain.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

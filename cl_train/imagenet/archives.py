@@ -7,8 +7,6 @@ Nothing is extracted to a path that an archive names: a member must be a regular
 is written to a path computed here. Anything else is an error.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

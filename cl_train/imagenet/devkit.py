@@ -4,8 +4,6 @@ The kit's ground truth file has one ILSVRC2012_ID (1 to 1000) per line. `synsets
 of ILSVRC2012_ID, which is not their alphabetical order.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import tarfile

@@ -1,7 +1,5 @@
 """An output folder that repeated calls with the same settings complete: a file with its final name is whole."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Columns: `image`, a struct of `bytes` and `path`, and `label`. Files: `train-*.p
 `test-*.parquet` has no labels and is skipped.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ Decoding is most of the loader's time and grows with the number of pixels, so a 
 second lossy compression, and small crops are enlarged from fewer pixels, so that training images are less sharp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """From a folder of images to WebDataset tar shards, which `data=shards` reads."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Check a folder of images: counts, classes, files that are not images; with `deep` every image is decoded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

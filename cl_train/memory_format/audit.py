@@ -1,7 +1,5 @@
 """The audit: one forward and backward step of a model, and the operators in it that lose channels_last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The result of an audit: operator calls with their outcomes, totals and conclusions."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter

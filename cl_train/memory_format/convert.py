@@ -1,7 +1,5 @@
 """Converting the parameters and buffers of a model from one memory format to another, in place."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The graphs of a compiled model that inductor converts to channels_last, regardless of the layout of the input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Most depend on the version of PyTorch or cuDNN, so every line ends with the command that measures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

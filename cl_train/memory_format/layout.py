@@ -6,8 +6,6 @@ channels_last order are the same bytes: such a tensor is *ambiguous*. Video, [N,
 torch calls the second one `channels_last_3d`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal

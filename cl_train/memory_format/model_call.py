@@ -1,7 +1,5 @@
 """Run any model on any batch: its inputs, a scalar loss of its outputs, its state restored, its failures explained."""
 
-from __future__ import annotations
-
 import random
 import traceback
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Records every operator call of a step, forward and backward, with the memory formats of its inputs and outputs."""
 
-from __future__ import annotations
-
 import linecache
 import sys
 from collections.abc import Iterator

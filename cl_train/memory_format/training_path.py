@@ -1,7 +1,5 @@
 """Check that gradients, EMA weights, optimizer state and master weights have the strides of the parameters."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 

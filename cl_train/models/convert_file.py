@@ -1,7 +1,5 @@
 """Convert a saved model from file to file, and check that outputs do not change."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path

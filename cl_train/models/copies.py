@@ -1,7 +1,5 @@
 """Copies of a model: in memory, or of its shapes only."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

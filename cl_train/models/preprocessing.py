@@ -1,7 +1,5 @@
 """The transforms of validation images with which the accuracy of pretrained weights was published, and their use."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection

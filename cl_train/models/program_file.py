@@ -3,8 +3,6 @@
 Even then nothing is unpickled: members that torch would unpickle are refused.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import warnings

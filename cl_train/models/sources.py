@@ -1,7 +1,5 @@
 """Models by name: torchvision's classification zoo, timm's, or the user's own function."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

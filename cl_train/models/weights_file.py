@@ -4,8 +4,6 @@ Readable are files of `torch.save` (a state dict, or a checkpoint that holds one
 safetensors. Programs (TorchScript, `torch.export`) run code when they are loaded: see `program_file.py`.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ the host (a Python random number, a counter, the value of a tensor) must not be 
 eleven warm-up steps with DDP follow PyTorch's notes on CUDA graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 

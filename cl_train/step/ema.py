@@ -1,7 +1,5 @@
 """Exponential moving average (EMA) of a model's weights, also known as Polyak averaging."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

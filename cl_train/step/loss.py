@@ -1,7 +1,5 @@
 """The loss of a classifier."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizer and its parameter groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -14,8 +14,6 @@ BatchNorm's parameters and statistics are fp32 in every row. In every row but `f
 convolutions that remain in fp32 use TF32 on CUDA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -48,7 +46,7 @@ class Precision:
         return self.autocast_dtype or torch.float32
 
     @property
-    def for_fp32_weights(self) -> Precision:
+    def for_fp32_weights(self) -> "Precision":
         """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become autocast."""
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
 

@@ -1,7 +1,5 @@
 """The learning rate as a pure function of the step, so that a resumed run continues the same curve."""
 
-from __future__ import annotations
-
 import math
 
 from cl_train.config.schema import OptimConfig, ScheduleConfig

@@ -4,8 +4,6 @@ A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> u
 zero_grad. All results stay on the device: the host waits here only for an optimizer without a fused kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

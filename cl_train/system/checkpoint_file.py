@@ -5,8 +5,6 @@ archive's comment, because `torch.load` verifies no checksum. `torch.load(path, 
 this package. It is written under a temporary name, synced and renamed: a `.pt` file is always a whole checkpoint.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The `checkpoints/` folder of a run: keep the right files, and find the one to resume from."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

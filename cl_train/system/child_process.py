@@ -1,7 +1,5 @@
 """Child processes that end with their parent, so that a killed program leaves no processes behind."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

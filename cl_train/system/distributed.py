@@ -1,7 +1,5 @@
 """The processes of one run: rank, device and process group, and the collectives that a run uses."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

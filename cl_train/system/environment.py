@@ -1,7 +1,5 @@
 """Versions, hardware and the state of the checkout, for `summary.json` and for comparisons."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from pathlib import Path

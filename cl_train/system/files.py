@@ -1,7 +1,5 @@
 """Small files, replaced atomically or extended by whole records; retries on a full disk; the cache folder."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

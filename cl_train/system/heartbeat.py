@@ -4,8 +4,6 @@ A thread of every rank increments a counter in the ranks' rendezvous store. The 
 no longer changes; that of a rank that waits in a collective does, because waiting releases the interpreter lock.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

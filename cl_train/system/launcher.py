@@ -1,7 +1,5 @@
 """The rank of this process, from the environment variables of `torchrun` or Slurm's `srun`. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

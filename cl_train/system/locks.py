@@ -4,8 +4,6 @@ They are POSIX record locks. The kernel releases them when the process that acqu
 forked children do not inherit them: a worker that outlives a killed parent does not hold the lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -3,8 +3,6 @@
 Linux only; imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory available to this process, and the memory that a step needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Process many files in several processes, which end with their parent even if it is killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

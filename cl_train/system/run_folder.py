@@ -1,7 +1,5 @@
 """The run folder: one writer at a time, writable, with space for checkpoints, and safe names for files in it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -6,8 +6,6 @@ A Python signal handler runs only between two bytecodes of the main thread, whic
 Therefore a thread reads the signals from Python's wake-up descriptor: a second Ctrl-C ends the process even then.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal
@@ -24,7 +22,7 @@ SAVE_SIGNAL = signal.SIGUSR1
 # Slurm signals torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within milliseconds are one.
 _SAME_REQUEST_S = 0.5
 
-_active: StopRequest | None = None
+_active: "StopRequest | None" = None
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
@@ -82,7 +80,7 @@ class StopRequest:
         self._save.clear()
         return True
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         global _active
         assert _active is None, "one StopRequest at a time"
         self._reader, self._writer = socket.socketpair()

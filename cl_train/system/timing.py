@@ -1,7 +1,5 @@
 """Measure how long work takes on a device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Read untrusted files of `torch.save`: no code runs, and the file's size bounds the memory."""
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import warnings

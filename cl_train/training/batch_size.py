@@ -1,7 +1,5 @@
 """`batch_size=auto`: real steps at growing batch sizes, until memory or time runs out; the fastest size that fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

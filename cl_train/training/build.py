@@ -5,8 +5,6 @@ DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or
 (pytorch/pytorch#47163).
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 from functools import partial

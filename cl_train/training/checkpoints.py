@@ -1,7 +1,5 @@
 """Save a run and continue it: after a kill, on other hardware, or after a non-finite step."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

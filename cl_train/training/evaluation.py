@@ -1,7 +1,5 @@
 """Exact evaluation: each validation image counts once, for any batch size and any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,7 +28,7 @@ def evaluate_model(
     precision: Precision,
     dist: Dist,
     signals: StopRequest | None = None,
-    bar: tqdm[Any] | None = None,
+    bar: "tqdm[Any] | None" = None,
     *,
     flip: bool = False,
 ) -> tuple[dict[str, Any], torch.Tensor]:
@@ -100,7 +98,9 @@ def predictions(
     return torch.cat(rows)
 
 
-def _until_signal(batches: Iterable[Batch], signals: StopRequest, dist: Dist, bar: tqdm[Any] | None) -> Iterator[Batch]:
+def _until_signal(
+    batches: Iterable[Batch], signals: StopRequest, dist: Dist, bar: "tqdm[Any] | None"
+) -> Iterator[Batch]:
     """Yield `batches`; between two of them the ranks agree whether to stop.
 
     Ranks may have different numbers of batches: each takes part in the agreement until all have finished.

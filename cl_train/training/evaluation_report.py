@@ -1,7 +1,5 @@
 """`report=true`: accuracy per class, confusions, and a page with the worst images of an evaluation."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io

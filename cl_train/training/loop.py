@@ -3,8 +3,6 @@
 After each step: log (and perhaps roll back), save, stop, in this order. An epoch ends with a save and an evaluation.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

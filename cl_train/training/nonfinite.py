@@ -3,8 +3,6 @@
 Every decision depends on numbers that are equal on all ranks (gathered or summed before), so all ranks decide equally.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One forward and backward pass on blank images before the first epoch: a model that cannot train fails in seconds."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

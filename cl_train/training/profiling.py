@@ -1,7 +1,5 @@
 """`profile=true`: a torch.profiler trace of a few steps, for https://ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Progress of a run, its planned length, and the actions due at each step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cl_train.config.schema import CheckpointConfig, OptimConfig, ScheduleConfig

@@ -4,8 +4,6 @@ Rank 0 writes; the other ranks have a tracker whose methods do nothing. A full d
 memory until they can be written (see `AppendFile`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The log of a run: console, progress bars, `train.log`, and one line for the error that ends it."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import sys
@@ -32,7 +30,7 @@ class RunLog:
     def __init__(self) -> None:
         self._handlers: list[logging.Handler] = [_Console(sys.stdout)]
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> "RunLog":
         self._propagate, log.propagate = log.propagate, False
         log.setLevel(logging.INFO)
         log.addHandler(self._handlers[0])
@@ -131,7 +129,7 @@ def console_line(records: list[dict[str, Any]], step_in_epoch: int, steps_per_ep
     )
 
 
-def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> tqdm[Any]:
+def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> "tqdm[Any]":
     """A progress bar with the remaining time; it appears on a terminal only."""
     return tqdm(
         desc=description,

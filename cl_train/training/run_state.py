@@ -1,7 +1,5 @@
 """The state of a run: everything that training changes, as plain values for a checkpoint, and its restoration."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ In this package, besides `loop.py`, the whole `Config` is used only here, in `bu
 (batch_size=auto): the functions that they call in other packages get plain values or their own part of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

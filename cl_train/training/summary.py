@@ -1,7 +1,5 @@
 """The results in `summary.json`, in the format that comparisons read; setup.py writes the part known in advance."""
 
-from __future__ import annotations
-
 import resource
 import statistics
 import sys

@@ -4,8 +4,6 @@
 (one fixed batch on the device: data=synthetic) and `loader` (no model: always null, see cl-train loader_benchmark).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Which groups of the GPU report run within a time limit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

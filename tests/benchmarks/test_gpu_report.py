@@ -1,7 +1,5 @@
 """The GPU report's own logic, and its whole course on a CPU with tiny settings."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The traffic model against a derivation by hand, for ResNet-50 at 224 px in fp16 on an H200."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torchvision

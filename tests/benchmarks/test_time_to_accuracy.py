@@ -1,7 +1,5 @@
 """Reading the logs of three programs, and the summary of their runs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

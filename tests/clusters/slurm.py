@@ -1,7 +1,5 @@
 """A Slurm of two virtual nodes on this machine, with its own configuration, ports and munge; it needs root."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Two torchrun agents, as on two nodes without a shared folder: killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

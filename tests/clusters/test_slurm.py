@@ -1,7 +1,5 @@
 """The scripts of docs/clusters.md as they stand, on a real Slurm of two virtual nodes; skipped where it is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`launcher=slurm` on a real Slurm: one allocation is cancelled, one is interrupted and requeued."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

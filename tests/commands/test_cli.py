@@ -1,7 +1,5 @@
 """`cl-train`: the same grammar, help, completion and console behaviour for every command."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A measured result is printed and written, and is not lost."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

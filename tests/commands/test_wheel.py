@@ -1,7 +1,5 @@
 """The wheel alone is enough: installed, outside the checkout, with its configuration and data."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

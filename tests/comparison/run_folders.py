@@ -1,7 +1,5 @@
 """Run folders on disk, as training leaves them, with anything in them replaced."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass, field
@@ -37,7 +35,7 @@ class Folder:
     summary: Any
     records: Any = field(default_factory=list)
 
-    def copy(self) -> Folder:
+    def copy(self) -> "Folder":
         return copy.deepcopy(self)
 
     def write(self, folder: Path) -> Path:

@@ -1,7 +1,5 @@
 """channels_last=auto: chooses the layout that is faster beyond noise, caches it, and does not change the run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Pairs of run folders with something wrong in them: none gets a false verdict, none a traceback."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

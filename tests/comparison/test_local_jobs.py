@@ -1,7 +1,5 @@
 """The signals that stop a sweep; test_sweep.py runs its jobs."""
 
-from __future__ import annotations
-
 import logging
 import signal
 

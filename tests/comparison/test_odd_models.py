@@ -3,8 +3,6 @@
 Each row says what becomes of a model: it agrees, it is found to differ, or it is refused with a remedy.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """Comparing the layouts of a small model: measurement, report, unchanged state and refusals."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

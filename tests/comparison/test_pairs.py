@@ -1,7 +1,5 @@
 """What may be compared with what."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

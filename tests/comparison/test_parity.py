@@ -1,7 +1,5 @@
 """Both layouts of sound models agree in every precision; planted layout bugs are found and named."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

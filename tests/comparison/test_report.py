@@ -1,7 +1,5 @@
 """The files of a comparison, and its verdict in words."""
 
-from __future__ import annotations
-
 import builtins
 import json
 from pathlib import Path

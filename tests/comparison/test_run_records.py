@@ -1,7 +1,5 @@
 """Reading a run folder, and the folders that are refused."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

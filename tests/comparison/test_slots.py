@@ -1,7 +1,5 @@
 """Which GPUs and cores the jobs of a sweep get."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sweeps on a Slurm cluster; the tests without Slurm check what does not need one."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Statistics with known answers."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The benchmark of many combinations: its results and refusals."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sweeps of a stand-in for train.py, whose jobs fail in several ways, and one of the real program."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

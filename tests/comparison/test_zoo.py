@@ -1,7 +1,5 @@
 """The zoo: a row per model from a process of its own, resumed tables, and what they are written as."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a user types: every choice composes, and every mistake is refused with one line that says what to do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

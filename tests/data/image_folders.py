@@ -1,7 +1,5 @@
 """Image folders and unusual files for the tests of the data part."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Augmentations against their sources."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Growing images: sizes by epoch, the loader's batches in them, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

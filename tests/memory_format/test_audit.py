@@ -1,7 +1,5 @@
 """The audit finds planted losses with module, line, direction and bytes, and nothing in a clean model."""
 
-from __future__ import annotations
-
 import json
 import linecache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two processes on gloo: gradients share memory and strides with DDP's buckets, in channels_last, graphed or not."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a model's run changes is restored."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Unusual models through audit and convert: they work, or are refused with a remedy."""
 
-from __future__ import annotations
-
 import warnings
 from collections import namedtuple
 from collections.abc import Callable

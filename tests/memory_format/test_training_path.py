@@ -1,7 +1,5 @@
 """What surrounds a model (batch, mixes, gradients, average, optimizer), inductor's choices, and the audit command."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

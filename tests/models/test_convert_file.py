@@ -1,7 +1,5 @@
 """Saved models of every kind: contiguous on disk, layout recorded, equal values and outputs; runs across layouts."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models by name: the zoo, one's own, and what is said of names that do not exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

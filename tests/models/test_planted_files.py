@@ -1,7 +1,5 @@
 """Files made to run code, or to allocate much more than their size, through everything that reads a file of weights."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """PyTorch's tutorial "Channels Last Memory Format", section by section: what it states, as assertions."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from itertools import pairwise

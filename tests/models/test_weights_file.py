@@ -1,7 +1,5 @@
 """The usual wrappings of weights are found and named; converting proves that the outputs are equal, or fails."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

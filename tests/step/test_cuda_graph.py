@@ -3,8 +3,6 @@
 The recorder of these tests runs on the CPU; `test_gpu.py` has the CUDA graph itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

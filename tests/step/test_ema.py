@@ -1,7 +1,5 @@
 """The moving average of the weights."""
 
-from __future__ import annotations
-
 import torch
 
 from cl_train.step.ema import EMA

@@ -1,7 +1,5 @@
 """Losses against timm's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from timm.data.mixup import mixup_target

@@ -1,7 +1,5 @@
 """Learning rates by formula, parameter groups by name, fused kernels where there are any."""
 
-from __future__ import annotations
-
 import copy
 import math
 

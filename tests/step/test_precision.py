@@ -1,7 +1,5 @@
 """Number formats on a CPU: the same code paths as on a GPU, so that none of them rots."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

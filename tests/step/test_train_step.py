@@ -1,7 +1,5 @@
 """The AMP step: autocast is used, one optimizer step per call, clipping sees unscaled gradients, an overflow skips."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

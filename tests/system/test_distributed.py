@@ -1,7 +1,5 @@
 """Two processes under torchrun, on gloo: the same weights as one process, exact evaluation, one run folder."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

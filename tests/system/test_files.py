@@ -1,7 +1,5 @@
 """Records beside a full disk."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`batch_size=auto`: the search against made-up machines, and the real one on a small network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

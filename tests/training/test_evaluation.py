@@ -1,7 +1,5 @@
 """Evaluation of pretrained-like weights against the pipelines that their accuracy was published with; the report."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable

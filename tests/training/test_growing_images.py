@@ -1,7 +1,5 @@
 """Runs whose images grow: killed in every phase and resumed, and what their records say."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable

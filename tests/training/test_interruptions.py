@@ -1,7 +1,5 @@
 """Signals, a used folder, a full disk: a run is stopped, refused or continued without losing anything."""
 
-from __future__ import annotations
-
 import errno
 import json
 import time

@@ -1,7 +1,5 @@
 """The real loop, shrunk: real JPEGs in, records and a trained model out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

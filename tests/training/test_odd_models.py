@@ -1,7 +1,5 @@
 """Unusual models of a user train, or are refused in one message before the first step."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pass on blank images: what it refuses, and that it leaves no trace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What is due when."""
 
-from __future__ import annotations
-
 import pytest
 
 from cl_train.config.schema import Config, ConfigError

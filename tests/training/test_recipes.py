@@ -1,7 +1,5 @@
 """Each recipe of conf/experiment/ against the learning rates and image sizes of its source, and in two real steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The records of a run: one JSON object a line, nothing twice after a resume, no NaN in JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Windows and averages, with a clock that only moves when told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

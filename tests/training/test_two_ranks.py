@@ -1,7 +1,5 @@
 """Two ranks under torchrun on gloo: they stay equal, stop together, and only rank 0 needs the run folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

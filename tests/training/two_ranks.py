@@ -3,8 +3,6 @@
 Each rank writes what it saw to FOLDER/rank-<n>.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
