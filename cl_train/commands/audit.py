@@ -14,7 +14,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cl_train.commands.json_result import print_result
-from cl_train.config.schema import CONVERSIONS, DEVICES, MODEL_HELP, PRECISION_HELP, PRECISIONS, ConfigError, setting
+from cl_train.config.schema import (
+    CONVERSIONS,
+    DEVICES,
+    MODEL_HELP,
+    OVERWRITE_HELP,
+    PRECISION_HELP,
+    PRECISIONS,
+    ConfigError,
+    setting,
+)
 
 if TYPE_CHECKING:  # torch is imported only after the settings have been checked
     import torch
@@ -48,6 +57,7 @@ class AuditSettings:
     measure: bool = setting(True, "time the step and each permuting copy")
     compile: bool = setting(False, "also report which compiled graphs inductor lays out channels_last")
     out: str | None = setting(None, "file for the report as JSON")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
     json: bool = setting(False, "print the report as JSON")
 
 

@@ -3,13 +3,12 @@
 import json
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cl_train.config.schema import ConfigError
 from cl_train.config.validation import settings_from_arguments
-from cl_train.system.files import write_json
+from cl_train.system.files import output_file, write_json
 
 T = TypeVar("T")
 
@@ -21,18 +20,16 @@ def print_result(schema: type[T], words: list[str], measure: Callable[[T], tuple
     """
     settings: Any = settings_from_arguments(schema, words)
     path = Path(settings.out) if settings.out else None
-    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
-        if path is not None:  # before the measurement, which may take hours
-            if path.is_dir():
-                raise ConfigError(f"out={path} is a folder: name a file")
-            path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr if settings.json else sys.stdout))
+        # Opened before the measurement, which may take hours.
+        file = stack.enter_context(output_file(path, overwrite=settings.overwrite)) if path else None
         result, text = measure(settings)
-        try:
-            if path is not None:
-                write_json(path, result)
-                print(f"written: {path}")
-        finally:
-            print(text)  # also if the file cannot be written
+        print(text)  # also if the file cannot be written
+        if file is not None:
+            write_json(file, result)
+    if path is not None:
+        print(f"written: {path}", file=sys.stderr if settings.json else sys.stdout)
     if settings.json:
         print(json.dumps(result))
     return result

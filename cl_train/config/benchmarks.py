@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cl_train.config.schema import DEVICES, MODEL_HELP, OPTIMIZERS, PRECISION_HELP, PRECISIONS, setting
+from cl_train.config.schema import DEVICES, MODEL_HELP, OPTIMIZERS, OVERWRITE_HELP, PRECISION_HELP, PRECISIONS, setting
 
 
 @dataclass
@@ -29,6 +29,7 @@ class BenchmarkSettings:
     time_limit_s: float = setting(60.0, "seconds per combination, without warm-up and compilation", above=0)
     parity: bool = setting(True, "first check that the layouts compute the same")
     out: str | None = setting(None, "file for the result as JSON")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
     json: bool = setting(False, "print the result as JSON")
 
 
@@ -50,6 +51,7 @@ class LoaderBenchmarkSettings:
         5400.0, "training speed in images/s; used to compute the loader cores needed", above=0
     )
     out: str | None = setting(None, "file for the result as JSON")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
     json: bool = setting(False, "print the result as JSON")
 
 

@@ -1,4 +1,4 @@
-"""Small files, replaced atomically or extended by whole records; retries on a full disk; the cache folder."""
+"""Files replaced atomically or extended by whole records; the outputs of commands; full disks; the cache folder."""
 
 import errno
 import json
@@ -6,10 +6,12 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from cl_train.config.schema import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,95 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
     """`write_text` of strict JSON. Raises ValueError if `value` holds a NaN or an infinity."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
+
+# --- outputs of commands ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def output_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A new file in the folder of `path`, with its suffix, that becomes `path` at the end of the block.
+
+    Enter it before the work: what is wrong with `path` is found at once. After an exception nothing is left behind:
+    `path` is as before, and folders that were created for it are removed.
+
+    Raises ConfigError: `path` is a folder, cannot be written, or exists without `overwrite`.
+    """
+    if path.is_dir():
+        raise ConfigError(f"out={path} is a folder: name a file")
+    _refuse_existing(path, overwrite or not os.path.lexists(path), "exists")
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    created = _create_folders(path.parent)
+    try:
+        try:
+            temporary.touch()
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        _remove_empty(created)
+        raise
+
+
+@contextmanager
+def output_folder(path: Path, *, overwrite: bool, markers: Sequence[str]) -> Iterator[None]:
+    """The folder `path`, which a command fills, perhaps in several calls; files of others are never deleted.
+
+    Args:
+        markers: names of files that the block writes first. A folder that holds one of them was begun by an earlier
+            call and is continued; one with nothing else in it is removed again after an exception.
+
+    Raises ConfigError: `path` is a file, cannot be written, or holds files of others without `overwrite`.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"out={path} is a file: name a folder")
+    try:
+        names = set(os.listdir(path)) if path.exists() else set()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    _refuse_existing(path, overwrite or not names or not names.isdisjoint(markers), "holds files of something else")
+    created = _create_folders(path)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    try:
+        yield
+    except BaseException:
+        if created and set(os.listdir(path)) <= set(markers):
+            for name in markers:
+                (path / name).unlink(missing_ok=True)
+            _remove_empty(created)
+        raise
+
+
+def _refuse_existing(path: Path, is_allowed: bool, what: str) -> None:
+    if not is_allowed:
+        raise ConfigError(f"out={path} {what}: choose another name, or write overwrite=true")
+
+
+def _create_folders(folder: Path) -> list[Path]:
+    """Create `folder`; returns the new folders, innermost first."""
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _remove_empty(missing)
+        raise _unwritable(folder, error) from None
+    return missing
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # somebody else has put a file there
+            folder.rmdir()
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"out={path} cannot be written: {error.strerror or error}; choose another place")
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 class AppendFile:

@@ -1,6 +1,7 @@
 """A measured result is printed and written, and is not lost."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cl_train.config.schema import ConfigError, setting
 class Settings:
     out: str | None = setting(None, "file")
     json: bool = setting(False, "print JSON")
+    overwrite: bool = setting(False, "replace the file")
 
 
 def measure(settings: Settings) -> tuple[dict[str, Any], str]:
@@ -30,19 +32,23 @@ def test_text_file_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(output.out) == {"speed": 1} and "the text" in output.err
 
 
-def test_a_folder_is_refused_before_the_measurement(tmp_path: Path) -> None:
+@pytest.mark.parametrize("taken", ["folder", "file", "unwritable"])
+def test_a_place_that_cannot_be_used_is_refused_before_the_measurement(taken: str, tmp_path: Path) -> None:
     def never(settings: Settings) -> tuple[dict[str, Any], str]:
         raise AssertionError
 
-    with pytest.raises(ConfigError, match="folder"):
-        print_result(Settings, [f"out={tmp_path}"], never)
+    (tmp_path / "file").write_text("precious")
+    out = {"folder": tmp_path, "file": tmp_path / "file", "unwritable": Path("/proc/x")}[taken]
+    with pytest.raises(ConfigError, match="out="):
+        print_result(Settings, [f"out={out}"], never)
+    assert (tmp_path / "file").read_text() == "precious" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_text_is_printed_although_the_file_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure_and_remove(settings: Settings) -> tuple[dict[str, Any], str]:
-        (tmp_path / "gone").rmdir()
+        shutil.rmtree(tmp_path / "gone")
         return {}, "the text"
 
     with pytest.raises(OSError):
