@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_plan import Group, Variant, all_groups, has_time_for, tiny_groups
-from cl_train.comparison.alternation import alternate, release_memory
+from cl_train.comparison.alternation import alternate
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, TimedModel, Workload, noise
 from cl_train.comparison.zoo import TUTORIAL
 from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.models.sources import build_model
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.environment import describe_environment, device_name
-from cl_train.system.memory import peak_memory_of_step_gib
+from cl_train.system.memory import peak_memory_of_step_gib, release_memory
 from cl_train.system.timing import step_times_s, timed_s
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ def run_group(name: str, folder: Path, time_limit_s: float, *, dry_run: bool) ->
                 rows.group = replace(group, model=model)
                 if rows.left_s > 10:
                     measure_variants(rows, device)
-                    release_memory(device)
+                    release_memory()
         elif name.startswith("bytes"):
             step_for_ncu(rows.group, device)
         else:
@@ -127,7 +127,7 @@ def measure_variants(rows: Rows, device: torch.device) -> None:
         except Exception as error:  # the other variants may work; report the reason
             traceback.print_exc()
             rows.add(variant, outcome=f"{type(error).__name__}: {str(error)[:200]}")
-            release_memory(device)
+            release_memory()
     if len(steps) < 2:
         return
     baseline = group.baseline if group.baseline in steps else next(iter(steps))

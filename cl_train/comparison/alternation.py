@@ -4,18 +4,17 @@ Blocks run in the order A B B A (A B C C B A for three), which is one round: lin
 users) cancels within a round, so rounds are nearly independent.
 """
 
-import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from cl_train.comparison.statistics import Interval, interval_of_rounds
+from cl_train.system.memory import is_out_of_memory, release_memory
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +45,12 @@ class Alternation:
 
 
 def alternate(
-    blocks: Sequence[Callable[[], float]],
+    blocks: Iterable[Callable[[], float]],
     *,
     target_ci: float = 0.02,
     time_limit_s: float = 60.0,
     min_rounds: int = 8,
+    release_last: Callable[[], object] = lambda: None,
 ) -> Alternation:
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or time runs out.
 
@@ -61,7 +61,9 @@ def alternate(
         blocks: per variant, a function that runs a block of steps and returns the seconds per step.
         time_limit_s: counts from the first block; at least two rounds are run.
         min_rounds: with fewer, an interval that is narrow by chance would end the measurement too soon.
+        release_last: called when the last variant is dropped; the caller drops its references to it here.
     """
+    blocks = list(blocks)
     times: list[list[float]] = [[] for _ in blocks]
     started_at = time.perf_counter()
     while True:
@@ -71,8 +73,13 @@ def alternate(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or len(times) <= 2:
                 raise
+            measured = []
+        if not measured:  # outside the except block, where the exception no longer refers to tensors
             log.warning("out of memory while alternating: variant %d is dropped", len(times))
             times.pop()
+            blocks.pop()
+            release_last()
+            release_memory()
             continue
         for index, seconds in measured:
             times[index].append(seconds)
@@ -93,15 +100,3 @@ def _log_ratios(times: Sequence[Sequence[float]]) -> np.ndarray[Any, Any]:
     log_s = np.log(times).reshape(len(times), -1, 2).mean(2)
     ratios: np.ndarray[Any, Any] = log_s[0] - log_s
     return ratios
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: CUDA has its own exception, the CPU's allocator raises a RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def release_memory(device: torch.device) -> None:
-    """Free unreferenced memory on the device. Waits for the device."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

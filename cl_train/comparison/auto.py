@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.comparison.alternation import release_memory
 from cl_train.comparison.paired import Comparison, benchmark_layouts, workload_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, Workload
 from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
@@ -24,6 +23,7 @@ from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES
 from cl_train.models.copies import copy_model
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import cache_folder, write_json
+from cl_train.system.memory import release_memory
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def choose_memory_format(
     except ConfigError as error:
         return _contiguous(f"the layouts cannot be measured: {error}")
     finally:
-        release_memory(workload.device)
+        release_memory()
         if workload.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(workload.device)  # the run's peak must not include this measurement's
     choice = replace(choice, seconds=round(time.perf_counter() - started_at, 2))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from cl_train.comparison.alternation import alternate, is_out_of_memory, release_memory
+from cl_train.comparison.alternation import alternate
 from cl_train.comparison.statistics import Interval, verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
 from cl_train.config.schema import ConfigError
@@ -21,6 +21,7 @@ from cl_train.memory_format.model_call import explain_failure, random_state_rest
 from cl_train.models.copies import device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
+from cl_train.system.memory import is_out_of_memory, release_memory
 
 BLOCK_S = 0.25
 
@@ -173,7 +174,7 @@ def benchmark_layouts(
                     "image_size"
                 ) from error
         timed = []
-        release_memory(workload.device)  # outside the except block, where the exception no longer refers to tensors
+        release_memory()  # outside the except block, where the exception no longer refers to tensors
         if batch_size == 1 or workload.batch is not None:
             raise ConfigError(f"a batch of {batch_size} does not fit into the memory of {workload.device}")
         batch_size //= 2
@@ -193,8 +194,8 @@ def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float, req
     steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
     load = MachineLoad()
     # The median step of a block: interruptions on a shared machine are not caused by the layout.
-    blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
-    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s)
+    blocks = (lambda model=model: median(model.block_times_s(steps)) for model in timed)
+    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s, release_last=timed.pop)
     workload, others_pct = timed[0].workload, load.others_pct()
     is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
     speeds = []

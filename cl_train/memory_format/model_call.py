@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
+from cl_train.system.memory import is_out_of_memory
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -156,7 +157,7 @@ def explain_failure(error: BaseException) -> str:
             break
     if "view size is not compatible" in str(error):
         return f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape instead of .view"
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return f"out of memory{where}: use a smaller batch or image size"
     return f"{type(error).__name__}{where}: {message}" if message else f"{type(error).__name__}{where}"
 

@@ -9,8 +9,8 @@ the host (a Python random number, a counter, the value of a tensor) must not be 
 eleven warm-up steps with DDP follow PyTorch's notes on CUDA graphs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -33,19 +33,22 @@ class Recorder:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run the block on the stream of the recording, after all earlier work and before all later work."""
+        if self.stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
 
     def run(self, work: Work) -> torch.Tensor:
         """Run `work` eagerly on the stream of the recording."""
-        if self.stream is None:
-            return work()
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
         with self.on_stream():
-            result = work()
-        current.wait_stream(self.stream)
-        return result
+            return work()
 
     def record(self, work: Work) -> Work:
         """Record `work` without running it, and return its replay, which overwrites its earlier result."""

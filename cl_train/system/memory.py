@@ -1,5 +1,6 @@
-"""The memory available to this process, and the memory that a step needs."""
+"""The memory available to this process, the memory that a step needs, and what follows when it runs out."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,15 @@ from torch.profiler import ProfilerActivity, profile
 from cl_train.system.timing import wait_for
 
 _CGROUP = Path("/sys/fs/cgroup")
+# Parts of messages, in lower case, of errors that have no type of their own.
+_OUT_OF_MEMORY = (
+    "out of memory",  # CUDA's runtime and driver, also when a CUDA graph is instantiated; NCCL
+    "can't allocate memory",  # the CPU's allocator
+    "not enough memory",  # the same on other systems
+    "_alloc_failed",  # CUBLAS_STATUS_, CUSOLVER_STATUS_, CUDNN_STATUS_
+    "allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ since cuDNN 9
+    "unable to find an engine to execute",  # cuDNN: no algorithm's workspace could be allocated
+)
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -56,3 +66,29 @@ def peak_memory_of_step_gib(
             held += event.nbytes()
             peak = max(peak, held)
     return (own_bytes + peak) / 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. Only torch's own allocators raise an exception of its own; libraries have messages."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _OUT_OF_MEMORY)
+
+
+def describe_out_of_memory(error: BaseException) -> str:
+    """The first line of an out-of-memory error, with the peak and the free memory of a GPU; no full stop at the end."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0].split(". GPU")[0].rstrip(".")
+    if not torch.cuda.is_initialized() or isinstance(error, MemoryError) or "CPU" in reason:
+        return f"out of memory: {reason}"
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"out of memory on {torch.cuda.get_device_name()}: {reason}; the peak of this process was "
+        f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
+    )
+
+
+def release_memory() -> None:
+    """Free unreferenced memory on the device. Waits for the device."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

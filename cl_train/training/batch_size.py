@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from cl_train.comparison.alternation import is_out_of_memory, release_memory
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.batch import Batch
 from cl_train.data.build import build_data
 from cl_train.memory_format.model_call import random_state_restored
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist, on_main
-from cl_train.system.memory import available_bytes, peak_memory_of_step_gib
+from cl_train.system.memory import available_bytes, is_out_of_memory, peak_memory_of_step_gib, release_memory
 from cl_train.system.timing import timed_s
 from cl_train.training.build import build_train_state, training_sizes
 from cl_train.training.nonfinite import TrainingFault
@@ -87,12 +86,12 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     with random_state_restored(device), kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic):
         try:
             state = build_train_state(eager, precision, classes, alone, lr=1e-4)
-        except TrainingFault:  # its blank step, with the smallest batch
+        except TrainingFault:  # its trial step, with the smallest batch
             raise too_large(limit_gib) from None
         measure = partial(_measure, state, classes, sizes[-1], cfg.accumulate_steps)
         measured = search(measure, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
     del state, measure
-    release_memory(device)
+    release_memory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     chosen = smallest_of_the_fastest(measured)
@@ -164,7 +163,7 @@ def _measured_if_it_fits(measure: Callable[[int], BatchSpeed], size: int) -> Bat
 def _measure(state: TrainState, classes: int, image_size: int, micro_steps: int, batch_size: int) -> BatchSpeed:
     """Train the model of `state` on noise."""
     parts, device = state.parts, state.parts.device
-    release_memory(device)
+    release_memory()
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
     images = images.to(parts.precision.input_dtype, memory_format=state.memory_format)
     micro_batches = [Batch(images, torch.randint(classes, (batch_size,), device=device))] * micro_steps

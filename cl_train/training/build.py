@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float) -> TrainState:
-    """Build the model, its optimizer and its step, and run the model on blank images (see `check_model_trains`).
+    """Build the model, its optimizer and its step, and run the model on noise (see `check_model_trains`).
 
     Raises:
         ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
@@ -62,6 +62,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
                 batch_size=cfg.batch_size,
                 image_size=training_sizes(cfg)[-1],
                 num_classes=num_classes,
+                compiled=cfg.compile,
             )
         wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     trained = compiled(wrapped, cfg.compile_mode, graphs=len(training_sizes(cfg))) if cfg.compile else wrapped

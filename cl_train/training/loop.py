@@ -40,7 +40,7 @@ from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_s
 from cl_train.training.profiling import profile
 from cl_train.training.records import read_records
 from cl_train.training.run_log import RunLog, console_line, describe_failure, mean, progress_bar
-from cl_train.training.setup import Run, set_up
+from cl_train.training.setup import Run, prepare_torch, set_up
 from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, speed
 from cl_train.training.throughput import own_times, slowest_rank, without_warmup
 
@@ -94,6 +94,7 @@ def train(cfg: Config, folder: Path) -> int:
             run_log.open_file(folder)
         else:
             run_log.only_warnings()
+        prepare_torch(dist, deterministic=cfg.deterministic)
         cfg = resolve_batch_size(cfg, dist)
         run = set_up(cfg, folder, dist, signals, stack)
         stack.enter_context(failure_in_summary(run))

@@ -1,15 +1,15 @@
-"""One forward and backward pass on blank images before the first epoch: a model that cannot train fails in seconds."""
+"""One forward and backward pass on noise before the first epoch: a model that cannot train fails in seconds."""
 
 import torch
 from torch import nn
 
-from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.config.schema import ConfigError
 from cl_train.data.batch import DeviceFormat
 from cl_train.memory_format.model_call import explain_failure, state_restored
 from cl_train.models.copies import copy_model
 from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast
+from cl_train.system.memory import describe_out_of_memory, is_out_of_memory
 from cl_train.training.nonfinite import TrainingFault
 
 
@@ -22,11 +22,13 @@ def check_model_trains(
     batch_size: int,
     image_size: int,
     num_classes: int,
+    compiled: bool,
 ) -> None:
-    """Run forward and backward once on blank images, before `model` is wrapped in DDP, whose hooks would count it.
+    """Run forward and backward once on noise, before `model` is wrapped in DDP, whose hooks would count it.
 
-    On a GPU with the whole batch, to detect that it does not fit. On a CPU with two images, and only for a user's own
-    model: zoo models were run on the meta device.
+    On a GPU with the whole batch, to detect that it does not fit; with two images if the model will be `compiled`,
+    which takes less memory than this eager pass. On a CPU with two images, and only for a user's own model: zoo models
+    were run on the meta device.
 
     Raises:
         TrainingFault: the batch does not fit into memory.
@@ -39,13 +41,14 @@ def check_model_trains(
         tried = model if on_gpu else copy_model(model)  # a user's model may count its calls
     except ConfigError:  # an attribute that cannot be copied, such as an open file or a lock
         tried = model
-    shape = (batch_size if on_gpu else min(batch_size, 2), 3, image_size, image_size)
+    images = batch_size if on_gpu and not compiled else min(batch_size, 2)
+    shape = (images, 3, image_size, image_size)
     try:
-        blank_step(tried, precision, batch_format, shape, num_classes)
+        trial_step(tried, precision, batch_format, shape, num_classes)
     except Exception as error:  # any exception of the user's code
         if is_out_of_memory(error):
             raise TrainingFault(
-                f"batch_size={batch_size}: {memory_problem(error, batch_format.device)}. Use a smaller batch_size or "
+                f"batch_size={batch_size}: {describe_out_of_memory(error)}. Use a smaller batch_size or "
                 "batch_size=auto; accumulate_steps keeps the global batch"
             ) from None
         reason = explain_failure(error)
@@ -54,18 +57,21 @@ def check_model_trains(
         torch.cuda.reset_peak_memory_stats(batch_format.device)
 
 
-def blank_step(
+def trial_step(
     model: nn.Module,
     precision: Precision,
     batch_format: DeviceFormat,
     shape: tuple[int, int, int, int],
     num_classes: int,
 ) -> None:
-    """Forward and backward on zeros; afterwards only torch's memory cache has changed."""
+    """Forward and backward on noise; afterwards only torch's caches have changed.
+
+    cuDNN times its algorithms here, and training uses its choice: zeros would be faster than images.
+    """
     device = batch_format.device
-    images = torch.zeros(shape, device=device).to(batch_format.dtype, memory_format=batch_format.memory_format)
-    targets = torch.zeros(shape[0], dtype=torch.int64, device=device)
     with state_restored(model, device):
+        images = torch.randn(shape, device=device).to(batch_format.dtype, memory_format=batch_format.memory_format)
+        targets = torch.randint(num_classes, (shape[0],), device=device)
         with autocast(precision, device):
             output = model(images)
             logits = logits_of(output)
@@ -74,16 +80,3 @@ def blank_step(
                 raise ValueError(f"outputs of shape {shape_found}; expected [N, classes] for {num_classes} classes")
             loss = loss_of(output, targets)
         loss.backward()
-
-
-def memory_problem(error: BaseException, device: torch.device) -> str:
-    """The text of an out-of-memory error, with the peak and the free memory of a GPU; no full stop at the end."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0].split(". GPU")[0].rstrip(".")
-    if device.type != "cuda":
-        return f"out of memory: {reason}"
-    free, total = torch.cuda.mem_get_info(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    return (
-        f"out of memory on {torch.cuda.get_device_name(device)}: {reason}; the peak of this process was "
-        f"{peak / 2**30:.2f} GiB, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
-    )

@@ -8,17 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-import torch
 from tqdm import tqdm
 
-from cl_train.comparison.alternation import is_out_of_memory
 from cl_train.data.bad_images import BadImageError
 from cl_train.data.workers import WorkerError
 from cl_train.system.checkpoint_file import CheckpointError
 from cl_train.system.files import AppendFile
 from cl_train.system.heartbeat import RankFault
+from cl_train.system.memory import describe_out_of_memory, is_out_of_memory
 from cl_train.training.nonfinite import TrainingFault
-from cl_train.training.preflight import memory_problem
 from cl_train.training.throughput import without_warmup
 
 log = logging.getLogger("cl_train")
@@ -87,8 +85,7 @@ def describe_failure(error: BaseException | None) -> str | None:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return f"{what}; {remedy}, then continue with resume=auto"
     if error is not None and is_out_of_memory(error):
-        device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
-        return f"{memory_problem(error, device)}. Lower batch_size; accumulate_steps keeps the global batch"
+        return f"{describe_out_of_memory(error)}. Lower batch_size; accumulate_steps keeps the global batch"
     return None
 
 

@@ -79,7 +79,6 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     """
     machine_load = MachineLoad()  # first: it measures from here on
     precision = resolve_precision(cfg.precision, dist.device)
-    prepare_torch(dist, deterministic=cfg.deterministic)
     # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     announce(cfg.model, precision, dist, folder)
@@ -251,7 +250,7 @@ def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: D
 
 
 def prepare_torch(dist: Dist, *, deterministic: bool) -> None:
-    """Process-wide switches, which are never restored."""
+    """Process-wide switches, which are never restored; called before any work: cuBLAS reads its variable once."""
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results

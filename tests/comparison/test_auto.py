@@ -69,7 +69,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return state["result"]
 
     monkeypatch.setattr(auto, "benchmark_layouts", benchmark_layouts)
-    monkeypatch.setattr(auto, "release_memory", lambda device: None)
+    monkeypatch.setattr(auto, "release_memory", lambda: None)
     return state
 
 

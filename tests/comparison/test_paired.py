@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.comparison import alternation, paired
+from cl_train.comparison import paired
 from cl_train.comparison.alternation import alternate
 from cl_train.comparison.paired import benchmark_layouts, compare_layouts
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
@@ -90,11 +90,6 @@ def test_out_of_memory_drops_the_last_variant_and_keeps_the_others() -> None:
     assert done.speed_ratios()[1].ratio == pytest.approx(2.0)
     with pytest.raises(torch.OutOfMemoryError):
         alternate([lambda: 0.02, third])
-
-
-def test_other_errors_are_not_out_of_memory() -> None:
-    assert not alternation.is_out_of_memory(RuntimeError("shapes do not fit"))
-    assert alternation.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 99 bytes"))
 
 
 # --- the timed model --------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """`batch_size=auto`: the search against made-up machines, and the real one on a small network."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -131,7 +133,16 @@ def test_a_run_with_auto_trains_and_writes_the_number_down(
 ) -> None:
     monkeypatch.setattr(batch_size, "STEPS", 1)
     monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
-    done = train("batch_size=auto", "epochs=1", "optim.reference_batch_size=32")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    build, cublas = batch_size.build_train_state, []
+
+    def look(*arguments: Any, **words: Any) -> Any:
+        cublas.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return build(*arguments, **words)
+
+    monkeypatch.setattr(batch_size, "build_train_state", look)
+    done = train("batch_size=auto", "epochs=1", "optim.reference_batch_size=32", "deterministic=true")
+    assert cublas == [":4096:8"], "cuBLAS reads it at its first product, which the measurement calls"
     chosen = done.summary["global_batch_size"]
     assert chosen in (8, 16)
     assert f"batch_size: {chosen}\n" in (done.folder / "config.yaml").read_text()

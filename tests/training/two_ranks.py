@@ -36,7 +36,7 @@ def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -
 
 
 def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
-    """The pass on blank images runs backward on the model itself, as on a GPU; then four steps."""
+    """The trial step runs backward on the model itself, as on a GPU; then four steps."""
     cfg = settings(folder, ddp_static_graph=True, channels_last=True)
     precision = resolve_precision("fp32", torch.device("cpu"))
     original = preflight.copy_model

@@ -1,0 +1,1 @@
+"""What a GPU would show in its first hour, shown without one."""
