@@ -42,7 +42,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         table.append({name: str(row.get(name)) for name in columns} | {"details": details})
     text = (
         "# Injected faults, full counts\n\n"
-        f"`bash scripts/test.sh --faults` with torch {versions['torch']}, Python {versions['python']}, on a CPU. A try is "
-        f"lost if the outcome is not exactly the promised one.\n\n{markdown_table(table)}\n"
+        f"`bash scripts/test.sh --faults` with torch {versions['torch']}, Python {versions['python']}, on a CPU. A try "
+        f"is lost if the outcome is not exactly the promised one.\n\n{markdown_table(table)}\n"
     )
     write_text(path.with_suffix(".md"), text)
