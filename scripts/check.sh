@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash scripts/check.sh: lint, format, types and the import order of the packages; `--fix` fixes what can be fixed automatically.
+# bash scripts/check.sh: lint, format, types, the import order of the packages, and the size of the rooms; `--fix` fixes what can be fixed automatically.
 export EXTRAS=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --fix ]; then
@@ -10,3 +10,4 @@ fi
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 .venv/bin/lint-imports
+.venv/bin/python scripts/room_budgets.py

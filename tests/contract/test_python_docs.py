@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.forkserver import ForkServer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
 
@@ -27,6 +27,6 @@ def run_program(title: str, folder: str) -> None:
 def test_program(title: str, tmp_path: Path, fork_server: ForkServer) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     arguments = [title, str(tmp_path)]
-    run = fork_server.call("tests.test_python_docs:run_program", arguments, tmp_path / "log", environment)
+    run = fork_server.call("tests.contract.test_python_docs:run_program", arguments, tmp_path / "log", environment)
     assert run.wait() == 0, run.output()[-2000:]
     assert "Traceback" not in run.output()

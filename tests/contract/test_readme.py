@@ -11,7 +11,7 @@ from cl_train.commands import COMMANDS
 from cl_train.config.command_line import check_command_line
 from cl_train.config.validation import setting_fields
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

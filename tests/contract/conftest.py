@@ -1,0 +1,15 @@
+"""What users rely on: command lines, exit codes, messages, the Python interface, files, resume, and the documents' commands.
+
+An assertion here changes only together with the promise, and with a line in CHANGELOG.md. The fault suite, `tests/faults`,
+belongs to the contract too.
+"""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents or "faults" in item.path.parts:
+            item.add_marker(pytest.mark.contract)
