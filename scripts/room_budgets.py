@@ -1,4 +1,4 @@
-"""Fails if a part of the program has more lines than its budget, `[tool.rooms]` in pyproject.toml: growth is a decision."""
+"""Fails if a room has more lines than its budget, `[tool.rooms]` in pyproject.toml: growth is a decision."""
 
 import sys
 import tomllib

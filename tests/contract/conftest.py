@@ -1,7 +1,7 @@
-"""What users rely on: command lines, exit codes, messages, the Python interface, files, resume, and the documents' commands.
+"""What users rely on: command lines, exit codes, messages, the Python interface, files, resume, commands of documents.
 
-An assertion here changes only together with the promise, and with a line in CHANGELOG.md. The fault suite, `tests/faults`,
-belongs to the contract too.
+An assertion here changes only together with the promise, and with a line in CHANGELOG.md. So do those of the fault
+suite, `tests/faults`.
 """
 
 from pathlib import Path
