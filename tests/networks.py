@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
@@ -64,18 +63,6 @@ class _Gate(nn.Module):
 def gated(num_classes: int) -> nn.Module:
     """Can be interrupted in training, with random numbers that a checkpoint must restore."""
     return nn.Sequential(_Gate(), nn.Dropout(0.3), without_batchnorm(num_classes))
-
-
-class _SlowOnRank1(nn.Module):
-    """Makes the forward pass take two seconds longer on rank 1."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        time.sleep(2.0 if os.environ.get("RANK") == "1" else 0.0)
-        return images
-
-
-def slow_on_rank_1(num_classes: int) -> nn.Module:
-    return nn.Sequential(_SlowOnRank1(), without_batchnorm(num_classes))
 
 
 class _Faulty(nn.Module):

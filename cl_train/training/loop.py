@@ -42,7 +42,7 @@ from cl_train.training.records import read_records
 from cl_train.training.run_log import RunLog, console_line, describe_failure, mean, progress_bar
 from cl_train.training.setup import Run, prepare_torch, set_up
 from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, speed
-from cl_train.training.throughput import own_times, slowest_rank, without_warmup
+from cl_train.training.throughput import without_warmup
 
 log = logging.getLogger(__name__)
 
@@ -202,10 +202,9 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
     bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64)
     epoch = run.plan.epoch_of(progress)
-    times = own_times(run.state.parts.model, run.meter.data_wait_ms(), run.plan.accumulate_steps, dist)
-    host_values = torch.cat([bad_images, times.flatten()]).to(dist.device, non_blocking=True)
-    totals = sum_over_ranks(torch.cat([rows.sum(0), host_values]), dist).cpu()  # the host waits for the device
-    loss, correct1, correct5, skipped, skipped_images = totals[:5].tolist()
+    bad_images = bad_images.to(dist.device, non_blocking=True)
+    totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), dist)
+    loss, correct1, correct5, skipped, skipped_images = totals.tolist()  # the host waits for the device
     window = run.meter.window()
     progress.skipped_steps += round(skipped / dist.world_size)
     images = len(steps) * epoch.global_batch_size
@@ -225,7 +224,6 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
         "top5": 100 * correct5 / images,
         "lr": float(run.state.parts.optimizer.param_groups[0]["lr"]),  # a tensor if the step is a CUDA graph
         **window,
-        **slowest_rank(totals[5:].reshape(times.shape), window["step_ms"]),
         "loss_scale": scaler.get_scale() if scaler.is_enabled() else None,
         "skipped_steps": progress.skipped_steps,
         "skipped_images": int(skipped_images),

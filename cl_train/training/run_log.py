@@ -107,12 +107,6 @@ def console_line(records: list[dict[str, Any]], step_in_epoch: int, steps_per_ep
     window, measured = records[-1], without_warmup(records)
     speed = sum(record["images"] for record in measured) / sum(record["seconds"] for record in measured)
     scale = f" Scale {window['loss_scale']:g} Skipped {window['skipped_steps']}" if window["loss_scale"] else ""
-    slowest_rank = ""  # its step without the wait for other ranks, and its wait for data
-    if "slowest_rank" in window:
-        slowest_rank = (
-            f" Slowest rank {window['slowest_rank']}: {window['slowest_rank_ms']:.0f} ms"
-            f" (median {window['median_rank_ms']:.0f} ms), Data {window['slowest_rank_data_wait_pct']:.0f}%"
-        )
     bad_images = f" Bad images {window['skipped_images']}" if window["skipped_images"] else ""
     return (
         f"Epoch: [{window['epoch']}][{step_in_epoch}/{steps_per_epoch}]"
@@ -121,7 +115,7 @@ def console_line(records: list[dict[str, Any]], step_in_epoch: int, steps_per_ep
         f" Loss {window['loss']:.4f} ({mean(records, 'loss'):.4f})"
         f" Prec@1 {window['top1']:.2f} ({mean(records, 'top1'):.2f})"
         f" Prec@5 {window['top5']:.2f} ({mean(records, 'top5'):.2f})"
-        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}{slowest_rank}"
+        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}"
         + (" (warm-up)" if window["warmup"] else "")
     )
 

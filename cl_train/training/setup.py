@@ -42,7 +42,7 @@ from cl_train.training.progress import Epoch, Plan, Progress
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState
 from cl_train.training.summary import SCHEMA_VERSION
-from cl_train.training.throughput import ThroughputMeter, sample_compute_times
+from cl_train.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,6 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     stack.callback(data.close)
     plan = make_plan(cfg, data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
-    sample_compute_times(state.parts.model, cfg.log_every)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
 
     summary = describe_run(cfg, state, data, plan, dist)

@@ -22,7 +22,6 @@ STEPS_PER_EPOCH, EPOCHS = 6, 2
 STEPS = STEPS_PER_EPOCH * EPOCHS
 # What a record says about time (and how many images were timed); everything else must be equal.
 CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wait_pct", "warmup", "peak_memory_gib"}
-CLOCK_FIELDS |= {"slowest_rank", "slowest_rank_ms", "median_rank_ms", "slowest_rank_data_wait_pct"}
 
 
 def model(num_classes: int) -> nn.Module:

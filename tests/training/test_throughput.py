@@ -1,12 +1,9 @@
 """Windows and averages, with a clock that only moves when told."""
 
 import pytest
-import torch
-from torch import nn
 
-from cl_train.system.distributed import Dist
 from cl_train.training.summary import speed, spread
-from cl_train.training.throughput import ThroughputMeter, own_times, slowest_rank
+from cl_train.training.throughput import ThroughputMeter
 
 
 class Clock:
@@ -82,15 +79,3 @@ def test_spread() -> None:
     values = spread([float(value) for value in range(101)])
     assert values == {"median": 50, "p5": 5, "p95": 95, "windows": 101}
     assert spread([3.0])["p95"] == 3.0
-
-
-def test_the_slowest_rank_is_the_one_with_most_compute_and_wait_together() -> None:
-    compute_and_wait = torch.tensor([[100.0, 90.0, 110.0], [0.0, 40.0, 5.0]], dtype=torch.float64)
-    record = slowest_rank(compute_and_wait, step_ms=160.0)
-    assert (record["slowest_rank"], record["slowest_rank_ms"], record["median_rank_ms"]) == (1, 130.0, 115.0)
-    assert record["slowest_rank_data_wait_pct"] == pytest.approx(25.0)
-
-
-def test_one_process_has_no_slowest_rank() -> None:
-    times = own_times(nn.Linear(1, 1), 3.0, 1, Dist(0, 1, torch.device("cpu")))
-    assert times.shape == (2, 1) and slowest_rank(times, 10.0) == {}

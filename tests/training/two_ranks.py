@@ -106,11 +106,6 @@ def evaluation_is_eager_with_compile(folder: Path) -> Any:
         return [state.model._compiled_call_impl is None, state.parts.model._compiled_call_impl is not None]
 
 
-def slow_rank_is_named(folder: Path) -> Any:
-    cfg = settings(folder, model="tests.networks:slow_on_rank_1", max_steps=2, evaluate_every=-1)
-    return train(cfg, folder / "slow")
-
-
 CASES: list[Callable[[Path], Any]] = [
     weights_stay_equal_with_a_static_graph,
     dropout_differs,
@@ -120,7 +115,6 @@ CASES: list[Callable[[Path], Any]] = [
     a_signal_to_rank_1_in_evaluation,
     usr1_to_rank_1_saves,
     evaluation_is_eager_with_compile,
-    slow_rank_is_named,
 ]
 
 
