@@ -290,10 +290,8 @@ class Config:
     )
     profile: bool = neutral_setting(False, "write a torch.profiler trace of a few steps into the run folder")
     tensorboard: bool = neutral_setting(True, "write TensorBoard events into the run folder")
-    on_nonfinite: str = neutral_setting(
-        "stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip", "rollback")
-    )
-    max_nonfinite: int = neutral_setting(10, "on_nonfinite=skip or rollback: stop after more than this many", minimum=0)
+    on_nonfinite: str = neutral_setting("stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip"))
+    max_nonfinite: int = neutral_setting(10, "on_nonfinite=skip: stop after more than this many", minimum=0)
     rank_timeout_s: float = neutral_setting(
         600.0, "end the run if a rank does not respond for this many seconds", above=0
     )

@@ -172,10 +172,6 @@ class AppendFile:
             self._is_failing = False
             log.warning("%s is written again and complete", self.path)
 
-    def keep_waiting(self, wanted: Callable[[bytes], bool]) -> None:
-        """Drop the pending records that are not `wanted`."""
-        self._waiting = [record for record in self._waiting if wanted(record)]
-
     def _write(self, data: bytes) -> None:
         with open(self.path, "ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Save a run and continue it: after a kill, on other hardware, or after a non-finite step."""
+"""Save a run and continue it: after a kill, or on other hardware."""
 
 import dataclasses
 import logging
@@ -13,7 +13,6 @@ from cl_train.system.checkpoint_file import snapshot
 from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.run_folder import check_space
-from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.progress import Progress
 from cl_train.training.run_state import (
     METADATA_KEY,
@@ -98,20 +97,6 @@ class Checkpoints:
             log.info("resume: %s", note)
         progress, unlogged_steps = self._restore(saved)
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
-        return progress, unlogged_steps
-
-    def restore_newest(self) -> tuple[Progress, list[StepResult]]:
-        """Restore the newest checkpoint of this run.
-
-        Raises TrainingFault: there is none yet.
-        """
-        on_main(self.store.wait, self.dist)
-        found = on_main(self.store.newest, self.dist)
-        if found is None:
-            raise TrainingFault("on_nonfinite=rollback: there is no checkpoint yet; set checkpoint.every_steps")
-        path, saved, _ = found
-        progress, unlogged_steps = self._restore(saved)
-        log.info("rolled back to %s, step %d", path.name, progress.step)
         return progress, unlogged_steps
 
     def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepResult]]:

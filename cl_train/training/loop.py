@@ -1,6 +1,6 @@
 """The training loop: `train` is a whole run, top to bottom.
 
-After each step: log (and perhaps roll back), save, stop, in this order. An epoch ends with a save and an evaluation.
+After each step: log, save, stop, in this order. An epoch ends with a save and an evaluation.
 """
 
 import logging
@@ -106,7 +106,7 @@ def train(cfg: Config, folder: Path) -> int:
         if cfg.evaluate_only:
             record_evaluation(run, evaluate_model_and_ema(run))
         while not (cfg.evaluate_only or run.stop_signal or plan.is_done(run.progress)):
-            progress, must_roll_back, save_due = run.progress, False, False
+            progress, save_due = run.progress, False
             epoch = plan.epoch_of(progress)
             first_batch = progress.step_in_epoch * plan.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
@@ -128,9 +128,7 @@ def train(cfg: Config, folder: Path) -> int:
                 bar.update(progress.step - bar.n)
 
                 if plan.is_log_due(progress):
-                    must_roll_back = log_window(run, records, cfg.amp.min_scale)
-                    if must_roll_back:
-                        break
+                    log_window(run, records, cfg.amp.min_scale)
 
                 save_due = signals.save_requested or plan.is_save_due(progress, run.checkpoints.minutes_since_save())
                 # All ranks must stop or save at the same step. The cost: one all-reduce on the host per step.
@@ -142,9 +140,7 @@ def train(cfg: Config, folder: Path) -> int:
                 if run.stop_signal:
                     break
             batches.close()  # batches prepared ahead would count as the evaluation's
-            if must_roll_back:
-                roll_back(run)
-            elif not run.stop_signal:
+            if not run.stop_signal:
                 end_epoch(run, records, save_due=save_due)
         bar.close()
         return finish(run, evaluate_only=cfg.evaluate_only)
@@ -167,8 +163,8 @@ def failure_in_summary(run: Run) -> Iterator[None]:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -> bool:
-    """Log the steps since the last log line, and decide on the non-finite ones. Returns whether to roll back.
+def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -> None:
+    """Log the steps since the last log line, and decide on the non-finite ones.
 
     `records`: those of the epoch, to which the new one is added.
 
@@ -182,12 +178,11 @@ def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -
     steps = run.plan.epoch_of(run.progress).steps
     log.info("%s", console_line(records, run.progress.step_in_epoch, steps))
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
-    must_roll_back = run.nonfinite.must_roll_back(nonfinite)
+    run.nonfinite.check(nonfinite)
     if nonfinite:
         run.buffer_backup.restore()
     else:
         run.buffer_backup.update()
-    return must_roll_back
 
 
 def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
@@ -230,13 +225,6 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
         "peak_memory_gib": peak_memory_gib(dist.device),
     }
     return record, nonfinite
-
-
-def roll_back(run: Run) -> None:
-    run.progress, run.unlogged_steps = run.checkpoints.restore_newest()
-    run.tracker.rewind(run.progress.step, is_evaluated=run.progress.is_epoch_closed)
-    run.records = [record for record in run.records if record["step"] <= run.progress.step]
-    run.buffer_backup.update()
 
 
 def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> None:

@@ -1,4 +1,4 @@
-"""Non-finite losses and gradients: decide whether a run stops, skips steps or returns to a checkpoint.
+"""Non-finite losses and gradients: decide whether a run stops or skips steps.
 
 Every decision depends on numbers that are equal on all ranks (gathered or summed before), so all ranks decide equally.
 """
@@ -45,35 +45,25 @@ ADVICE = (
 
 
 class NonFinitePolicy:
-    """`on_nonfinite`: stop at the first such step, skip up to `limit` of them, or roll back to the last checkpoint.
-
-    Runs are reproducible: a step that fails again after a rollback is caused by the data or the model. It is then
-    skipped and counted.
-    """
+    """`on_nonfinite`: stop at the first such step, or skip up to `limit` of them."""
 
     def __init__(self, policy: str, limit: int) -> None:
-        assert policy in ("stop", "skip", "rollback"), policy
+        assert policy in ("stop", "skip"), policy
         self._policy = policy
         self._limit = limit
         self._count = 0
-        self._rolled_back: set[int] = set()
 
-    def must_roll_back(self, found: Sequence[NonFiniteStep]) -> bool:
-        """Decide on the non-finite steps of all ranks; raises TrainingFault if the run must stop."""
+    def check(self, found: Sequence[NonFiniteStep]) -> None:
+        """Raises TrainingFault if the non-finite steps of all ranks must stop the run."""
         if not found:
-            return False
-        steps = sorted({item.step for item in found})
-        self._count += len(steps)
+            return
+        self._count += len({item.step for item in found})
         first = min(found, key=lambda item: (item.step, item.what.startswith("a gradient"), item.rank))
         what = f"{first.what} at step {first.step} on rank {first.rank}; the update was skipped"
         if self._policy == "stop":
             raise TrainingFault(f"{what}. {ADVICE}")
         if self._count > self._limit:
             raise TrainingFault(f"{what}; {self._count} such steps exceed max_nonfinite={self._limit}. {ADVICE}")
-        if self._policy == "rollback" and not self._rolled_back.issuperset(steps):
-            self._rolled_back.update(steps)
-            return True
-        return False
 
 
 def check_loss_scale(scale: float | None, min_scale: float, step: int) -> None:

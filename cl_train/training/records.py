@@ -57,7 +57,7 @@ class Tracker:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
         self._in_sweep = (folder.parent / "sweep.json").is_file()
-        self.rewind(resumed_step, is_evaluated=is_evaluated)
+        self._drop_later_records(resumed_step, is_evaluated)
         if tensorboard:
             self._events = _EventFile(folder, purge_step=resumed_step + 1)
 
@@ -72,10 +72,8 @@ class Tracker:
             numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
             self._events.add([scalar(tags[name], value) for name, value in numbers.items() if name in tags], step)
 
-    def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
-        """Drop the records after `step`; without `is_evaluated` also the evaluation at `step`: it will be repeated."""
-        if self._folder is None:
-            return
+    def _drop_later_records(self, step: int, is_evaluated: bool) -> None:
+        """Also the evaluation at `step` unless `is_evaluated`: it will be repeated."""
 
         def is_kept(line: bytes) -> bool:
             record = read_record(line)
@@ -86,7 +84,6 @@ class Tracker:
         path = self._metrics.path
         lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
         write_text(path, b"".join(line for line in lines if is_kept(line)).decode())
-        self._metrics.keep_waiting(is_kept)
 
     def write_config(self, yaml: str) -> None:
         """`config.yaml`, and the same as text in TensorBoard."""

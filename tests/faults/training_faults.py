@@ -17,14 +17,13 @@ from cl_train.system.checkpoint_file import load
 
 
 def nan_in_loss_or_gradient(bench: Bench, full: bool) -> Outcome:
-    """NaN or Inf in the loss, in a gradient, in one rank only; policies stop, skip and rollback."""
+    """NaN or Inf in the loss, in a gradient, in one rank only; policies stop and skip."""
     plants = [("plants:bad_gradient", "nan")]
     plants += [("plants:bad_loss", "nan"), ("plants:bad_gradient", "inf"), ("plants:bad_loss", "inf")] if full else []
     with Outcome("NaN or Inf planted in a loss or gradient", bench.seed) as outcome:
         for hook, value in plants:
             outcome.check(*stops_untouched(bench, hook, value))
             outcome.check(*skips_and_goes_on(bench, hook, value, count=1))
-            outcome.check(*rolls_back(bench, hook, value))
             if full or value == "nan":
                 outcome.check(*all_ranks_stop_together(bench, hook, value))
         outcome.check(*too_many(bench))
@@ -77,16 +76,6 @@ def not_finite(run: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
     return [
         f"{run.name}: {name} is not finite" for name, tensor in tensors.items() if not bool(tensor.isfinite().all())
     ]
-
-
-def rolls_back(bench: Bench, hook: str, value: str) -> list[str]:
-    """The plant counts steps of the process, so that after the rollback the step succeeds: a glitch leaves no trace."""
-    run, reference = bench.folder / name_of(hook, value, "rollback"), bench.reference()
-    running = bench.start(run, hook, plant(5, value), on_nonfinite="rollback", checkpoint__every_steps=2)
-    code = running.wait()
-    if code != 0 or "rolled back to" not in running.output():
-        return [f"{run.name}: exit code {code}: {running.output()[-500:]}"]
-    return bench.compare(run, reference)
 
 
 def all_ranks_stop_together(bench: Bench, hook: str, value: str) -> list[str]:

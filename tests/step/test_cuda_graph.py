@@ -201,15 +201,6 @@ def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], 
     assert recorded.records("train")[0]["lr"] == plain.records("train")[0]["lr"]
 
 
-@pytest.mark.slow
-def test_a_rollback_with_cuda_graph_goes_on(train: Callable[..., Run]) -> None:
-    done = train(
-        *("model=tests.networks:nan_at_third_step", "on_nonfinite=rollback", "checkpoint.every_steps=1"),
-        "cuda_graph=true",
-    )
-    assert done.exit_code == 0 and None not in done.losses and len(done.losses) == 6
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -178,13 +178,6 @@ def test_a_nan_is_skipped_when_asked(train: Train) -> None:
     assert done.losses[2] is None and done.losses[5] is not None
 
 
-def test_a_nan_rolls_back_to_the_last_checkpoint(train: Train) -> None:
-    done = train("model=tests.networks:nan_at_third_step", "on_nonfinite=rollback", "checkpoint.every_steps=1")
-    assert done.exit_code == 0 and [record["step"] for record in done.records("train")] == [1, 2, 3, 4, 5, 6]
-    assert None not in done.losses, "the network's fault happens once, and the step is repeated"
-    assert done.summary["images_per_s"]["end_to_end"]["windows"] == 5, "without warm-up and the window rolled back"
-
-
 @pytest.mark.slow
 def test_a_profile_is_left(train: Train) -> None:
     done = train("profile=true", "epochs=4")

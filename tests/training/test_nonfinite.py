@@ -1,4 +1,4 @@
-"""When a run stops, skips or rolls back, and the batch size that it suggests."""
+"""When a run stops or skips, and the batch size that it suggests."""
 
 import math
 
@@ -31,27 +31,20 @@ def test_trouble_is_found_at_its_step() -> None:
 def test_stop_names_step_and_rank_and_the_first_cause() -> None:
     others = [NonFiniteStep(7, 0, "a gradient is not finite"), NonFiniteStep(8, 0, "the loss is nan"), NAN]
     with pytest.raises(TrainingFault, match=r"the loss is nan at step 7 on rank 1.*optim\.lr"):
-        NonFinitePolicy("stop", 10).must_roll_back(others)
+        NonFinitePolicy("stop", 10).check(others)
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_nothing_wrong_goes_on(policy: str) -> None:
-    assert not NonFinitePolicy(policy, 0).must_roll_back([])
+    NonFinitePolicy(policy, 0).check([])
 
 
 def test_skip_counts_steps_not_ranks_and_stops_past_the_limit() -> None:
     policy = NonFinitePolicy("skip", 2)
-    assert not policy.must_roll_back([NonFiniteStep(1, 0, "the loss is nan"), NonFiniteStep(1, 1, "the loss is nan")])
-    assert not policy.must_roll_back([NonFiniteStep(5, 0, "the loss is inf")])
+    policy.check([NonFiniteStep(1, 0, "the loss is nan"), NonFiniteStep(1, 1, "the loss is nan")])
+    policy.check([NonFiniteStep(5, 0, "the loss is inf")])
     with pytest.raises(TrainingFault, match=r"3 .*max_nonfinite=2"):
-        policy.must_roll_back([NonFiniteStep(9, 0, "the loss is nan")])
-
-
-def test_rollback_once_per_step_then_skips_it() -> None:
-    policy = NonFinitePolicy("rollback", 10)
-    assert policy.must_roll_back([NAN])
-    assert not policy.must_roll_back([NAN])
-    assert policy.must_roll_back([NonFiniteStep(20, 0, "the loss is nan")])
+        policy.check([NonFiniteStep(9, 0, "the loss is nan")])
 
 
 def test_loss_scale_floor() -> None:

@@ -34,11 +34,11 @@ def test_a_fresh_start_in_an_old_folder_begins_anew(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
-def test_rewind_drops_later_records(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, tensorboard=False, resumed_step=0)
     for step in (1, 2, 3):
         tracker.write("train", step, {"loss": float("nan")})
-    tracker.rewind(2)
+    Tracker(tmp_path, tensorboard=False, resumed_step=2)
     assert steps(tmp_path) == [1, 2]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] is None
 
