@@ -8,9 +8,7 @@
 Exit codes: 0 done, 2 wrong usage or a model that does not run.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cl_train.commands.json_result import print_result
@@ -29,8 +27,7 @@ if TYPE_CHECKING:  # torch is imported only after the settings have been checked
     import torch
     from torch import nn
 
-    from cl_train.memory_format.audit_report import LayoutCheck, LayoutReport
-    from cl_train.step.precision import Precision
+    from cl_train.memory_format.audit_report import LayoutReport
 
 
 @dataclass
@@ -121,8 +118,6 @@ def audit_model(settings: AuditSettings) -> "LayoutReport":
             report.compiled = compiled_graphs(model, loss, settings.backward)
         except Exception as error:  # torch.compile cannot trace every model
             raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error
-    if settings.backward:
-        report.training_path = _check_training_path(model, partial(loss, model), precision)
     return report
 
 
@@ -135,23 +130,3 @@ def _images(settings: AuditSettings, device: "torch.device", dtype: "torch.dtype
     if settings.channels_last and settings.input_channels_last:
         images = images.to(memory_format=torch.channels_last_3d if settings.frames else torch.channels_last)
     return images
-
-
-def _check_training_path(
-    model: "nn.Module", step: "Callable[[], torch.Tensor]", precision: "Precision"
-) -> "list[LayoutCheck]":
-    """Trains `model` for one step, with the optimizer and the EMA of a run."""
-    from cl_train.config.schema import OptimConfig
-    from cl_train.memory_format.audit_report import LayoutCheck
-    from cl_train.memory_format.model_call import explain_failure
-    from cl_train.memory_format.training_path import check_training_path
-    from cl_train.step.ema import EMA
-    from cl_train.step.optim import build_optimizer
-    from cl_train.step.precision import MasterWeights, trainable_parameters
-
-    try:
-        masters = MasterWeights(model) if precision.master_weights else None
-        optimizer = build_optimizer(OptimConfig(), model, trainable_parameters(model, masters), lr=1e-3)
-        return check_training_path(model, step, ema=EMA(model, 0.99).module, optimizer=optimizer, masters=masters)
-    except Exception as error:  # a model that cannot be copied, or an optimizer that refuses sparse gradients
-        return [LayoutCheck("training step", "not checked", explain_failure(error))]

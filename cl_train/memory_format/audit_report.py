@@ -8,7 +8,7 @@ from typing import Any, Literal
 Outcome = Literal["kept", "lost", "restored", "ambiguous", "contiguous"]
 CopyKind = Literal["", "explicit", "hidden", "strided"]
 OUTCOMES: tuple[Outcome, ...] = ("kept", "lost", "restored", "ambiguous", "contiguous")
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass
@@ -40,15 +40,6 @@ class Call:
     count: int = 1
 
 
-@dataclass(frozen=True)
-class LayoutCheck:
-    """Whether gradients, optimizer state or EMA weights have the strides of the parameters."""
-
-    what: str
-    outcome: Literal["kept", "lost", "ambiguous", "not checked"]
-    detail: str
-
-
 @dataclass
 class LayoutReport:
     """An audited step. Bytes are those read and written by its operators; views are not counted."""
@@ -62,7 +53,6 @@ class LayoutReport:
     calls: list[Call] = field(default_factory=list)
     step_bytes: int = 0
     step_ms: float | None = None
-    training_path: list[LayoutCheck] = field(default_factory=list)
     compiled: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
@@ -140,7 +130,6 @@ class LayoutReport:
             "copy_ms": self.copy_ms,
             "verdict": self.verdict(),
             "calls": [asdict(call) for call in self.of("lost") + self.of("restored") + self.of("ambiguous")],
-            "training_path": [asdict(check) for check in self.training_path],
         }
 
     def __str__(self) -> str:
@@ -154,7 +143,6 @@ class LayoutReport:
         tables = {
             "lost": _call_rows(self.of("lost")),
             "restored": _call_rows(self.of("restored")),
-            "outside the model": [asdict(check) for check in self.training_path],
             "compiled graphs": self.compiled,
         }
         for title, rows in tables.items():

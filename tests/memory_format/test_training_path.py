@@ -16,11 +16,10 @@ from torch import nn
 
 from cl_train.commands.audit import main
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.audit_report import LayoutCheck
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.inductor import compiled_graphs
-from cl_train.memory_format.training_path import check_training_path, compare_strides
 from cl_train.step.precision import MasterWeights, cast_model, resolve_precision, trainable_parameters
+from tests.memory_format.training_path import LayoutCheck, check_training_path, compare_strides
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,8 +135,6 @@ def test_the_command_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "13 x cat (forward)" in output and "shufflenetv2.py:95" in output
     report = json.loads(path.read_text())
     assert report["totals"]["lost"] == 33 and report["step_ms"] > 0
-    around = {item["what"]: item["outcome"] for item in report["training_path"]}
-    assert around["optimizer: momentum_buffer"] == around["EMA weights"] == "kept"
 
 
 @pytest.mark.slow

@@ -2,12 +2,22 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
-from cl_train.memory_format.audit_report import LayoutCheck
 from cl_train.step.precision import MasterWeights
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """Whether gradients, optimizer state or EMA weights have the strides of the parameters."""
+
+    what: str
+    outcome: Literal["kept", "lost", "ambiguous"]
+    detail: str
 
 
 def compare_strides(
