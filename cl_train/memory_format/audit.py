@@ -44,8 +44,9 @@ def audit(
 
     Args:
         model: any module, in the mode (train or eval) and the memory format to audit.
-        batch: the model's input, or a tuple or list of its inputs, or a dict of its keyword arguments. The first tensor
-            of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) determines the number of dimensions of an image.
+        batch: the model's input, or a tuple or list of its inputs, or a dict of its keyword arguments; a list of images
+            [C,H,W] for a detection model. The first tensor of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) determines
+            the number of dimensions of an image.
         precision: of the step; None: fp32 (the tensors' own dtypes, no autocast).
         loss: returns a scalar from the model's output; None: mean square of its floating-point tensors, or of `output`.
         output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a tuple's index.
@@ -56,8 +57,8 @@ def audit(
     Raises ConfigError: the batch holds no image; the model is lazy, or failed on the batch; no scalar loss.
     """
     precision = precision or Precision("fp32")
-    images = _first_images(batch)
     refuse_lazy(model)
+    images = _first_images(batch)
     device = images.device
     described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
 
@@ -72,7 +73,7 @@ def audit(
         if scalar.requires_grad:  # False if all parameters are frozen
             scalar.backward()
 
-    recorder = OperatorRecorder(model, images.dim())
+    recorder = OperatorRecorder(max(images.dim(), 4))
     remedy = "check the shape, dtype and device of the batch"
     with failure_explained(f"the model failed on {described}", remedy), state_restored(model, device):
         with recorder.module_hooks(), recorder:
@@ -89,11 +90,12 @@ def audit(
 
 
 def _first_images(batch: Any) -> torch.Tensor:
-    """The first tensor of 4 or 5 dimensions of a model's input."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST:
-            return leaf
-    raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W]")
+    """The first tensor of 4 or 5 dimensions of a model's input; else the first image [C,H,W]."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    for dims in ((4, 5), (3,)):
+        if found := [tensor for tensor in tensors if tensor.dim() in dims]:
+            return found[0]
+    raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W], and no image [C,H,W]")
 
 
 def _time_copies(calls: list[Call], device: torch.device) -> None:

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
-Outcome = Literal["kept", "lost", "restored", "ambiguous", "contiguous"]
+Outcome = Literal["kept", "lost", "restored", "created", "ambiguous", "contiguous"]
 CopyKind = Literal["", "explicit", "hidden", "strided"]
-OUTCOMES: tuple[Outcome, ...] = ("kept", "lost", "restored", "ambiguous", "contiguous")
+OUTCOMES: tuple[Outcome, ...] = ("kept", "lost", "restored", "created", "ambiguous", "contiguous")
 SCHEMA_VERSION = 3
 
 
@@ -17,10 +17,11 @@ class Call:
 
     `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in backward also: a
     gradient made contiguous although its activation is channels_last); "restored", a contiguous input and
-    channels_last out; "ambiguous", size-1 dimensions leave both formats possible; "contiguous", contiguous in and out.
+    channels_last out; "created", in backward a contiguous gradient of a channels_last activation, made without reading
+    a channels_last tensor, which moves no bytes; "ambiguous", size-1 dimensions leave both formats possible;
+    "contiguous", contiguous in and out.
     `copy`: how the layout was changed. "explicit", the call is a copy; "hidden", the kernel permutes its input first;
     "strided", an element-wise kernel reads one input with large strides; "", no copy.
-    `viewed_as`: the last shape under which an explicit copy was viewed.
     """
 
     operator: str
@@ -31,10 +32,10 @@ class Call:
     source: str
     line: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: str
     inputs: tuple[str, ...] = ()
     copy: CopyKind = ""
-    viewed_as: tuple[int, ...] | None = None
     moved_bytes: int = 0
     copy_ms: float | None = None
     count: int = 1
@@ -86,13 +87,16 @@ class LayoutReport:
         lines = []
         for direction in ("forward", "backward"):
             for calls in grouped(self.of("lost", direction), "operator"):
-                what = f"{_short(calls[0].operator)} ({direction}) returned contiguous"
-                lines.append(f"{self._cost(calls, what)}. {_advice(calls[0])}")
+                what = f"{short_name(calls[0].operator)} ({direction}) returned contiguous"
+                lines.append(f"{self._cost(calls, what)}. {advice(calls[0])}")
         restored = self.of("restored")
         if not lines:
             lines.append("no operator loses channels_last" + ("" if restored else ", and none has to restore it"))
         if restored:
             lines.append(self._cost(restored, "a contiguous input was converted to channels_last"))
+        for calls in grouped(self.of("created"), "operator"):
+            what = f"{short_name(calls[0].operator)} (backward) created a contiguous gradient and moved nothing"
+            lines.append(f"{_count(calls)} x {what}: {_reason_of_creation(calls[0])}")
         if self.copy_ms is not None and self.step_ms:
             pct = 100 * self.copy_ms / self.step_ms
             lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
@@ -121,6 +125,7 @@ class LayoutReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
+        listed: tuple[Outcome, ...] = ("lost", "restored", "created", "ambiguous")
         return {
             "schema_version": SCHEMA_VERSION,
             **vars(self),
@@ -129,7 +134,7 @@ class LayoutReport:
             "moved_pct": round(self.moved_pct, 3),
             "copy_ms": self.copy_ms,
             "verdict": self.verdict(),
-            "calls": [asdict(call) for call in self.of("lost") + self.of("restored") + self.of("ambiguous")],
+            "calls": [asdict(call) for outcome in listed for call in self.of(outcome)],
         }
 
     def __str__(self) -> str:
@@ -176,7 +181,7 @@ def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "count": _count(group),
-                "operator": _short(first.operator),
+                "operator": short_name(first.operator),
                 "direction": first.direction,
                 "MiB": _total(group, "moved_bytes") / 2**20,
                 "ms": _total(group, "copy_ms"),
@@ -205,29 +210,25 @@ def _total(calls: list[Call], name: Literal["moved_bytes", "copy_ms"]) -> Any:
     return sum((getattr(call, name) or 0) * call.count for call in calls)
 
 
-def _short(operator: str) -> str:
+def short_name(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
 
 
-def _advice(call: Call) -> str:
-    name = _short(call.operator)
+def advice(call: Call) -> str:
+    """What to do about a loss."""
     if call.module_type == "Parameter":
         return "The parameter is contiguous and its gradient is not; a gradient takes its parameter's strides."
-    if call.copy == "explicit" and call.viewed_as is not None:
-        if len(call.viewed_as) <= 2:
-            return "A flatten copies once per step; this cannot be avoided."
+    if call.copy == "explicit" and call.direction == "forward":
         return (
-            "A reshape that cannot be a view copies: keep four dimensions (F.channel_shuffle instead of a view, "
-            "transpose and reshape), or call .to(memory_format=torch.channels_last) after it."
+            "Remove this copy (a .contiguous(), or a .reshape that cannot be a view), or call "
+            ".to(memory_format=torch.channels_last) after it; a flatten before the classifier cannot be avoided."
         )
-    if call.copy == "explicit":
-        return "Remove this .contiguous(), or pass memory_format=torch.channels_last to it."
-    if name.startswith("cat"):
-        return "cat returns channels_last if all its inputs are; one was contiguous: see the loss before it."
-    if "norm" in name:
-        return "This kernel returns contiguous; leave the convolutions next to it contiguous (conversion=select)."
-    if call.direction == "backward" and not call.moved_bytes:
-        return "Created from an expanded gradient (of a mean); the operator that reads it converts it."
-    if call.direction == "backward":
-        return "The incoming gradient was already contiguous; see the loss before it in backward."
-    return "This kernel returns contiguous: replace it if the share matters, or leave its neighbours contiguous."
+    if any(given.startswith("contiguous") for given in call.inputs):
+        return "One of its inputs was contiguous already: see the loss before it."
+    return "This kernel returns contiguous: replace it if the share matters."
+
+
+def _reason_of_creation(call: Call) -> str:
+    if any(given.startswith("expanded") for given in call.inputs):
+        return "its incoming gradient is expanded (of a mean or a sum)"
+    return "the kernel allocates it contiguous, whatever the strides of the incoming gradient are"

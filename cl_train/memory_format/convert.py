@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
@@ -14,6 +15,7 @@ from cl_train.memory_format.layout import (
     CHANNELS_LAST,
     CONVOLUTIONS,
     MEMORY_FORMAT_NAMES,
+    MEMORY_FORMATS,
     classify,
     named_tensors,
     refuse_lazy,
@@ -62,7 +64,7 @@ def convert(
     model: Any,
     mode: str = "full",
     select: Iterable[str] | Predicate | None = None,
-    memory_format: torch.memory_format = torch.channels_last,
+    memory_format: torch.memory_format | str = torch.channels_last,
 ) -> ConversionReport:
     """Convert the parameters and buffers of `model` in place; their values do not change.
 
@@ -78,18 +80,22 @@ def convert(
         select: for mode "select": shell patterns of module names (a pattern includes the module's children), or a
             predicate of (name, module).
         memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
-            channels_last, tensors of 5 channels_last_3d; or `contiguous_format`.
+            channels_last, tensors of 5 channels_last_3d; or `contiguous_format`. Or its name.
 
-    Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model inside DDP or FSDP.
+    Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model that is, contains or is
+    inside DDP or FSDP; sharded parameters.
     """
     if mode not in MODES:
         raise ConfigError(f"conversion={mode}: no such mode; use {', '.join(MODES)}{suggest(mode, MODES)}")
-    if memory_format not in (*CHANNELS_LAST.values(), torch.contiguous_format):
-        raise ConfigError(f"a model cannot be converted to {memory_format}; use channels_last or contiguous_format")
+    memory_format = MEMORY_FORMATS.get(memory_format, memory_format)  # type: ignore[arg-type]
+    if memory_format not in MEMORY_FORMAT_NAMES:
+        known = suggest(str(memory_format), MEMORY_FORMATS)
+        raise ConfigError(f"a model cannot be converted to {memory_format}; use {', '.join(MEMORY_FORMATS)}{known}")
     report = ConversionReport(mode, memory_format)
+    refuse_lazy(model)
     root = _unwrap(model, report)
-    refuse_lazy(root)
     tensors = named_tensors(root)
+    _refuse_distributed(root, tensors)
     selected = _selected(root, tensors, mode, select)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
@@ -100,19 +106,33 @@ def _unwrap(model: Any, report: ConversionReport) -> Any:
     """The module whose tensors are converted, without `torch.compile`'s wrapper."""
     if isinstance(model, torch.export.ExportedProgram):
         return model
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"cannot convert a {type(model).__name__}: expected a torch.nn.Module or an exported program")
-    if isinstance(model, nn.parallel.DistributedDataParallel) or "FullyShardedDataParallel" in type(model).__name__:
-        raise ConfigError(
-            f"convert the model before wrapping it in {type(model).__name__}: its buckets have the old strides "
-            "(pytorch/pytorch#47163)"
-        )
     if isinstance(model, nn.DataParallel):
         report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         report.notes.append("compiled: the next call compiles again, as strides are guards")
         return _unwrap(model._orig_mod, report)
     return model
+
+
+def _refuse_distributed(root: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """DDP and FSDP have buckets and shards with the strides that the model had; a wrapper tensor hides its strides."""
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    kinds = [type(module).__name__ for module in modules if _is_distributed(module)]
+    kinds += [
+        type(tensor).__name__
+        for tensor in tensors.values()
+        if tensor.dim() in CHANNELS_LAST and is_traceable_wrapper_subclass(tensor)
+    ]
+    if kinds:
+        raise ConfigError(
+            f"convert the model before it is wrapped or sharded: it has {kinds[0]}, which keeps the old strides "
+            "(pytorch/pytorch#47163)"
+        )
+
+
+def _is_distributed(module: nn.Module) -> bool:
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return bool(names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 def _selected(

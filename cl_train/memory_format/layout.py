@@ -22,6 +22,7 @@ MEMORY_FORMAT_NAMES = {
     torch.channels_last: "channels_last",
     torch.channels_last_3d: "channels_last_3d",
 }
+MEMORY_FORMATS = {name: memory_format for memory_format, name in MEMORY_FORMAT_NAMES.items()}
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
@@ -99,7 +100,9 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def refuse_lazy(model: Any) -> None:
-    """Raises ConfigError if a tensor of the model has no shape yet."""
+    """Raises ConfigError if this is no model, or a tensor of the model has no shape yet."""
+    if not isinstance(model, nn.Module | torch.export.ExportedProgram):
+        raise ConfigError(f"a {type(model).__name__} is no model: expected a torch.nn.Module or an exported program")
     lazy = next((name for name, tensor in named_tensors(model).items() if nn.parameter.is_lazy(tensor)), None)
     if lazy:
         raise ConfigError(f"{lazy} is lazy and has no shape yet: run one batch through the model first")

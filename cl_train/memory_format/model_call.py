@@ -20,7 +20,12 @@ _MESSAGE_LENGTH = 600  # characters of an exception's message
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """`batch`: the model's input, a tuple or list of its inputs, or a dict of its keyword arguments."""
+    """`batch`: the model's input, a tuple or list of its inputs, or a dict of its keyword arguments.
+
+    A list of images [C,H,W], of different sizes, is the one input of a detection model.
+    """
+    if isinstance(batch, list) and all(isinstance(item, torch.Tensor) and item.dim() == 3 for item in batch):
+        return model(batch)
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)

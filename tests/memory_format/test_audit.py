@@ -247,18 +247,57 @@ def test_autocast_inference_and_other_batches() -> None:
     assert audit(model, (image, scale)).of("lost", "forward")[0].dtype == "float32"
 
 
-def test_a_batch_without_images_is_refused() -> None:
+def test_what_is_no_model_and_a_batch_without_images_are_refused() -> None:
     with pytest.raises(ValueError, match="4 or 5 dimensions"):
         audit(nn.Linear(3, 2), torch.randn(2, 3))
+    with pytest.raises(ValueError, match="a int is no model"):
+        audit(3, torch.randn(2, 3, 4, 4))  # type: ignore[arg-type]
 
 
-def test_resnet18_loses_only_the_gradient_of_its_global_mean() -> None:
+def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_global_mean() -> None:
     model = torchvision.models.resnet18()
     convert(model)
     report = audit(model, channels_last_images(2, 3, 64, 64))
-    assert report.of("lost", "forward") == []
-    assert [(call.operator, call.module) for call in report.of("lost")] == [("aten.div.Scalar", "avgpool")]
+    assert report.of("lost") == [] and "keeps channels_last in all" in report.summary()
+    assert [(call.operator, call.module) for call in report.of("created")] == [("aten.div.Scalar", "avgpool")]
+    assert "expanded" in report.verdict()[-1]
     assert [call.module for call in report.of("restored")] == ["layer4.1.relu"]
+
+
+class Sliced(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, 1:].transpose(2, 3)
+
+
+class Unfolded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.unfold(x, 3, padding=1).view(x.shape[0], -1, *x.shape[2:])[:, ::9]
+
+
+@pytest.mark.parametrize(("planted", "operator"), [(Sliced(), "slice_backward"), (Unfolded(), "col2im")])
+def test_a_gradient_that_a_kernel_allocates_is_not_called_expanded(planted: nn.Module, operator: str) -> None:
+    last = nn.Flatten(0)  # the gradient is not channels_last
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), planted, last).to(memory_format=torch.channels_last)
+    report = audit(model, channels_last_images(2, 3, 8, 8))
+    for line in report.verdict():
+        assert "expanded" not in line
+    assert operator in str([call.operator for call in report.of("created")])
+
+
+def test_a_detection_model_takes_images_of_three_dimensions() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 8, 3), Contiguous())
+
+        def forward(self, images: list[torch.Tensor], targets: Any = None) -> dict[str, torch.Tensor]:
+            features = self.body(torch.stack(images).to(memory_format=torch.channels_last))
+            return {"loss": features.mean() if targets is None else features.mean() * targets[0]["boxes"].mean()}
+
+    model = Detector().to(memory_format=torch.channels_last)
+    images = [torch.randn(3, 16, 16), torch.randn(3, 16, 16)]
+    for batch in (images, (images,), (images, [{"boxes": torch.ones(1, 4)}]), {"images": images}):
+        assert [call.module for call in audit(model, batch).of("lost", "forward")] == ["body.1"]
 
 
 @pytest.mark.slow
@@ -298,7 +337,7 @@ def test_scripted_and_traced_models_are_audited_alike(make: Any) -> None:
     for model in (eager, other):
         convert(model)
         totals.append(audit(model, channels_last_images(2, 3, 64, 64)).totals)
-    assert totals[0] == totals[1] and totals[0]["lost"] == 33
+    assert totals[0] == totals[1] and totals[0]["lost"] == 32
 
 
 def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> None:

@@ -1,11 +1,17 @@
 """Converting models: strides, identity of parameters, sharing, reversal; and the layouts of state that follows them."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
@@ -167,6 +173,7 @@ def test_none_changes_nothing() -> None:
         ({"mode": "select"}, "needs select="),
         ({"mode": "select", "select": ["layr1"]}, "no such module; did you mean layer1"),
         ({"memory_format": torch.preserve_format}, "preserve_format"),
+        ({"memory_format": "channels_lst"}, "did you mean channels_last"),
     ],
 )
 def test_wrong_conversions_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -174,9 +181,54 @@ def test_wrong_conversions_are_refused(arguments: dict[str, object], message: st
         convert(torchvision.models.resnet18(), **arguments)
 
 
-def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dict"):
-        convert({})
+def test_a_memory_format_has_a_name() -> None:
+    model = small_model()
+    assert convert(model, memory_format="channels_last").changed == ["0.weight", "3.weight"]
+    assert convert(model, memory_format="contiguous").changed == ["0.weight", "3.weight"]
+
+
+def fully_sharded() -> nn.Module:
+    return fully_shard(small_model(), mesh=init_device_mesh("cpu", (1,)))
+
+
+def partly_sharded() -> nn.Module:
+    model = nn.Sequential(small_model(), nn.Conv2d(3, 8, 3))
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def distributed_tensor() -> nn.Module:
+    model = small_model()
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, init_device_mesh("cpu", (1,))))
+    return model
+
+
+def two_tensors() -> nn.Module:
+    model = small_model()
+    model[0].weight = nn.Parameter(TwoTensor(model[0].weight.data, model[0].weight.data.clone()))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (dict, "dict"),
+        (lambda: nn.Sequential(nn.parallel.DistributedDataParallel(small_model())), "DistributedDataParallel"),
+        (fully_sharded, "FSDP"),
+        (partly_sharded, "FSDP"),
+        (distributed_tensor, "DTensor"),
+        (two_tensors, "TwoTensor"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_and_unchanged(build: Any, reason: str, tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=reason):
+            convert(build())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_parametrised_weights_are_converted_and_stay_parametrised() -> None:
