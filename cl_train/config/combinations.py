@@ -31,8 +31,6 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
         yield "data.mean and data.std need three numbers each, those of data.std above 0"
     if data.val_resize is not None and data.val_resize < val_size:
         yield f"data.val_resize={data.val_resize} is smaller than the validation crop of {val_size} px"
-    if data.scale_batch and not data.size_schedule:
-        yield f"data.scale_batch=true has no effect without data.size_schedule={_EXAMPLE}"
 
 
 def _augment_problems(augment: AugmentConfig) -> Iterator[str]:

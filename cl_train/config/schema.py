@@ -89,9 +89,6 @@ class DataConfig:
     size_schedule: list[list[int]] = setting(
         [], "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32"
     )
-    scale_batch: bool = setting(
-        False, "size_schedule: smaller images come in larger batches; batch_size is that of the largest images"
-    )
     val_size: int | None = setting(None, "side of the validation crop; null = image_size", minimum=8, maximum=4096)
     val_resize: int | None = setting(
         None, "validation: short side before the centre crop, pixels; null = 256/224 of val_size", minimum=8

@@ -10,10 +10,9 @@ from cl_train.data.folder import check_files, read_folder
 from cl_train.data.image_reader import ImageReader
 from cl_train.data.imagenette import ensure_imagenette
 from cl_train.data.loader import HostLoader, Loader, Reader, StreamLoader
-from cl_train.data.order import permutation, repeated, shard_permutation
+from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
 from cl_train.data.sample import ensure_sample
 from cl_train.data.shards import ShardSplit, read_shards
-from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.splits import Data, ImageData, SyntheticData
 from cl_train.data.user_dataset import BySize, DatasetReader, is_stream, load_datasets
@@ -32,27 +31,32 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     Raises ConfigError: a missing folder, no classes or different ones in the splits, too few images, too many repeats,
     or insufficient memory.
     """
-    sizes = size_schedule(cfg, batch_size)
+    sizes = size_schedule(cfg)
     if cfg.name == "synthetic":
-        return SyntheticData(cfg, sizes, seed=seed, world_size=dist.world_size)
+        return SyntheticData(cfg, sizes, batch_size, seed=seed, world_size=dist.world_size)
     global_batch = f"one global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
     if augment.repeats > batch_size * dist.world_size:
         raise ConfigError(f"augment.repeats={augment.repeats} is more than {global_batch}; raise batch_size")
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-    data = image_data(cfg, augment, sizes, seed, dist, bad_images)
+    data = image_data(cfg, augment, sizes, batch_size, seed, dist, bad_images)
     if data.batch_count(0) == 0:
         raise ConfigError(f"{data.train_images} training images are fewer than {global_batch}; lower batch_size")
     return data
 
 
-def size_schedule(cfg: DataConfig, batch_size: int) -> SizeSchedule:
-    """The sizes of training images and batches; `batch_size` per rank, of the largest images."""
-    points = tuple((epoch, size) for epoch, size in cfg.size_schedule) or ((0, cfg.image_size),)
-    return SizeSchedule(points, batch_size, cfg.scale_batch)
+def size_schedule(cfg: DataConfig) -> SizeSchedule:
+    """The sizes of the training images."""
+    return SizeSchedule(tuple((epoch, size) for epoch, size in cfg.size_schedule) or ((0, cfg.image_size),))
 
 
 def image_data(
-    cfg: DataConfig, augment: AugmentConfig, sizes: SizeSchedule, seed: int, dist: Dist, bad_images: BadImages
+    cfg: DataConfig,
+    augment: AugmentConfig,
+    sizes: SizeSchedule,
+    batch_size: int,
+    seed: int,
+    dist: Dist,
+    bad_images: BadImages,
 ) -> ImageData:
     """The images of a folder, of shards, or of the user's datasets."""
     val_size = cfg.val_size or cfg.image_size
@@ -75,15 +79,15 @@ def image_data(
         elif training and augment.repeats > 1:
             raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
         else:
-            return StreamLoader(images, sizes, cfg, dist, seed, training=training)
+            return StreamLoader(images, sizes, batch_size, cfg, dist, seed, training=training)
 
         def order(epoch: int) -> Indices:
             indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(reader))
-            return repeated(indices, augment.repeats, sizes.batch_size_at(epoch) * dist.world_size)
+            return repeated(indices, augment.repeats, batch_size * dist.world_size)
 
-        return HostLoader(reader, sizes, cfg, dist, bad_images, order if training else None)
+        return HostLoader(reader, sizes, batch_size, cfg, dist, bad_images, order if training else None)
 
-    val_sizes = SizeSchedule.constant(val_size, sizes.batch_size)
+    val_sizes = SizeSchedule(((0, val_size),))
     train, val = loader(train_images, sizes, training=True), loader(val_images, val_sizes, training=False)
     mix = label_mix(augment, len(classes), seed, dist)
     return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)

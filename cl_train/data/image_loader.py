@@ -10,10 +10,9 @@ from torch import Tensor
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import image_data
+from cl_train.data.build import image_data, size_schedule
 from cl_train.data.device import Normalise, to_device
 from cl_train.data.folder import EXTENSIONS
-from cl_train.data.size_schedule import SizeSchedule
 from cl_train.data.splits import ImageData
 from cl_train.system.distributed import Dist
 
@@ -123,7 +122,7 @@ def image_loader(
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
     bad_images = BadImages(skip=skip_bad_images, limit=sys.maxsize)
-    data = image_data(cfg, augment, SizeSchedule.constant(image_size, batch_size), seed, dist, bad_images)
+    data = image_data(cfg, augment, size_schedule(cfg), batch_size, seed, dist, bad_images)
     form = DeviceFormat(dist.device, dtype, memory_format)
     return ImageLoader(data, split, Normalise(mean, std, form) if device is not None else None)
 

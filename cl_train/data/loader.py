@@ -19,9 +19,8 @@ from cl_train.data.collate import channels_last_collate
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
 from cl_train.data.image_reader import ImageReader, WorkerTimes
-from cl_train.data.order import rank_share
-from cl_train.data.size_schedule import SizeSchedule
-from cl_train.data.slots import Slots, slot_bytes
+from cl_train.data.order import SizeSchedule, rank_share
+from cl_train.data.slots import Slots
 from cl_train.data.source import Indices
 from cl_train.data.user_dataset import BySize, DatasetReader, samples_of
 from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers
@@ -109,20 +108,21 @@ class HostLoader:
         self,
         reader: Reader,
         sizes: SizeSchedule,
+        batch_size: int,
         cfg: DataConfig,
         dist: Dist,
         bad_images: BadImages,
         order: Callable[[int], Indices] | None,
     ) -> None:
         """Args:
-            sizes: of images, and of batches per rank.
+            sizes: of the images of each epoch. batch_size: per rank.
             order: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
                 whose bad samples are replaced by the following ones; None = evaluation: each sample once, bad ones are
                 left out.
 
         Raises ConfigError if the memory is too small.
         """
-        self.reader, self._sizes, self._cfg, self._dist = reader, sizes, cfg, dist
+        self.reader, self._sizes, self._batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order = bad_images, order
         self.samples, self.workers, self.times = len(reader), worker_count(cfg, dist), WorkerTimes()
         self._slot_count = cfg.prefetch + _BATCHES_IN_USE + 1
@@ -130,7 +130,7 @@ class HostLoader:
         self._workers: Workers[_Task, _TaskResult] | None = None
         self._free: deque[int] = deque()
         self._submitted: deque[_Batch] = deque()
-        need = self._slot_count * slot_bytes(sizes, reader.dtype)
+        need = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize
         free = available_bytes(torch.device("cpu"))
         if free is not None and need > free:  # the size of /dev/shm does not matter
             raise ConfigError(
@@ -139,7 +139,7 @@ class HostLoader:
             )
 
     def batch_count(self, epoch: int = 0) -> int:
-        batch_size, ranks = self._sizes.batch_size_at(epoch), self._dist.world_size
+        batch_size, ranks = self._batch_size, self._dist.world_size
         if self._order is None:
             return -(-len(range(self._dist.rank, self.samples, ranks)) // batch_size)
         return self.samples // (batch_size * ranks)
@@ -183,7 +183,7 @@ class HostLoader:
 
     def _shares(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Indices]]:
         """Number and samples of each of this rank's batches."""
-        batch_size, rank, ranks = self._sizes.batch_size_at(epoch), self._dist.rank, self._dist.world_size
+        batch_size, rank, ranks = self._batch_size, self._dist.rank, self._dist.world_size
         if self._order is None:
             indices = np.arange(rank, self.samples, ranks)
             rank, ranks = 0, 1
@@ -194,11 +194,11 @@ class HostLoader:
 
     def _start(self) -> tuple[Slots, Workers[_Task, _TaskResult]]:
         if self._slots is None:
-            self._slots = Slots(self._slot_count, self._sizes, self.reader.dtype, self.workers)
+            largest = self._sizes.image_sizes[-1]
+            self._slots = Slots(self._slot_count, self._batch_size, largest, self.reader.dtype, self.workers)
             self._free = deque(range(self._slot_count))
         if self._workers is None:
-            batch_size = self._sizes.batch_size_of(self._sizes.image_sizes[0])  # the largest
-            tasks = self._slot_count * -(-batch_size // self._rows_per_task(batch_size))
+            tasks = self._slot_count * -(-self._batch_size // self._rows_per_task(self._batch_size))
             self._workers = Workers(
                 partial(_fill, self.reader, self._slots, _SUBSTITUTES if self._order else 1),
                 count=self.workers,
@@ -277,9 +277,18 @@ class StreamLoader:
     """
 
     def __init__(
-        self, datasets: BySize, sizes: SizeSchedule, cfg: DataConfig, dist: Dist, seed: int, *, training: bool
+        self,
+        datasets: BySize,
+        sizes: SizeSchedule,
+        batch_size: int,
+        cfg: DataConfig,
+        dist: Dist,
+        seed: int,
+        *,
+        training: bool,
     ) -> None:
         self._datasets, self._sizes, self._dist, self._seed, self._training = datasets, sizes, dist, seed, training
+        self._batch_size = batch_size
         self.samples = samples_of(datasets)
         self.workers, self.times = worker_count(cfg, dist), WorkerTimes()
         log.warning(
@@ -288,12 +297,12 @@ class StreamLoader:
         )
 
     def batch_count(self, epoch: int = 0) -> int:
-        total = self._sizes.batch_size_at(epoch) * self._dist.world_size
+        total = self._batch_size * self._dist.world_size
         return self.samples // total if self._training else -(-self.samples // total)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         dataset = self._datasets[self._sizes.image_size_at(epoch)]
-        size = self._sizes.batch_size_at(epoch)
+        size = self._batch_size
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         loader = DataLoader(

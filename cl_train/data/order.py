@@ -1,10 +1,13 @@
-"""The order and the random numbers of the images: pure functions of the seed, the epoch and the index.
+"""The order, the random numbers and the size of the images: pure functions of the seed, the epoch and the index.
 
 Philox is a counter-based generator: a key and a counter determine the numbers, so workers, ranks and resumed runs share
 no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from cl_train.data.source import Indices
 
 # The last counter word separates the streams, so that no two purposes share a number.
 _ORDER, _SAMPLE, _BATCH, _SHARDS = 1, 2, 3, 4
+_GRID = 32  # of growing image sizes: the total stride of most networks
 
 
 def permutation(seed: int, epoch: int, count: int) -> Indices:
@@ -79,3 +83,29 @@ def rank_share(order: Indices, batch: int, batch_size: int, rank: int, world_siz
     """Rank `rank`'s images of global batch `batch`; together the ranks hold `order[batch*G:(batch+1)*G]`, in order."""
     start = batch * batch_size * world_size + rank * batch_size
     return order[start : start + batch_size]
+
+
+@dataclass(frozen=True)
+class SizeSchedule:
+    """Growing images: early epochs on small images take less time and cost little accuracy (Howard et al., DAWNBench
+    2018; FFCV's recipes). `points`: (epoch, image size in pixels), epochs ascend from 0."""
+
+    points: tuple[tuple[int, int], ...]
+
+    @property
+    def image_sizes(self) -> tuple[int, ...]:
+        """All sizes, in ascending order."""
+        return tuple(sorted({self.image_size_at(epoch) for epoch in range(self.points[-1][0] + 1)}))
+
+    def image_size_at(self, epoch: int) -> int:
+        """The side of the training images in `epoch`, pixels: linear between `points`.
+
+        Sizes in between are rounded to a multiple of 32, or of the largest power of two that divides both given sizes
+        if that is smaller: [0, 16], [4, 32] gives 16, 16, 32, 32, 32. The last size remains.
+        """
+        for (first, start), (last, end) in pairwise(self.points):
+            if epoch < last:
+                grid = math.gcd(_GRID, start, end)
+                size = start + (end - start) * (epoch - first) / (last - first)
+                return grid * math.floor(size / grid + 0.5)
+        return self.points[-1][1]

@@ -11,11 +11,9 @@ import mmap
 import torch
 from torch import Tensor
 
-from cl_train.data.size_schedule import SizeSchedule
-
 
 class Slots:
-    """`count` batches, stored NHWC, with their targets. Each has room for the largest batch of the schedule.
+    """`count` batches, stored NHWC, with their targets. Each has room for the largest images.
 
     Attributes:
         targets: int64 [count, largest batch size].
@@ -23,9 +21,9 @@ class Slots:
         progress: int64 [workers, 3]: samples begun, index of the last one, process id.
     """
 
-    def __init__(self, count: int, sizes: SizeSchedule, dtype: torch.dtype, workers: int) -> None:
-        self._pixels = _shared((count, slot_bytes(sizes, dtype) // dtype.itemsize), dtype)
-        self.targets = _shared((count, max(map(sizes.batch_size_of, sizes.image_sizes))), torch.int64)
+    def __init__(self, count: int, batch_size: int, image_size: int, dtype: torch.dtype, workers: int) -> None:
+        self._pixels = _shared((count, batch_size * image_size**2 * 3), dtype)
+        self.targets = _shared((count, batch_size), torch.int64)
         words = _shared((1 + 3 * max(1, workers),), torch.int64).numpy()
         self.iteration, self.progress = words[:1], words[1:].reshape(-1, 3)
         self._pinned: list[Tensor] = []
@@ -48,11 +46,6 @@ class Slots:
     def unpin(self) -> None:
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
-
-
-def slot_bytes(sizes: SizeSchedule, dtype: torch.dtype) -> int:
-    """Bytes of the largest batch's pixels."""
-    return dtype.itemsize * max(sizes.batch_size_of(size) * size**2 * 3 for size in sizes.image_sizes)
 
 
 def _shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from cl_train.data.decode import Pixels
 from cl_train.data.device import MixLabels, Normalise, to_device
 from cl_train.data.image_reader import WorkerTimes
 from cl_train.data.loader import HostLoader, Loader
-from cl_train.data.size_schedule import SizeSchedule
+from cl_train.data.order import SizeSchedule
 from cl_train.system.distributed import Dist
 
 
@@ -87,25 +87,25 @@ class SyntheticData:
     """One batch of noise per DeviceFormat and shape, shared by all steps: do not write into it. Otherwise as
     `ImageData`. It measures training without loading."""
 
-    def __init__(self, cfg: DataConfig, sizes: SizeSchedule, *, seed: int, world_size: int) -> None:
+    def __init__(self, cfg: DataConfig, sizes: SizeSchedule, batch_size: int, *, seed: int, world_size: int) -> None:
         self.num_classes, self.workers = cfg.synthetic_classes, 0
         self.classes = tuple(f"class_{label}" for label in range(self.num_classes))
-        self.train_images, self.val_images = cfg.synthetic_images, sizes.batch_size * world_size
+        self.train_images, self.val_images = cfg.synthetic_images, batch_size * world_size
         self.fingerprint = f"synthetic-{self.train_images}-{self.num_classes}-{cfg.image_size}-{seed}"
         self.bad_images, self.times = BadImages(skip=True, limit=0), WorkerTimes()
-        self._sizes, self._val_size = sizes, cfg.val_size or cfg.image_size
+        self._sizes, self._batch_size, self._val_size = sizes, batch_size, cfg.val_size or cfg.image_size
         self._seed, self._world_size = seed, world_size
         self._batches: dict[tuple[DeviceFormat, int, int], Batch] = {}
 
     def batch_count(self, epoch: int) -> int:
-        return self.train_images // (self._sizes.batch_size_at(epoch) * self._world_size)
+        return self.train_images // (self._batch_size * self._world_size)
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         for _ in range(first_batch, self.batch_count(epoch)):
-            yield self._batch(form, self._sizes.batch_size_at(epoch), self._sizes.image_size_at(epoch))
+            yield self._batch(form, self._batch_size, self._sizes.image_size_at(epoch))
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
-        yield self._batch(form, self._sizes.batch_size, self._val_size)
+        yield self._batch(form, self._batch_size, self._val_size)
 
     def validation_indices(self) -> list[int]:
         return []

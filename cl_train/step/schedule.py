@@ -12,8 +12,8 @@ def scaled_lr(cfg: OptimConfig, global_batch_size: int) -> float:
     return cfg.lr * global_batch_size / cfg.reference_batch_size
 
 
-def lr_at(step: float, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (0-based; a fraction if epochs differ in length), with peak `lr`.
+def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step` (0-based), with peak `lr`.
 
     A linear warm-up from `warmup_start * lr`, then the curve `cfg.name`. Cosine and linear end at `total_steps`. They
     begin after the warm-up, or at step 0 without `warmup_prefix`: then the warm-up replaces their beginning. The `step`

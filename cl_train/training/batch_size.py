@@ -72,8 +72,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=alone)) as data:
         images, classes = data.train_images, data.num_classes
     sizes = training_sizes(cfg)
-    growth = (sizes[-1] / sizes[0]) ** 2 if cfg.data.scale_batch else 1.0  # of the batches of small images
-    largest = min(LARGEST[device.type], int(images / growth) // (cfg.accumulate_steps * dist.world_size))
+    largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
         raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
     available = available_bytes(device)

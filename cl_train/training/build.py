@@ -108,7 +108,7 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
 
 def training_sizes(cfg: Config) -> tuple[int, ...]:
     """The sizes of the training images, ascending: layout, memory and batch size are measured with the largest."""
-    return size_schedule(cfg.data, cfg.batch_size).image_sizes
+    return size_schedule(cfg.data).image_sizes
 
 
 def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> torch.memory_format:

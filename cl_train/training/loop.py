@@ -107,11 +107,10 @@ def train(cfg: Config, folder: Path) -> int:
             record_evaluation(run, evaluate_model_and_ema(run))
         while not (cfg.evaluate_only or run.stop_signal or plan.is_done(run.progress)):
             progress, save_due = run.progress, False
-            epoch = plan.epoch_of(progress)
             first_batch = progress.step_in_epoch * plan.accumulate_steps
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
             records: list[dict[str, Any]] = []  # of this epoch
-            run.meter.start(epoch.image_size)
+            run.meter.start(plan.image_size_at(progress))
             while not plan.is_epoch_end(progress):
                 waiting_since = time.perf_counter()
                 micro_batches = list(islice(batches, plan.accumulate_steps))
@@ -120,10 +119,10 @@ def train(cfg: Config, folder: Path) -> int:
                     run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
                 set_lr(state.parts.optimizer, plan.lr_at(progress))
                 run.unlogged_steps.append(state.train_step(micro_batches))
-                progress.advance(epoch.global_batch_size)
+                progress.advance(plan.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
                     state.ema.update(state.model, state.parts.masters)
-                run.meter.tick(epoch.global_batch_size, wait_s)
+                run.meter.tick(plan.global_batch_size, wait_s)
                 profile_step()
                 bar.update(progress.step - bar.n)
 
@@ -175,8 +174,7 @@ def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -
     run.records.append(record)
     records.append(record)
     run.tracker.write("train", run.progress.step, record)
-    steps = run.plan.epoch_of(run.progress).steps
-    log.info("%s", console_line(records, run.progress.step_in_epoch, steps))
+    log.info("%s", console_line(records, run.progress.step_in_epoch, run.plan.steps_per_epoch))
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
     run.nonfinite.check(nonfinite)
     if nonfinite:
@@ -196,13 +194,12 @@ def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
     steps, dist, progress, scaler = run.unlogged_steps, run.dist, run.progress, run.state.parts.scaler
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
     bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64)
-    epoch = run.plan.epoch_of(progress)
     bad_images = bad_images.to(dist.device, non_blocking=True)
     totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), dist)
     loss, correct1, correct5, skipped, skipped_images = totals.tolist()  # the host waits for the device
     window = run.meter.window()
     progress.skipped_steps += round(skipped / dist.world_size)
-    images = len(steps) * epoch.global_batch_size
+    images = len(steps) * run.plan.global_batch_size
     nonfinite: list[NonFiniteStep] = []
     if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
         losses, _, _, skips = rows.T.tolist()
@@ -256,7 +253,7 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     models_to_evaluate = {"val": (state.model, state.parts.precision)}
     if state.ema is not None:
         models_to_evaluate["val_average"] = (state.ema.module, state.parts.precision.for_fp32_weights)
-    batches = math.ceil(data.val_images / dist.world_size / run.plan.largest.batch_size)
+    batches = math.ceil(data.val_images / dist.world_size / run.plan.batch_size)
     results = {}
     for kind, (model, precision) in models_to_evaluate.items():
         try:
@@ -322,8 +319,8 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
     }
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
-    largest = run.plan.largest
-    hparams = hparams_of(run.summary, largest.batch_size, scaled_lr(run.plan.optim, largest.global_batch_size))
+    plan = run.plan
+    hparams = hparams_of(run.summary, plan.batch_size, scaled_lr(plan.optim, plan.global_batch_size))
     on_main(lambda: run.tracker.finish(run.summary, hparams), run.dist)  # a launcher may kill rank 0 when others end
     log.info("%s", closing_line(run.summary, run.folder))
     return 128 + run.stop_signal if run.stop_signal else 0

@@ -30,20 +30,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """The planned size of one epoch. They differ between epochs if the images grow."""
-
-    image_size: int  # pixels
-    batch_size: int  # of a rank and micro-step
-    global_batch_size: int
-    steps: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """The epochs, and the settings that say what is due at a step."""
 
-    epochs: tuple[Epoch, ...]
+    image_sizes: tuple[int, ...]  # pixels, of each epoch
+    batch_size: int  # of a rank and micro-step
+    global_batch_size: int
+    steps_per_epoch: int
     last_step: int  # the end of this run, which `max_steps` may set earlier
     accumulate_steps: int
     log_every: int
@@ -54,32 +47,24 @@ class Plan:
     optim: OptimConfig
     schedule: ScheduleConfig
 
-    def epoch_of(self, progress: Progress) -> Epoch:
-        return self.epochs[min(progress.epoch, len(self.epochs) - 1)]
-
-    @property
-    def largest(self) -> Epoch:
-        """The epoch of the largest images, to which `batch_size` refers."""
-        return max(self.epochs, key=lambda epoch: epoch.image_size)
+    def image_size_at(self, progress: Progress) -> int:
+        return self.image_sizes[min(progress.epoch, len(self.image_sizes) - 1)]
 
     def lr_at(self, progress: Progress) -> float:
-        """The learning rate of the next step: a function of the share of the epochs that are done, and linear in the
-        batch size unless `optim.reference_batch_size` is 0.
-        """
-        epoch, steps = self.epoch_of(progress), self.largest.steps
+        """The learning rate of the next step."""
         return lr_at(
-            progress.epoch * steps + progress.step_in_epoch * steps / epoch.steps,
+            progress.epoch * self.steps_per_epoch + progress.step_in_epoch,
             self.schedule,
-            lr=scaled_lr(self.optim, epoch.global_batch_size),
-            steps_per_epoch=steps,
-            total_steps=steps * len(self.epochs),
+            lr=scaled_lr(self.optim, self.global_batch_size),
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.steps_per_epoch * len(self.image_sizes),
         )
 
     def is_last_step(self, progress: Progress) -> bool:
         return progress.step >= self.last_step
 
     def is_epoch_end(self, progress: Progress) -> bool:
-        return progress.step_in_epoch == self.epoch_of(progress).steps or self.is_last_step(progress)
+        return progress.step_in_epoch == self.steps_per_epoch or self.is_last_step(progress)
 
     def is_done(self, progress: Progress) -> bool:
         """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
@@ -107,5 +92,5 @@ class Plan:
     def close_epoch(self, progress: Progress) -> None:
         """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""
         progress.closed_step = progress.step
-        if progress.step_in_epoch == self.epoch_of(progress).steps:
+        if progress.step_in_epoch == self.steps_per_epoch:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0

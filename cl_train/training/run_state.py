@@ -131,9 +131,8 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-_MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size", "batch_schedule")
+_MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size")
 _MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
-_SHOWN_AS = {"batch_schedule": "data.size_schedule with data.scale_batch=true"}
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -159,7 +158,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     return [
-        f"{_SHOWN_AS.get(key, key)} was {_short(before.get(key))}, now {_short(now.get(key))}"
+        f"{key} was {_short(before.get(key))}, now {_short(now.get(key))}"
         for key in keys
         if before.get(key) != now.get(key)
     ]

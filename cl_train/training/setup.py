@@ -38,7 +38,7 @@ from cl_train.system.signals import StopRequest
 from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import NonFinitePolicy
-from cl_train.training.progress import Epoch, Plan, Progress
+from cl_train.training.progress import Plan, Progress
 from cl_train.training.records import Tracker, read_records
 from cl_train.training.run_state import TrainState
 from cl_train.training.summary import SCHEMA_VERSION
@@ -158,20 +158,19 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
 
 def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
     """Raises ConfigError: one optimizer step takes more images than there are."""
-    sizes, epochs = size_schedule(cfg.data, cfg.batch_size), []
-    for index in range(cfg.epochs):
-        batch_size = sizes.batch_size_at(index)
-        global_batch_size = batch_size * cfg.accumulate_steps * world_size
-        steps = train_images // (batch_size * world_size) // cfg.accumulate_steps
-        if steps == 0:
-            raise ConfigError(
-                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes) in epoch "
-                f"{index}, but there are {train_images} training images; lower batch_size or accumulate_steps"
-            )
-        epochs.append(Epoch(sizes.image_size_at(index), batch_size, global_batch_size, steps))
-    total_steps = sum(epoch.steps for epoch in epochs)
+    global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
+    steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
+    if steps_per_epoch == 0:
+        raise ConfigError(
+            f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes), but there are "
+            f"{train_images} training images; lower batch_size or accumulate_steps"
+        )
+    sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
     return Plan(
-        tuple(epochs),
+        tuple(map(sizes.image_size_at, range(cfg.epochs))),
+        cfg.batch_size,
+        global_batch_size,
+        steps_per_epoch,
         last_step=min(cfg.max_steps or total_steps, total_steps),
         accumulate_steps=cfg.accumulate_steps,
         log_every=cfg.log_every,
@@ -211,8 +210,6 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
         "classes": list(data.classes),
         "data_fingerprint": data.fingerprint,
         "versions": {name: summary["environment"][name] for name in ("torch", "torchvision", "python")},
-        # Other batch sizes per epoch would give `step_in_epoch` another meaning.
-        "batch_schedule": cfg.data.size_schedule if cfg.data.scale_batch else None,
         "config": to_mapping(cfg),
     }
 
@@ -232,7 +229,7 @@ def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: D
         "device": dist.device.type,
         "device_name": device_name(dist.device),
         "world_size": dist.world_size,
-        "global_batch_size": plan.largest.global_batch_size,
+        "global_batch_size": plan.global_batch_size,
         "image_size": cfg.data.image_size,
         "data": "folder" if cfg.data.name == "sample" and cfg.data.root else cfg.data.name,  # root replaces the sample
         "workers": data.workers,

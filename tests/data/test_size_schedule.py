@@ -10,7 +10,7 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import load
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.size_schedule import SizeSchedule
+from cl_train.data.order import SizeSchedule
 from cl_train.data.splits import Data
 from cl_train.system.distributed import Dist
 from tests.data.tar_shards import sound_shards, write
@@ -37,16 +37,9 @@ def data_of(batch_size: int = 8, **settings: Any) -> Data:
     ],
 )
 def test_sizes_by_epoch(points: list[list[int]], sizes: list[int]) -> None:
-    schedule = SizeSchedule(tuple((epoch, size) for epoch, size in points), 8)
+    schedule = SizeSchedule(tuple((epoch, size) for epoch, size in points))
     assert [schedule.image_size_at(epoch) for epoch in range(len(sizes))] == sizes
     assert all(schedule.image_size_at(epoch) == size for epoch, size in points), "given sizes are kept"
-
-
-def test_batches_of_equal_area() -> None:
-    sizes = SizeSchedule(((0, 96), (8, 224)), 32, scales_batch=True)
-    assert sizes.image_sizes == (96, 128, 160, 192, 224)
-    assert [sizes.batch_size_of(size) for size in sizes.image_sizes] == [168, 96, 56, 40, 32]
-    assert SizeSchedule(((0, 96), (8, 224)), 32).batch_size_at(0) == 32
 
 
 @pytest.mark.parametrize(
@@ -72,10 +65,8 @@ def test_a_bad_schedule_is_refused(schedule: Any) -> None:
 
 
 def test_a_good_schedule_and_its_companions() -> None:
-    cfg = load({"epochs": 6, "data": {"size_schedule": [[0, 128], [5, 160]], "scale_batch": True, "val_size": 192}})
+    cfg = load({"epochs": 6, "data": {"size_schedule": [[0, 128], [5, 160]], "val_size": 192}})
     assert cfg.data.size_schedule == [[0, 128], [5, 160]]
-    with pytest.raises(ConfigError, match="scale_batch"):
-        load({"data": {"scale_batch": True}})
     with pytest.raises(ConfigError, match="val_resize"):
         load({"data": {"val_size": 256, "val_resize": 240}})
 
@@ -92,25 +83,22 @@ def source(
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scale_batch", [False, True])
-def test_the_loader_changes_size_between_epochs(
-    source: tuple[dict[str, Any], int], workers: int, scale_batch: bool
-) -> None:
-    settings, images = {**source[0], "workers": workers, "scale_batch": scale_batch}, source[1]
+def test_the_loader_changes_size_between_epochs(source: tuple[dict[str, Any], int], workers: int) -> None:
+    settings, images = {**source[0], "workers": workers}, source[1]
     data = data_of(batch_size=4, **settings)
     try:
         pids = set()
-        for epoch, (size, batch_size) in enumerate([(16, 16 if scale_batch else 4), (32, 4), (32, 4)]):
+        for epoch, size in enumerate([16, 32, 32]):
             batches = list(data.train(epoch, FORM))
-            assert len(batches) == data.batch_count(epoch) == images // batch_size
+            assert len(batches) == data.batch_count(epoch) == images // 4
             (last,) = data.train(epoch, FORM, first_batch=len(batches) - 1)
             assert torch.equal(last.images, batches[-1].images)
-            assert {batch.images.shape for batch in batches} == {(batch_size, 3, size, size)}
+            assert {batch.images.shape for batch in batches} == {(4, 3, size, size)}
             assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches)
             assert {tuple(batch.images.shape[1:]) for batch in data.validation(FORM)} == {(3, 24, 24)}
             loader: Any = data.train_loader  # type: ignore[union-attr]
             pids.add(tuple(process.pid for process in loader._workers.processes))
-            fresh = data_of(**{**settings, "size_schedule": [], "image_size": size}, batch_size=batch_size)
+            fresh = data_of(**{**settings, "size_schedule": [], "image_size": size}, batch_size=4)
             for one, other in zip(batches, fresh.train(epoch, FORM), strict=True):
                 assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
             fresh.close()
@@ -120,9 +108,9 @@ def test_the_loader_changes_size_between_epochs(
 
 
 def test_synthetic_data_grows() -> None:
-    data = data_of(name="synthetic", synthetic_images=64, scale_batch=True)
-    assert [data.batch_count(epoch) for epoch in range(3)] == [2, 8, 8]
-    assert next(iter(data.train(0, FORM))).images.shape == (32, 3, 16, 16)
+    data = data_of(name="synthetic", synthetic_images=64)
+    assert [data.batch_count(epoch) for epoch in range(3)] == [8, 8, 8]
+    assert next(iter(data.train(0, FORM))).images.shape == (8, 3, 16, 16)
     assert next(iter(data.validation(FORM))).images.shape == (8, 3, 24, 24)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cl_train.comparison.pairs import compare_two
 from cl_train.comparison.run_records import read_run
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import Config
 from cl_train.config.validation import load, to_mapping
 from tests.conftest import Run
 from tests.faults.forkserver import ForkServer
@@ -58,7 +58,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
     [
         (("checkpoint.every_steps=2",), ["train,16,2", "val,40,1", "train,24,4", "train,32,1"]),
         (
-            ("data.scale_batch=true", "cuda_graph=true", "data.workers=2", "channels_last=true", "batch_size=8"),
+            ("cuda_graph=true", "data.workers=2", "channels_last=true", "batch_size=8"),
             [f"{kill}" for size in (16, 24, 32) for kill in (f"train,{size},1", f"train,{size},3", "val,40,2")],
         ),
     ],
@@ -85,29 +85,20 @@ def test_killed_in_every_phase_and_resumed_to_the_same_bits(
 
 
 def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Train) -> None:
-    words = (*GROWING, "warmup_steps=1", "data.scale_batch=true", "optim.reference_batch_size=16")
-    words = (*words, "schedule=constant", "schedule.warmup_epochs=0", "optim.lr=0.05")
+    words = (*GROWING, "warmup_steps=1", "batch_size=24")
     runs = [train(*words, f"channels_last={value}") for value in ("false", "true")]
     for run in runs:
         windows = run.records("train")
-        assert [w["image_size"] for w in windows] == [16] + [24] * 4 + [32] * 6
-        assert [w["images"] for w in windows] == [64] + [24] * 4 + [16] * 6
-        assert [w["warmup"] for w in windows] == [True, True, *[False] * 3, True, *[False] * 5]
-        assert [w["lr"] for w in windows] == pytest.approx([0.05 * w["images"] / 16 for w in windows])
+        assert [w["image_size"] for w in windows] == [16] * 4 + [24] * 4 + [32] * 4
+        assert [w["images"] for w in windows] == [24] * 12
+        assert [w["warmup"] for w in windows] == [True, *[False] * 3] * 3
         assert run.summary["image_size"] == 32
         speeds = run.summary["images_per_s"]
-        assert speeds["end_to_end"]["windows"] == 5 and set(speeds["by_image_size"]) == {"24", "32"}
-        assert read_run(run.folder).steps == [7, 8, 9, 10, 11] and read_run(run.folder).problems == []
-    shorter = train(*words, "channels_last=true", "max_steps=5")
+        assert speeds["end_to_end"]["windows"] == 3 and set(speeds["by_image_size"]) == {"16", "24", "32"}
+        assert read_run(run.folder).steps == [10, 11, 12] and read_run(run.folder).problems == []
+    shorter = train(*words, "channels_last=true", "max_steps=6")
     pair = compare_two(read_run(runs[0].folder), read_run(shorter.folder), "channels_last")
     assert any("data.image_size differs: 32" in note for note in pair.notes)
-
-
-def test_another_batch_schedule_is_not_continued(train: Train, tmp_path: Path) -> None:
-    words = (*GROWING, "data.scale_batch=true")
-    train(*words, "max_steps=3", folder=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"data\.size_schedule"):
-        train(*words, "data.size_schedule=[[0,24],[2,32]]", "resume=auto", folder=tmp_path / "run")
 
 
 @pytest.mark.slow

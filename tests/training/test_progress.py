@@ -3,7 +3,7 @@
 import pytest
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.training.progress import Epoch, Progress
+from cl_train.training.progress import Progress
 from cl_train.training.setup import make_plan
 
 
@@ -11,22 +11,21 @@ def test_a_plan_counts_optimizer_steps() -> None:
     cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=10)
     cfg.schedule.name, cfg.optim.lr = "constant", 0.1
     plan = make_plan(cfg, 500, 2)
-    assert plan.epochs == (Epoch(224, 8, 48, 10),) * 4 and plan.last_step == 10
+    assert (plan.image_sizes, plan.batch_size, plan.global_batch_size) == ((224,) * 4, 8, 48)
+    assert plan.steps_per_epoch == plan.last_step == 10
     assert plan.lr_at(Progress()) == pytest.approx(0.1 * 48 / 256)
 
 
 @pytest.mark.parametrize("reference_batch_size", [256, 0])
-def test_growing_images_with_batches_of_equal_area(reference_batch_size: int) -> None:
-    """The schedule follows the share of the epochs that are done; the peak rate follows the batch."""
+def test_growing_images_leave_steps_and_learning_rate_alone(reference_batch_size: int) -> None:
     cfg = Config(batch_size=32, epochs=4)
     cfg.optim.reference_batch_size, cfg.optim.lr, cfg.schedule.name = reference_batch_size, 1.0, "linear"
-    cfg.data.size_schedule, cfg.data.scale_batch = [[0, 64], [2, 128]], True
+    cfg.data.size_schedule = [[0, 64], [2, 128]]
     plan = make_plan(cfg, 1280, 1)
-    assert plan.epochs == (Epoch(64, 128, 128, 10), Epoch(96, 56, 56, 22), *[Epoch(128, 32, 32, 40)] * 2)
-    assert plan.last_step == 112 and plan.largest.batch_size == 32
-    peaks = [128 / 256, 56 / 256, 32 / 256, 32 / 256] if reference_batch_size else [1.0] * 4
-    rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=plan.epochs[epoch].steps // 2)) for epoch in range(4)]
-    assert rates == pytest.approx([peak * (1 - (e + 0.5) / 4) for e, peak in enumerate(peaks)])
+    assert plan.image_sizes == (64, 96, 128, 128) and plan.last_step == 160
+    peak = 32 / 256 if reference_batch_size else 1.0
+    rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=20)) for epoch in range(4)]
+    assert rates == pytest.approx([peak * (1 - (epoch + 0.5) / 4) for epoch in range(4)])
 
 
 def test_too_few_images_for_one_step() -> None:
@@ -40,7 +39,7 @@ def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> No
     plan = make_plan(cfg, 40, 1)
     progress, evaluated, saved = Progress(), [], []
     for _ in range(plan.last_step):
-        progress.advance(plan.epoch_of(progress).global_batch_size)
+        progress.advance(plan.global_batch_size)
         if plan.is_epoch_end(progress):
             if plan.is_evaluation_due(progress):
                 evaluated.append(progress.epoch + 1)

@@ -89,12 +89,12 @@ def source_lrs(name: str, epochs: int) -> Iterator[float]:
 def test_the_schedule_is_that_of_the_source(name: str) -> None:
     cfg = recipe(name)
     plan = plan_of(cfg)
-    assert plan.epochs[0].global_batch_size == PEAKS[name][1]
+    assert plan.global_batch_size == PEAKS[name][1]
     assert (cfg.augment.crop_scale_min, cfg.augment.flip) == (0.08, 0.5)
     expected = list(source_lrs(name, cfg.epochs))
     found = [plan.lr_at(Progress(epoch=epoch)) for epoch in range(cfg.epochs)]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-9 * PEAKS[name][0])
-    within = plan.lr_at(Progress(epoch=7, step_in_epoch=plan.epochs[7].steps // 2))
+    within = plan.lr_at(Progress(epoch=7, step_in_epoch=plan.steps_per_epoch // 2))
     if "ffcv" in name:  # linear within an epoch
         assert within == pytest.approx((expected[7] + expected[8]) / 2, rel=1e-2)
     else:
@@ -107,11 +107,11 @@ def test_images_grow_as_in_ffcv(model: str, epochs: int) -> None:
     cfg = recipe(f"{model}_ffcv_{epochs}ep")
     plan = plan_of(cfg)
     start, end = RAMPS[epochs]
-    assert cfg.epochs == len(plan.epochs) == epochs
+    assert cfg.epochs == len(plan.image_sizes) == epochs
     for epoch in range(epochs):  # train_imagenet.py: get_resolution
         inside = int(np.round(np.interp([epoch], [start, end], [160, 192])[0] / 32)) * 32
         size = 160 if epoch <= start else 192 if epoch >= end else inside
-        assert plan.epochs[epoch].image_size == size, epoch
+        assert plan.image_sizes[epoch] == size, epoch
 
 
 def test_the_average_has_torchvisions_adjusted_decay() -> None:
