@@ -132,7 +132,7 @@ def _measure(model: nn.Module, workload: Workload, time_limit_s: float) -> Choic
         winner = next(layout for layout in layouts if layout.name == best.layout)
         return Choice(winner.memory_format, winner.conversion, f"{winner.name}: {reason}", 0.0)
     if any(
-        speed.verdict == "not_comparable" or (speed.verdict == "no_difference" and speed.ratio.width > NOISY_WIDTH)
+        speed.verdict == "not_comparable" or (speed.verdict == "inconclusive" and speed.ratio.width > NOISY_WIDTH)
         for speed in done.speeds[1:]
     ):
         return _contiguous(f"{reason}; too noisy to decide, so the next run measures again", conclusive=False)

@@ -9,7 +9,13 @@ from typing import Any
 from cl_train.comparison.pairs import Pair
 
 # Okabe and Ito 2008: distinguishable with a colour vision deficiency
-COLOURS = {"faster": "#0072b2", "slower": "#d55e00", "no_difference": "#6e6e6e", "not_comparable": "#444444"}
+COLOURS = {
+    "faster": "#0072b2",
+    "slower": "#d55e00",
+    "no_difference": "#6e6e6e",
+    "inconclusive": "#8a6d3b",
+    "not_comparable": "#444444",
+}
 _TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 

@@ -35,7 +35,7 @@ class LayoutSpeed:
     step_ms: float
     peak_memory_gib: float
     ratio: Interval
-    verdict: str  # faster, slower, no_difference or not_comparable; always no_difference for the first layout
+    verdict: str  # faster, slower, no_difference, inconclusive or not_comparable; no_difference for the first layout
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,18 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from cl_train.comparison.run_records import Run
-from cl_train.comparison.statistics import MIN_WINDOWS, SMALLEST_DIFFERENCE, Interval, interval_of_runs, verdict_of
+from cl_train.comparison.statistics import (
+    MAX_REPEATS,
+    MIN_WINDOWS,
+    Interval,
+    interval_of_runs,
+    repeats_to_decide,
+    verdict_of,
+)
 from cl_train.config.schema import LAYOUT_NAMES, Config
 from cl_train.config.validation import setting_fields, show
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
@@ -47,7 +55,7 @@ class Pair:
     baseline_runs: list[Run]
     candidate_runs: list[Run]
     interval: Interval | None
-    verdict: str  # faster, slower, no_difference, not_comparable
+    verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
     bottleneck: str  # compute or loader
     loss_gap: float | None  # mean of candidate - baseline over the last quarter of the common steps
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
@@ -86,7 +94,7 @@ def compare_two(first: Run, second: Run, by: str) -> Pair:
 def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "channels_last") -> Pair:
     """The verdict on repeats of one setting against repeats of another.
 
-    A loader-bound pair without a difference is not comparable either, because the loader can mask it.
+    A loader-bound pair without a verdict is not comparable either, because the loader can mask a difference.
     """
     count = min(len(baseline), len(candidate))
     first, second = list(baseline[:count]), list(candidate[:count])
@@ -103,7 +111,7 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
             f"loader-bound: the step waited for its batch {waits_pct[0]:.0f} % ({names[0]}) and {waits_pct[1]:.0f} % "
             f"({names[1]}) of the time; use more data.workers, a local disk, or data=synthetic"
         )
-        verdict = "not_comparable" if verdict == "no_difference" else verdict
+        verdict = "not_comparable" if verdict in ("no_difference", "inconclusive") else verdict
     return Pair(
         held_equal=_shown(first[0], second[0], by),
         baseline=names[0],
@@ -209,7 +217,7 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     used = [run.summary.get(_OUTCOME.get(by, "")) for run in (baseline, candidate)]
     if unknown := [run.folder.name for run in (baseline, candidate) if by not in run.settings]:
         yield f"{by} of {unknown[0]} is unknown"
-    elif baseline.settings[by] != candidate.settings[by] and used[0] == used[1] is not None:
+    elif baseline.settings[by] != candidate.settings[by] and used[0] is not None and used[0] == used[1]:
         yield f"both sides ran with {_OUTCOME[by]} {used[0]}"
     for run in runs:
         if (count := len(run.images_per_s)) < MIN_WINDOWS:
@@ -220,6 +228,9 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     gap_h = max(_gap_h(one, other) for one, other in zip(first, second, strict=True))
     if gap_h > MAX_GAP_H:
         yield f"the runs are {gap_h:.0f} hours apart: repeat them on the same day"
+    # On a CPU the load of other processes is measured; nothing measures who else uses a GPU.
+    if (overlap := _overlap(runs)) and baseline.fact("device") != "cpu":
+        yield f"{overlap[0]} and {overlap[1]} ran at the same time, perhaps on the same device: run them in turn"
     one, other = (max(run.others_pct or 0.0 for run in side) for side in (first, second))
     on_cpu = baseline.fact("device") == "cpu"  # a GPU's speed suffers less; equal load is no problem
     if max(one, other) >= TOO_BUSY_PCT and (on_cpu or abs(one - other) >= TOO_BUSY_PCT):
@@ -230,6 +241,12 @@ def _gap_h(one: Run, other: Run) -> float:
     """Hours between the end of the earlier run and the start of the later one; 0 if unknown."""
     times = sorted((run.started_at, run.ended_at) for run in (one, other) if run.started_at and run.ended_at)
     return max(0.0, times[1][0] - times[0][1]) / 3600 if len(times) == 2 else 0.0
+
+
+def _overlap(runs: Sequence[Run]) -> tuple[str, str] | None:
+    """The names of two runs that overlapped in time."""
+    known = sorted((run.started_at, run.ended_at, run.folder.name) for run in runs if run.started_at and run.ended_at)
+    return next(((one[2], other[2]) for one, other in pairwise(known) if other[0] < one[1]), None)
 
 
 def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> Iterator[str]:
@@ -249,14 +266,24 @@ def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | 
     busiest = max(run.others_pct or 0.0 for run in runs)
     if BUSY_PCT <= busiest < TOO_BUSY_PCT:
         yield f"other processes used up to {busiest:.0f} % of the CPU cores during the runs"
+    if (overlap := _overlap(runs)) and baseline.fact("device") == "cpu":
+        yield f"{overlap[0]} and {overlap[1]} ran at the same time"
+    yield from dict.fromkeys(remark for run in runs for remark in run.remarks)
+    code = [(run.summary.get("git") or {}) for run in runs]
+    if len(commits := dict.fromkeys(str(git["commit"])[:10] for git in code if git.get("commit"))) > 1:
+        yield f"the runs used several commits of the program: {', '.join(commits)}"
+    if any(git.get("dirty") for git in code):
+        yield "the program had uncommitted changes: whether all runs used the same code is unknown"
     if stopped := [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]:
         yield f"interrupted before the end: {', '.join(stopped)}"
     if interval is None or verdict == "not_comparable":
         return
     if interval.n == 1:
-        yield "one run per side: the interval allows for drift between them; repeats=3 narrows it"
-    if verdict == "no_difference" and interval.width > 5 * SMALLEST_DIFFERENCE:
-        yield f"noisy: any ratio from {interval.low:.2f} to {interval.high:.2f} is possible; use more repeats"
+        yield "one run per side cannot show how much processes differ: 5 % is assumed; repeats=3 measures it"
+    if verdict == "inconclusive":
+        repeats = repeats_to_decide(interval)
+        needed = f"about {repeats}" if repeats else f"more than {MAX_REPEATS}"
+        yield f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible; {needed} repeats would decide"
 
 
 def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:

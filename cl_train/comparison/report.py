@@ -17,7 +17,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.system.files import write_json, write_text
 
 SCHEMA_VERSION = 1
-_VERDICTS = ("faster", "slower", "no_difference", "not_comparable")
+_VERDICTS = ("faster", "slower", "no_difference", "inconclusive", "not_comparable")
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ def _pair_sentence(pair: Pair) -> str:
         return f"{what}: {pair.candidate} and {pair.baseline} are not comparable: {pair.notes[0]}."
     bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
     if pair.verdict == "no_difference":
-        return f"{what}: no difference shown between {pair.candidate} and {pair.baseline} ({bounds})."
+        return f"{what}: no difference between {pair.candidate} and {pair.baseline} ({bounds})."
+    if pair.verdict == "inconclusive":
+        return f"{what}: inconclusive for {pair.candidate} against {pair.baseline}: {pair.notes[-1]}."
     warning = f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
     speed = f"{interval.ratio:.2f} times the speed of {pair.baseline}"
     return f"{what}: {pair.candidate} is {pair.verdict}, {speed} ({bounds}).{warning}"

@@ -1,6 +1,7 @@
 """Read a run folder back, and find what makes its speed unusable. No torch here."""
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,9 @@ _SETTING_OF |= {"channels_last_requested": "channels_last", "image_size": "data.
 _REQUEST_OF = {layout: value for value, layout in LAYOUT_NAMES.items()}
 
 
+FAULTY_SHARE = 0.1  # of the windows, updates or images of a run: from here on it is not the speed of training
+
+
 @dataclass(frozen=True)
 class Run:
     """A run folder: settings (flat keys such as `data.workers`), summary, and windows after warm-up."""
@@ -34,6 +38,7 @@ class Run:
     started_at: float | None  # unix time of the first window, seconds; None = unknown
     ended_at: float | None  # and of the last
     problems: list[str] = field(default_factory=list)  # why this run cannot be compared with any other
+    remarks: list[str] = field(default_factory=list)  # what to know about it
     repeat: int | None = None  # number of the repeat in a sweep
 
     def fact(self, name: str) -> Any:
@@ -80,6 +85,8 @@ def read_run(folder: Path) -> Run:
     waits_pct = [window["data_wait_pct"] for window in measured if "data_wait_pct" in window]
     times = [window["time"] for window in windows if "time" in window]
     problems += [*_contradictions(summary, config), *_changes(windows)]
+    faults = _faults(windows, summary)
+    problems += [fault for fault, share in faults.items() if share >= FAULTY_SHARE]
     return Run(
         folder=folder,
         settings=settings,
@@ -91,6 +98,7 @@ def read_run(folder: Path) -> Run:
         started_at=min(times, default=None),
         ended_at=max(times, default=None),
         problems=[f"{folder.name}: {problem}" for problem in problems],
+        remarks=[f"{folder.name}: {fault}" for fault, share in faults.items() if 0.01 <= share < FAULTY_SHARE],
     )
 
 
@@ -102,9 +110,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     if re.search(r"[:\-\[,]\s*\*\w", text):  # aliases can expand without limit, and no run writes any
         raise ValueError("config.yaml has aliases")
     settings = yaml.safe_load(text) or {}
-    flat = dict(flatten(settings)) if isinstance(settings, dict) else {"\n": settings}
+    if not isinstance(settings, dict):
+        raise ValueError(f"config.yaml has no settings but {repr(settings)[:80]}")
+    flat = dict(flatten(settings))
     if not all(f"{key}{value}".isprintable() for key, value in flat.items()):
-        raise ValueError("config.yaml has no settings, or one with control characters")
+        raise ValueError("config.yaml has a setting with control characters")
     return flat
 
 
@@ -160,6 +170,9 @@ _SUMMARY: dict[str, Rule] = {
     **dict.fromkeys(("precision", "device", "device_name"), _is_text),
     **dict.fromkeys(("world_size", "global_batch_size", "image_size", "seed", "epochs"), _count),
     **dict.fromkeys(("data_wait_pct", "peak_memory_gib", "others_pct"), _amount),
+    **dict.fromkeys(("images_seen", "skipped_images"), _count),
+    "amp": lambda value: isinstance(value, dict) and _count(value.get("skipped_steps") or 0),
+    "git": lambda value: isinstance(value, dict),
     "environment": lambda value: isinstance(value, dict) and all(map(_is_text, map(str, [*value, *value.values()]))),
 }
 
@@ -194,6 +207,19 @@ def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> Iterator
         asked = None if name == "image_size" and config.get("data.size_schedule") else config.get(setting)
         if None not in (asked, value) and str(asked).lower() not in ("auto", str(value).lower()):
             yield f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}"
+
+
+def _faults(windows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[str, float]:
+    """What a run did instead of training, with the share of the windows, updates or images."""
+    nonfinite = sum(not abs(window["loss"]) < math.inf for window in windows if "loss" in window)
+    steps, skipped = windows[-1]["step"], summary.get("amp", {}).get("skipped_steps") or 0
+    images = summary.get("images_seen") or steps * summary.get("global_batch_size", 1)
+    skipped_images = summary.get("skipped_images", 0)
+    return {
+        f"the loss of {nonfinite} of {len(windows)} windows is not finite": nonfinite / len(windows),
+        f"{skipped} of {steps} updates were skipped, because gradients overflowed": skipped / max(1, steps),
+        f"{skipped_images} of {images} images were skipped": skipped_images / max(1, images),
+    }
 
 
 def _changes(windows: Sequence[dict[str, Any]]) -> Iterator[str]:

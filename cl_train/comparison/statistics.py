@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-# The speeds of two equal models in one process differ because of memory placement, so a ratio this close to 1 counts as
-# no difference, however narrow its interval is.
+NO_DIFFERENCE = 0.03  # an interval within this distance of 1 is a verdict: no difference
+# The speeds of two equal models in one process differ because of memory placement: a ratio this close to 1, or an
+# interval that comes half as close, is neither faster nor slower.
 SMALLEST_DIFFERENCE = 0.01
 
-# Prior of `interval_of_runs`: the standard deviation of log speed between processes that run the same command on a
-# quiet machine, and its weight in degrees of freedom. With many repeats the measured spread dominates.
-PROCESS_SPREAD = 0.01
-PRIOR_DEGREES = 4
+# Standard deviation of log speed between processes that run the same command: the least that is assumed, however alike
+# a few runs happen to be, and what is assumed of a single run per side, which cannot show it.
+SMALLEST_SPREAD = 0.01
+UNKNOWN_SPREAD = 0.05
+MAX_REPEATS = 100  # that are recommended
 SEGMENTS = 4
 MIN_WINDOWS = SEGMENTS
 
@@ -47,11 +49,11 @@ class Interval:
         return {"ratio": round(self.ratio, 4), "ci95": ci95, "n": self.n}
 
 
-def student_t(degrees: int) -> float:
+def student_t(degrees: float) -> float:
     """The 97.5 % quantile of Student's t distribution, within 0.3 % (Abramowitz and Stegun 1964, 26.7.5)."""
     assert degrees >= 1
     if degrees in _EXACT_T:
-        return _EXACT_T[degrees]
+        return _EXACT_T[int(degrees)]
     z = 1.959964
     terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return sum(term / degrees**power for power, term in enumerate(terms))
@@ -68,12 +70,13 @@ def interval_of_rounds(log_ratios: Sequence[float]) -> Interval:
 
 
 def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Interval:
-    """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s) of pair k.
+    """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s) of repeat k.
 
-    Windows of one run are correlated: a run that starts in a slow period is slow throughout. The interval therefore
-    depends on the number of runs. As in a moderated t test (Smyth 2004) two variances of a pair are pooled: within runs
-    (of the log medians of four segments, *not* divided by four, plus `PROCESS_SPREAD` squared; `PRIOR_DEGREES` degrees
-    of freedom) and between the pairs. One pair has the first only, hence a wide interval.
+    Windows of one run are correlated: a run that starts in a slow period is slow throughout. The sample is therefore
+    the runs, by their log median: Student's t interval for two means with a pooled variance, 2 (n - 1) degrees of
+    freedom, at least `SMALLEST_SPREAD`. Its error rate does not depend on the spread; drift that A B B A cancels in the
+    mean only widens it. One run per side shows its own windows only: `UNKNOWN_SPREAD` is added to their variance (of
+    the log medians of four segments, tripled because neighbouring segments are alike).
 
     Raises ValueError: unequal numbers of runs, or a run with fewer than `MIN_WINDOWS` windows.
     """
@@ -81,15 +84,15 @@ def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Se
         raise ValueError("both sides need the same number of runs")
     if min(len(windows) for windows in [*baseline, *candidate]) < MIN_WINDOWS:
         raise ValueError(f"a run needs at least {MIN_WINDOWS} windows after warm-up")
-    log_ratios = [_log_median(b) - _log_median(a) for a, b in zip(baseline, candidate, strict=True)]
-    count = len(log_ratios)
-    within = statistics.fmean([_segment_variance(run) for run in [*baseline, *candidate]])
-    prior = 2 * PROCESS_SPREAD**2 + 2 * within
-    between = statistics.variance(log_ratios) if count > 1 else 0.0
-    degrees = PRIOR_DEGREES + count - 1
-    pooled = (PRIOR_DEGREES * prior + (count - 1) * between) / degrees
-    half = student_t(degrees) * math.sqrt(pooled / count)
-    return _interval(statistics.fmean(log_ratios), half, count)
+    sides = [[_log_median(windows) for windows in runs] for runs in (baseline, candidate)]
+    count, centre = len(baseline), statistics.fmean(sides[1]) - statistics.fmean(sides[0])
+    if count > 1:
+        spread = max(SMALLEST_SPREAD, math.sqrt(statistics.fmean(map(statistics.variance, sides))))
+        return _interval(centre, student_t(2 * (count - 1)) * spread * math.sqrt(2 / count), count)
+    within = 3 * statistics.fmean(_segment_variance(windows) for windows in [*baseline, *candidate])
+    variance = UNKNOWN_SPREAD**2 + within
+    degrees = min(1e6, 2 * (SEGMENTS - 1) * (variance / max(within, 1e-12)) ** 2)  # Satterthwaite 1946
+    return _interval(centre, student_t(degrees) * math.sqrt(2 * variance), count)
 
 
 def _interval(centre: float, half: float, count: int) -> Interval:
@@ -106,9 +109,27 @@ def _segment_variance(windows: Sequence[float]) -> float:
 
 
 def verdict_of(interval: Interval) -> str:
-    """`faster`, `slower` or `no_difference`, for the candidate."""
-    if interval.low > 1 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
+    """`faster` or `slower` (the candidate), `no_difference` (within 3 % of 1), or `inconclusive`."""
+    if interval.low > 1 + SMALLEST_DIFFERENCE / 2 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
         return "faster"
-    if interval.high < 1 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:
+    if interval.high < 1 - SMALLEST_DIFFERENCE / 2 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:
         return "slower"
-    return "no_difference"
+    is_within = interval.low >= 1 - NO_DIFFERENCE and interval.high <= 1 + NO_DIFFERENCE
+    return "no_difference" if is_within else "inconclusive"
+
+
+def repeats_to_decide(interval: Interval) -> int | None:
+    """Runs per side after which this ratio with this spread has a verdict; None = more than `MAX_REPEATS`.
+
+    For one run per side the spread is assumed to be halfway between the least and the unknown one.
+    """
+    centre = math.log(interval.ratio)
+    spread = (SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2
+    if interval.n > 1:
+        t = student_t(2 * (interval.n - 1))
+        spread = math.log(interval.high / interval.low) / 2 / (t * math.sqrt(2 / interval.n))
+    for count in range(max(2, interval.n), MAX_REPEATS + 1):
+        half = student_t(2 * (count - 1)) * spread * math.sqrt(2 / count)
+        if verdict_of(_interval(centre, half, count)) != "inconclusive":
+            return count
+    return None

@@ -188,12 +188,12 @@ class CheckpointConfig:
     """What is saved, and when. A checkpoint is always saved at the end, and on SIGTERM, SIGINT, SIGHUP
     and SIGUSR1."""
 
-    every_epochs: int = neutral_setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
-    every_steps: int = neutral_setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
-    every_minutes: float = neutral_setting(0.0, "save every this many minutes; 0 = off", minimum=0)
+    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
+    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
+    every_minutes: float = setting(0.0, "save every this many minutes; 0 = off", minimum=0)
     keep: int = neutral_setting(2, "number of newest checkpoints to keep, besides the best", minimum=1)
-    save_best: bool = neutral_setting(True, "keep the checkpoint with the best top-1")
-    background: bool = neutral_setting(True, "write to disk in another thread")
+    save_best: bool = setting(True, "keep the checkpoint with the best top-1")
+    background: bool = setting(True, "write to disk in another thread")
 
 
 @dataclass
@@ -285,7 +285,7 @@ class Config:
     resume: str | None = neutral_setting(
         None, "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder"
     )
-    profile: bool = neutral_setting(False, "write a torch.profiler trace of a few steps into the run folder")
+    profile: bool = setting(False, "write a torch.profiler trace of a few steps into the run folder")
     tensorboard: bool = neutral_setting(True, "write TensorBoard events into the run folder")
     on_nonfinite: str = neutral_setting("stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip"))
     max_nonfinite: int = neutral_setting(10, "on_nonfinite=skip: stop after more than this many", minimum=0)

@@ -227,6 +227,20 @@ CASES: dict[str, tuple[Change, str, str]] = {
     "busy CPU of a GPU run": (loads(1.0, 60.0, "cuda"), "not_comparable", "other processes"),
     "equally busy CPU of a GPU run": (loads(50.0, 55.0, "cuda"), "faster", ""),
     "unknown load": (loads(None, None), "faster", ""),
+    "at the same time on a CPU": (later(-0.27), "faster", ""),
+    "at the same time on a GPU": (
+        lambda a, b: (loads(1.0, 1.0, "cuda")(a, b), later(-0.27)(a, b))[0],
+        "not_comparable",
+        "at the same time",
+    ),
+    # what else it did
+    "a checkpoint at every step": (config(checkpoint={"every_steps": 1}), "not_comparable", "checkpoint.every_steps"),
+    "a profile of one side": (config(profile=True), "not_comparable", "profile"),
+    "every loss is NaN": (every_record(loss=math.nan), "not_comparable", "not finite"),
+    "every update was skipped": (summary(amp={"skipped_steps": 130}), "not_comparable", "updates"),
+    "a few updates were skipped": (summary(amp={"skipped_steps": 2}), "faster", ""),
+    "most images were skipped": (summary(skipped_images=9999), "not_comparable", "images were skipped"),
+    "skipped updates in words": (summary(amp={"skipped_steps": "all"}), "error", "amp"),
     "an unknown and a busy run": (loads(None, 60.0), "not_comparable", "other processes"),
     "loader-bound without a difference": (
         every_record(data_wait_pct=80.0, images_per_s=100.0),

@@ -116,7 +116,7 @@ def test_other_keys_can_be_compared(tmp_path: Path) -> None:
     runs = [run_of(tmp_path, optim__name="lion", **changed)]
     runs.append(run_of(tmp_path, optim__name="sgd", optim__library="torch", optim__decay_norm_and_bias=True))
     [pair] = compare_runs(runs, by="optim.name")
-    assert (pair.baseline, pair.candidate, pair.verdict) == ("optim.name=lion", "optim.name=sgd", "no_difference")
+    assert (pair.baseline, pair.candidate, pair.verdict) == ("optim.name=lion", "optim.name=sgd", "inconclusive")
     assert any("optim.decay_norm_and_bias" in note for note in pair.notes), "the note says what else differs"
     runs = [run_of(tmp_path, 100.0, drop_path=None), run_of(tmp_path, 150.0, drop_path=0.1)]
     [pair] = compare_runs(runs, by="drop_path")
@@ -132,7 +132,7 @@ def test_choices_of_a_group_can_be_compared_by_its_name(group: str, tmp_path: Pa
         runs.append(replace(run_of(tmp_path), settings=dict(flatten(to_mapping(cfg)))))
     pairs = compare_runs(runs, by=f"{group}.name")
     assert len(pairs) == len(runs) - 1 > 2
-    assert {pair.verdict for pair in pairs} == {"no_difference"}
+    assert {pair.verdict for pair in pairs} == {"inconclusive"}
 
 
 def test_numbers_of_processes_can_be_compared(tmp_path: Path) -> None:
@@ -150,6 +150,17 @@ def test_another_seed_leaves_the_speeds_comparable(tmp_path: Path) -> None:
     assert any("seed" in note for note in pair.notes)
 
 
+def test_what_may_have_changed_the_speed_is_noted(tmp_path: Path) -> None:
+    first, second = run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true")
+    for git, word in (({"commit": "b" * 40, "dirty": False}, "commits"), ({"commit": "a" * 40, "dirty": True}, "code")):
+        one = replace(first, summary=first.summary | {"git": {"commit": "a" * 40, "dirty": False}})
+        pair = compare_pair([one], [replace(second, summary=second.summary | {"git": git})])
+        assert pair.verdict == "faster" and any(word in note for note in pair.notes)
+    later = replace(second, started_at=first.started_at, ended_at=first.ended_at)
+    assert any("at the same time" in note for note in compare_pair([first], [later]).notes)
+    assert all("one run per side" in note for note in compare_pair([first], [second]).notes)
+
+
 def test_a_loader_bound_pair_is_never_no_difference(tmp_path: Path) -> None:
     first, second = run_of(tmp_path), run_of(tmp_path, channels_last="true")
     pair = compare_pair([replace(first, data_wait_pct=80.0)], [replace(second, data_wait_pct=85.0)])
@@ -162,8 +173,10 @@ def test_a_loader_bound_pair_is_never_no_difference(tmp_path: Path) -> None:
 
 def test_equal_runs_can_be_compared(tmp_path: Path) -> None:
     pair = compare_two(run_of(tmp_path), run_of(tmp_path), "channels_last")
-    assert pair.verdict == "no_difference"
+    assert pair.verdict == "inconclusive", "one run per side cannot show that there is no difference"
     assert (pair.baseline, pair.candidate) == ("contiguous A", "contiguous B")
+    pair = compare_pair([run_of(tmp_path)] * 5, [run_of(tmp_path, 100.5, channels_last="true")] * 5)
+    assert pair.verdict == "no_difference"
 
 
 def test_two_named_runs_are_a_pair_in_either_order(tmp_path: Path) -> None:
