@@ -77,7 +77,7 @@ class TimedModel:
         self.step: Callable[[], object] = self.eager_step
         if workload.cuda_graph:
             recorder = Recorder(workload.device)
-            self.step = GraphedCall(self._recorded_step, lambda: (), recorder, warm_up=_OUTSIDE_GRAPH)
+            self.step = GraphedCall(self.eager_step, recorder, warm_up=_OUTSIDE_GRAPH)
 
     def _labelled_batch(self) -> Batch | None:
         """The batch for the training step of classifiers; None for other kinds of models or losses."""
@@ -109,10 +109,6 @@ class TimedModel:
                 loss = workload.loss(output) if workload.loss else mean_square(output_tensors(output, workload.output))
             self._parts.scaler.scale(loss).backward()
             update_weights(self._parts)
-
-    def _recorded_step(self) -> torch.Tensor:
-        self.eager_step()
-        return torch.empty(0, device=self.workload.device)
 
     def block_times_s(self, steps: int) -> list[float]:
         """Seconds of each of `steps` steps. Waits for the device at the end."""

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -150,11 +151,17 @@ def _prepared(
         yield batch
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device: the allocator caches memory per stream, and a stream per epoch would keep that of each epoch."""
+    return torch.cuda.Stream(device)
+
+
 def _on_side_stream(
     batches: Iterable[tuple[Any, Release]], prepare: Callable[[Any], Any], device: torch.device, ahead: int
 ) -> Iterator[Any]:
     """Copy and prepare on a side stream, `ahead` batches in advance."""
-    side = torch.cuda.Stream(device)
+    side = _side_stream(device)
     ready: deque[tuple[Any, torch.cuda.Event]] = deque()
     copying: deque[tuple[torch.cuda.Event, Release]] = deque()
 

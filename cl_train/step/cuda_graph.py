@@ -9,18 +9,38 @@ the host (a Python random number, a counter, the value of a tensor) must not be 
 eleven warm-up steps with DDP follow PyTorch's notes on CUDA graphs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from types import TracebackType
+from typing import Generic, TypeVar
 
 import torch
 
 from cl_train.data.batch import Batch
 from cl_train.step.train_step import StepParts, StepResult, train_step
 
-Work = Callable[[], torch.Tensor]
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with CUDA events that cannot be recorded
+
+
+_recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+
+class RecordingError(RuntimeError):
+    """Work cannot be recorded as a CUDA graph; the message has the reason."""
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device: the allocator reuses memory on the same stream only, and recordings share theirs."""
+    return torch.cuda.Stream(device)
 
 
 class Recorder:
@@ -31,7 +51,8 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = _stream(device) if device.type == "cuda" else None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -45,68 +66,77 @@ class Recorder:
             yield
         current.wait_stream(self.stream)
 
-    def run(self, work: Work) -> torch.Tensor:
+    def run(self, work: Callable[[], T]) -> T:
         """Run `work` eagerly on the stream of the recording."""
         with self.on_stream():
             return work()
 
-    def record(self, work: Work) -> Work:
-        """Record `work` without running it, and return its replay, which overwrites its earlier result."""
+    def record(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Record `work` without running it, and return its replay, which overwrites its earlier result.
+
+        Raises RecordingError: the work waits for the device, or there is no memory for the graph, or another reason.
+        """
         if self.stream is None:
             return work
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the threads of the loader and of NCCL call CUDA during the recording.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            result = work()
+        # Graphs share one memory pool, because none leaves results in it for another one. A pool lives as long as one
+        # of its graphs. thread_local: the threads of the loader and of NCCL call CUDA during the recording.
+        pool = next((other.pool() for other in _recorded), None)
+        try:
+            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+                result = work()
+        except RuntimeError as error:
+            # torch believes that the generator still records, and dropout would raise.
+            generator = torch.cuda.default_generators[self.device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise RecordingError(f"the work cannot be recorded as a CUDA graph: {_first_cause(error)}") from error
+        self._graphs.add(graph)
+        _recorded.add(graph)
 
-        def replay() -> torch.Tensor:
+        def replay() -> T:
             graph.replay()
             return result
 
         return replay
 
+    def release(self) -> None:
+        """Destroy the recordings, whoever refers to them: NCCL does not end while a graph holds its kernels."""
+        for graph in self._graphs:
+            with suppress(RuntimeError):  # after an error of the device
+                graph.reset()
+            _recorded.discard(graph)
+        self._graphs.clear()
 
-class GraphedCall:
+
+def _first_cause(error: BaseException) -> str:
+    """The error that ended a recording; the last one only says that there was an error before."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class GraphedCall(Generic[T]):
     """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from then on.
 
-    A recording contains addresses: if a tensor that it uses has moved (a checkpoint was loaded), a replay would write
-    to freed memory, so the work is warmed up and recorded again.
-
-    Args:
-        tensors: every tensor that `work` uses and that outlives a call.
+    A recording contains addresses: the tensors that the work uses must not be replaced.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        tensors: Callable[[], Iterable[torch.Tensor]],
-        recorder: Recorder,
-        *,
-        warm_up: int = WARM_UP_STEPS,
-    ) -> None:
+    def __init__(self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS) -> None:
         assert warm_up >= 1, "cuDNN, the optimizer and the allocator must run once before a recording"
-        self._work, self._tensors, self._recorder = work, tensors, recorder
-        self._warm_up = self._eager_calls_left = warm_up
-        self._replay: Work | None = None
-        self._addresses: list[int] = []
+        self._work, self._recorder, self._eager_calls_left = work, recorder, warm_up
+        self._replay: Callable[[], T] | None = None
 
     @property
     def is_recorded(self) -> bool:
         return self._replay is not None
 
-    def __call__(self) -> torch.Tensor:
-        if self._replay is not None and self._addresses != self._current_addresses():
-            self._replay, self._eager_calls_left = None, self._warm_up
+    def __call__(self) -> T:
         if self._eager_calls_left > 0:
             self._eager_calls_left -= 1
             return self._recorder.run(self._work)
         if self._replay is None:
             self._replay = self._recorder.record(self._work)
-            self._addresses = self._current_addresses()
-        return self._replay().clone()
-
-    def _current_addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors()]
+        return self._replay()
 
 
 class GraphedStep:
@@ -114,14 +144,19 @@ class GraphedStep:
     is dropped: its memory would add up, and sizes that have passed do not come back (`data.size_schedule`).
 
     Copying the batch into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
+
+    Args:
+        fall_back: if the step cannot be recorded, warn and continue with eager steps; otherwise raise.
     """
 
-    def __init__(self, parts: StepParts, recorder: Recorder, *, warm_up: int = WARM_UP_STEPS) -> None:
-        self._parts, self._recorder, self._warm_up = parts, recorder, warm_up
+    def __init__(
+        self, parts: StepParts, recorder: Recorder, *, warm_up: int = WARM_UP_STEPS, fall_back: bool = False
+    ) -> None:
+        self._parts, self._recorder, self._warm_up, self._fall_back = parts, recorder, warm_up, fall_back
         self._static: list[Batch] = []
-        self._model_tensors = [*parts.model.parameters(), *parts.model.buffers()]  # once: finding them costs 0.5 ms
         make_capturable(parts.optimizer, parts.device)
-        self._call: GraphedCall | None = None
+        self._call: GraphedCall[torch.Tensor] | None = None
+        self._is_eager = False  # for good, after a recording that failed
 
     @property
     def is_recorded(self) -> bool:
@@ -129,31 +164,46 @@ class GraphedStep:
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """As `train_step`; the counts are float32, exact below 2**24 images."""
+        if self._is_eager:
+            return self._recorder.run(partial(train_step, self._parts, micro_batches))
         if self._call is None or list(map(_layout, micro_batches)) != list(map(_layout, self._static)):
             self._static = [Batch(torch.empty_like(b.images), torch.empty_like(b.targets)) for b in micro_batches]
             self._call = None  # frees the earlier graph before the warm-up allocates
-            self._call = GraphedCall(self._train, self._tensors, self._recorder, warm_up=self._warm_up)
+            self._call = GraphedCall(self._train, self._recorder, warm_up=self._warm_up)
         for static, batch in zip(self._static, micro_batches, strict=True):
             static.images.copy_(batch.images, non_blocking=True)
             static.targets.copy_(batch.targets, non_blocking=True)
-        return StepResult(*self._call().unbind())
+        try:
+            return StepResult(*self._call().clone().unbind())
+        except RecordingError as error:
+            self._discard_recording()
+            if not self._fall_back:
+                raise RecordingError(f"{error}; use cuda_graph=false") from error
+            log.warning("cuda_graph=auto: %s; the steps run eagerly", error)
+        return self(micro_batches)
 
     def _train(self) -> torch.Tensor:
         sums = train_step(self._parts, self._static)
         return torch.stack([sums.loss.float(), sums.correct1.float(), sums.correct5.float(), sums.skipped])
 
-    def _tensors(self) -> Iterable[torch.Tensor]:
-        parts = self._parts
-        yield from (tensor for batch in self._static for tensor in (batch.images, batch.targets))
-        yield from self._model_tensors
-        for group in parts.optimizer.param_groups:
-            yield group["lr"]
-            for parameter in group["params"]:
-                yield parameter
-                state = parts.optimizer.state.get(parameter, {})
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-        if parts.scaler.is_enabled():  # private, but GradScaler updates them in place
-            yield from (t for t in (parts.scaler._scale, parts.scaler._growth_tracker) if t is not None)
+    def _discard_recording(self) -> None:
+        """A recording that failed midway leaves gradients in its memory, and GradScaler in the middle of a step."""
+        self._parts.model.zero_grad(set_to_none=True)
+        self._parts.optimizer.zero_grad(set_to_none=True)
+        self._parts.scaler._per_optimizer_states.clear()
+        self._call, self._static, self._is_eager = None, [], True
+
+    def release(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """For `ExitStack.push`: destroy the graph before the process group, even if a traceback refers to it.
+
+        After an exception it does not wait for the device, which may wait for a rank that has died.
+        """
+        if kind is None and self._recorder.stream is not None:
+            torch.cuda.synchronize(self._parts.device)
+        self._call = None
+        self._recorder.release()
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -23,7 +23,7 @@ class EMA:
     def update(self, model: nn.Module, masters: MasterWeights | None = None) -> None:
         """ema += (1 - decay) * (weights - ema). Integer buffers are copied. The host does not wait for the device."""
         source = full_precision_state(model, masters)
-        averages, weights = [], []
+        averages, weights, integers, new_integers = [], [], [], []
         for name, average in self.module.state_dict().items():
             if not isinstance(average, torch.Tensor):  # a module's extra state
                 continue
@@ -31,5 +31,8 @@ class EMA:
                 averages.append(average)
                 weights.append(source[name].detach().to(average.dtype))
             else:
-                average.copy_(source[name])
+                integers.append(average)
+                new_integers.append(source[name])
+        if integers:  # one launch instead of one per BatchNorm
+            torch._foreach_copy_(integers, new_integers)
         torch._foreach_lerp_(averages, weights, 1 - self.decay)

@@ -24,7 +24,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
 
-VOLTA = (7, 0)  # compute capability of the first GPUs with tensor cores
+VOLTA, AMPERE = (7, 0), (8, 0)  # compute capability of the first GPUs with tensor cores, and with bf16 in them
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
         return ["precision=bf16: this CPU emulates bf16; fp32 is likely to be faster"]
     if not on_cpu and is_fp16 and torch.cuda.get_device_capability(device) < VOLTA:
         return [f"precision={precision.name}: this GPU has no tensor cores, so fp16 and channels_last gain little"]
+    if not on_cpu and precision.name == "bf16" and torch.cuda.get_device_capability(device) < AMPERE:
+        return ["precision=bf16: this GPU emulates bf16; fp16 is faster"]
     return []
 
 
@@ -121,6 +123,17 @@ def kernel_selection(*, tf32: bool, autotune: bool) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before
+
+
+@contextmanager
+def without_autotuning() -> Iterator[None]:
+    """For a shape that occurs once: cuDNN's search for the fastest algorithm takes seconds."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

@@ -1,11 +1,14 @@
 """The processes of one run: rank, device and process group, and the collectives that a run uses."""
 
+import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +19,10 @@ from cl_train.system.child_process import end_with_parent
 from cl_train.system.launcher import adopt_srun, is_srun_task, read_launch
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+GPU_FILE = Path("/dev/nvidia0")
 
 
 @dataclass(frozen=True)
@@ -32,21 +39,57 @@ class Dist:
         return self.rank == 0
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
+def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch.device:
     """The device of a setting `device=`: `auto` is CUDA if there is a device, else the CPU.
 
-    Raises ConfigError if there is no CUDA device for this rank.
+    With `warn`, `auto` logs a warning if there is a GPU that torch cannot use.
+
+    Raises ConfigError: there is no CUDA device for this rank, or torch has no kernels for it.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("device=cuda: this machine has no usable CUDA device; use device=cpu or device=auto")
+        problem = _unusable_gpu() if GPU_FILE.exists() else "this machine has no usable CUDA device"
+        if name == "cuda":
+            raise ConfigError(f"device=cuda: {problem}; use device=cpu or device=auto")
+        if warn and GPU_FILE.exists():
+            log.warning("device=auto uses the CPU: %s", problem)
+        return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(f"device=cuda: local rank {local_rank} has no GPU of {count}; use --nproc-per-node={count}")
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank)
+    check_kernels(device)
+    return device
+
+
+def _unusable_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"this machine has a GPU, but torch {torch.__version__} is a build without CUDA"
+    return (
+        f"this machine has a GPU that torch {torch.__version__} cannot use: its driver is too old for CUDA "
+        f"{torch.version.cuda} (nvidia-smi shows the version), or CUDA_VISIBLE_DEVICES hides it"
+    )
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raises ConfigError: torch has no kernels for this GPU, and the first one would fail.
+
+    Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for any later GPU when it is needed.
+    """
+    own = torch.cuda.get_device_capability(device)
+    names = torch.cuda.get_arch_list()  # such as sm_90 and compute_90
+    matches = [match for name in names if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name))]
+    built = [(match[1], (int(match[2]), int(match[3]))) for match in matches]
+    runs = any(version <= own and (kind == "compute" or version[0] == own[0]) for kind, version in built)
+    if runs or not built:  # not built for NVIDIA's GPUs: torch knows what it supports
+        return
+    is_later = own > max(version for _, version in built)
+    remedy = "a newer torch" if is_later else "torch's build for CUDA 12.6, which still supports Volta"
+    raise ConfigError(
+        f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}, and torch {torch.__version__} "
+        f"has kernels for {', '.join(names)} only: install {remedy}, or use device=cpu"
+    )
 
 
 @contextmanager
@@ -93,6 +136,12 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     dist = Dist(rank, world_size, chosen)
     try:
         yield dist
+    except BaseException:
+        if chosen.type == "cuda":  # else the end would wait for collectives that a dead rank never joins
+            assert torch.distributed.group.WORLD is not None
+            with suppress(RuntimeError):
+                torch.distributed.group.WORLD.abort()
+        raise
     finally:
         torch.distributed.destroy_process_group()
 

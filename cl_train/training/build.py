@@ -8,6 +8,8 @@ DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or
 import logging
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,7 +73,8 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     if recorder is None:
         return TrainState(model, parts, ema, layout, partial(train_step, parts))
     warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
-    return TrainState(model, parts, ema, layout, GraphedStep(parts, recorder, warm_up=warm_up))
+    step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
+    return TrainState(model, parts, ema, layout, step)
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -155,9 +158,19 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
     if dist.world_size == 1:
         return model
     device_ids = [dist.device] if dist.device.type == "cuda" else None
+    options: dict[str, Any] = {}
+    since_torch_2_15 = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
+    if since_torch_2_15 and has_only_statistics(model):
+        options["forward_sync_buffers"] = False  # else rank 0's are broadcast in each forward pass
     return nn.parallel.DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph
+        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph, **options
     )
+
+
+def has_only_statistics(model: nn.Module) -> bool:
+    """Whether all buffers are BatchNorm's, which training does not read: evaluation and checkpoints take rank 0's."""
+    owners = [module for module in model.modules() if list(module.buffers(recurse=False))]
+    return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)
 
 
 def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:

@@ -1,6 +1,7 @@
 """Exact evaluation: each validation image counts once, for any batch size and any number of ranks."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tqdm import tqdm
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.splits import Data
 from cl_train.step.loss import logits_of
-from cl_train.step.precision import Precision, autocast
+from cl_train.step.precision import Precision, autocast, without_autotuning
 from cl_train.step.train_step import labels_and_top5
 from cl_train.system.distributed import Dist, broadcast_buffers, max_over_ranks, sum_over_ranks
 from cl_train.system.signals import StopRequest
@@ -80,10 +81,13 @@ def predictions(
     rows = [torch.empty(0, 5, dtype=torch.float64, device=device)]
     was_training = model.training
     model.eval()
+    largest = 0
     for batch in batches:
         if len(batch.images) == 0:  # all images of the batch were skipped; some models fail on an empty batch
             continue
-        with autocast(precision, device):
+        largest = max(largest, len(batch.images))
+        selection = nullcontext() if len(batch.images) == largest else without_autotuning()  # the last, partial batch
+        with autocast(precision, device), selection:
             logits = logits_of(model(batch.images))
             if flip:
                 logits = (logits + logits_of(model(batch.images.flip(3)))) / 2

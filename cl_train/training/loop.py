@@ -58,7 +58,7 @@ def check_runs(runs: list[Config]) -> None:
             models.check_model(cfg.model, cfg.weights)
             check_optimizer(cfg.optim)
             image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
-            choose_device(cfg.device)
+            choose_device(cfg.device, warn=False)
         except ConfigError as error:
             problems += error.problems
     if problems:

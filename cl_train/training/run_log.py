@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from cl_train.data.bad_images import BadImageError
 from cl_train.data.workers import WorkerError
+from cl_train.step.cuda_graph import RecordingError
 from cl_train.system.checkpoint_file import CheckpointError
 from cl_train.system.files import AppendFile
 from cl_train.system.heartbeat import RankFault
@@ -76,9 +77,12 @@ class _LogFile(logging.Handler):
         super().close()
 
 
+_ANTICIPATED = (TrainingFault, RecordingError, CheckpointError, BadImageError, WorkerError, RankFault, ConnectionError)
+
+
 def describe_failure(error: BaseException | None) -> str | None:
     """One line for an anticipated error; None for a bug, which needs a traceback."""
-    if isinstance(error, TrainingFault | CheckpointError | BadImageError | WorkerError | RankFault | ConnectionError):
+    if isinstance(error, _ANTICIPATED):
         return str(error)
     if isinstance(error, OSError):
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the file and its folder"

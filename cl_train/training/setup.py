@@ -27,6 +27,7 @@ from cl_train.data.splits import Data
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.models.preprocessing import log_preprocessing
+from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoint_store import CheckpointStore
@@ -90,6 +91,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     stack.callback(data.close)
     plan = make_plan(cfg, data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
+    if isinstance(state.train_step, GraphedStep):
+        stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
 
     summary = describe_run(cfg, state, data, plan, dist)
