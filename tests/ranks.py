@@ -12,7 +12,7 @@ from tests.processes import LIMIT_S, free_ports
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
     *("data=folder", "data.image_size=32", "data.workers=0", "device=cpu", "precision=fp32", "log_every=1"),
-    *("model=tests.networks:without_batchnorm", "optim.lr=0.4", "tensorboard=false"),
+    *("model=tests.networks:without_batchnorm", "optim.lr=0.4", "log_to=[]"),
 )
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 

@@ -286,7 +286,9 @@ class Config:
         None, "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder"
     )
     profile: bool = setting(False, "write a torch.profiler trace of a few steps into the run folder")
-    tensorboard: bool = neutral_setting(True, "write TensorBoard events into the run folder")
+    log_to: list[str] = neutral_setting(
+        ["tensorboard"], "who receives the records too: tensorboard, wandb, mlflow, or your own package.module:function"
+    )
     on_nonfinite: str = neutral_setting("stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip"))
     max_nonfinite: int = neutral_setting(10, "on_nonfinite=skip: stop after more than this many", minimum=0)
     rank_timeout_s: float = neutral_setting(

@@ -19,7 +19,6 @@ from cl_train.data.augment import image_augment
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.models import sources as models
 from cl_train.step.optim import check_optimizer, set_lr
-from cl_train.step.schedule import scaled_lr
 from cl_train.system.distributed import (
     broadcast_object,
     choose_device,
@@ -41,8 +40,9 @@ from cl_train.training.profiling import profile
 from cl_train.training.records import read_records
 from cl_train.training.run_log import RunLog, console_line, describe_failure, mean, progress_bar
 from cl_train.training.setup import Run, prepare_torch, set_up
-from cl_train.training.summary import closing_line, hparams_of, peak_memory_gib, speed
+from cl_train.training.summary import closing_line, peak_memory_gib, speed
 from cl_train.training.throughput import without_warmup
+from cl_train.training.trackers import build_tracker
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ def check_runs(runs: list[Config]) -> None:
             check_optimizer(cfg.optim)
             image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
             choose_device(cfg.device, warn=False)
+            for name in cfg.log_to:
+                build_tracker(name)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -115,8 +117,6 @@ def train(cfg: Config, folder: Path) -> int:
                 waiting_since = time.perf_counter()
                 micro_batches = list(islice(batches, plan.accumulate_steps))
                 wait_s = time.perf_counter() - waiting_since
-                if progress.step == 0:
-                    run.tracker.write_images(micro_batches[0].images, cfg.data.mean, cfg.data.std)
                 set_lr(state.parts.optimizer, plan.lr_at(progress))
                 run.unlogged_steps.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
@@ -151,11 +151,11 @@ def failure_in_summary(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run.summary["why"] = str(error).splitlines()[:1]
+        run.summary["why"] = str(error).partition("\n")[0]
         with suppress(RuntimeError):  # after an error of the device, the loss scale cannot be read
             run.summary |= results(run)
         with suppress(OSError):  # report the first error
-            run.tracker.write_summary(run.summary)
+            run.writer.finish(run.summary, retries=False)
         raise
 
 
@@ -173,7 +173,7 @@ def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -
     run.unlogged_steps.clear()
     run.records.append(record)
     records.append(record)
-    run.tracker.write("train", run.progress.step, record)
+    run.writer.write("train", run.progress.step, record)
     log.info("%s", console_line(records, run.progress.step_in_epoch, run.plan.steps_per_epoch))
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
     run.nonfinite.check(nonfinite)
@@ -276,7 +276,7 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
             continue
         result = evaluated[kind]
         run.summary[kind] = result
-        run.tracker.write(kind, run.progress.step, {"epoch": run.progress.epoch, **result})
+        run.writer.write(kind, run.progress.step, {"epoch": run.progress.epoch, **result})
         line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(**result)
         log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
@@ -319,9 +319,7 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
     }
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
-    plan = run.plan
-    hparams = hparams_of(run.summary, plan.batch_size, scaled_lr(plan.optim, plan.global_batch_size))
-    on_main(lambda: run.tracker.finish(run.summary, hparams), run.dist)  # a launcher may kill rank 0 when others end
+    on_main(lambda: run.writer.finish(run.summary), run.dist)  # a launcher may kill rank 0 when others end
     log.info("%s", closing_line(run.summary, run.folder))
     return 128 + run.stop_signal if run.stop_signal else 0
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import to_mapping, to_yaml
+from cl_train.config.validation import flatten, to_mapping, to_yaml
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.splits import Data
@@ -40,10 +40,11 @@ from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import NonFinitePolicy
 from cl_train.training.progress import Plan, Progress
-from cl_train.training.records import Tracker, read_records
+from cl_train.training.records import RecordWriter, read_records
 from cl_train.training.run_state import TrainState
 from cl_train.training.summary import SCHEMA_VERSION
 from cl_train.training.throughput import ThroughputMeter
+from cl_train.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Run:
     batch_format: DeviceFormat
     state: TrainState
     checkpoints: Checkpoints
-    tracker: Tracker
+    writer: RecordWriter
     signals: StopRequest
     meter: ThroughputMeter
     machine_load: MachineLoad
@@ -102,13 +103,12 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
 
-    tracker = Tracker(
-        folder if dist.is_main else None,
-        tensorboard=cfg.tensorboard,
-        resumed_step=progress.step,
-        is_evaluated=progress.is_epoch_closed,
+    trackers = Trackers(cfg.log_to if dist.is_main else ())
+    stack.callback(trackers.close)
+    writer = RecordWriter(
+        folder if dist.is_main else None, trackers, resumed_step=progress.step, is_evaluated=progress.is_epoch_closed
     )
-    tracker.write_config(to_yaml(cfg))
+    writer.start(to_yaml(cfg), dict(flatten(to_mapping(cfg))))
     return Run(
         dist=dist,
         folder=folder,
@@ -117,7 +117,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         batch_format=DeviceFormat(dist.device, precision.input_dtype, state.memory_format),
         state=state,
         checkpoints=checkpoints,
-        tracker=tracker,
+        writer=writer,
         signals=signals,
         meter=ThroughputMeter(cfg.warmup_steps),
         machine_load=machine_load,

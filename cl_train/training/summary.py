@@ -57,13 +57,6 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p5": percentiles[0], "p95": percentiles[-1], "windows": len(values)}
 
 
-def hparams_of(summary: dict[str, Any], batch_size: int, lr: float) -> dict[str, str | int | float | bool]:
-    """The settings that distinguish runs in TensorBoard's HPARAMS table, where None would turn a column into text."""
-    names = ("model", "precision", "compile", "image_size", "seed", "world_size")
-    layout = {"channels_last": summary["channels_last_requested"], "memory_format": str(summary["memory_format"])}
-    return {name: summary[name] for name in names} | layout | {"batch_size": batch_size, "lr": lr}
-
-
 def closing_line(summary: dict[str, Any], folder: Path) -> str:
     """The last line of a run."""
     parts = [f"{summary['status']} after {summary['steps']} steps"]

@@ -38,7 +38,7 @@ def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_s
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
     (cfg,) = check_command_line([*TINY, "batch_size=32", *shared])
     assert loop.train(cfg, tmp_path / "one") == 0
-    two = train(2, tmp_path / "two", "batch_size=16", "tensorboard=true", *shared)
+    two = train(2, tmp_path / "two", "batch_size=16", "log_to=[tensorboard]", *shared)
     assert two.returncode == 0, two.stdout + two.stderr
     words = [*TINY, f"hydra.run.dir={tmp_path}/accumulated", "batch_size=8", "global_batch_size=32", *shared]
     fork_two_ranks(fork_server, tmp_path, "forkserver:run_program", {"words": words, "hook": ""})

@@ -8,7 +8,6 @@ from statistics import median
 import pytest
 import torch
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, to_mapping
@@ -46,19 +45,6 @@ def test_a_run_trains_and_leaves_its_records(train: Train) -> None:
     assert to_mapping(load(saved)) == saved
     assert {path.name for path in (done.folder / "checkpoints").glob("*.pt")} >= {"step-00000006.pt", "best.pt"}
     assert "Prec@1" in (done.folder / "train.log").read_text()
-
-
-def test_tensorboard_has_one_run_with_scalars_text_and_images(train: Train) -> None:
-    done = train("channels_last=true", "precision=fp16")
-    assert not [path for path in done.folder.iterdir() if path.is_dir() and path.name != "checkpoints"]
-    events = EventAccumulator(str(done.folder))
-    events.Reload()
-    tags = events.Tags()
-    expected = {"train/loss", "val/top1", "throughput/images_per_s", "throughput/data_wait_pct", "optim/lr"}
-    expected |= {"optim/loss_scale", "memory/peak_gib"}
-    assert expected <= set(tags["scalars"])
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert tags["images"] == ["first_batch"] and "config/text_summary" in tags["tensors"]
 
 
 @pytest.mark.slow
@@ -154,7 +140,7 @@ def test_a_nan_stops_the_run_and_names_the_step(train: Train, tiny: Callable[...
     with pytest.raises(TrainingFault, match="the loss is nan at step 3 on rank 0"):
         train("model=tests.networks:nan_at_third_step", "log_every=2", folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and "step 3" in summary["why"][0]
+    assert summary["status"] == "failed" and "step 3" in summary["why"]
     code = run_and_log_failure(tiny("model=tests.networks:nan_at_third_step", "overwrite=true"), tmp_path)
     assert code == 1 and "the run failed: the loss is nan at step 3" in (tmp_path / "train.log").read_text()
 
@@ -169,7 +155,7 @@ def test_the_first_error_is_reported_if_the_device_fails(
     with pytest.raises(TrainingFault, match="step 3"):
         train("model=tests.networks:nan_at_third_step", folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and "step 3" in summary["why"][0]
+    assert summary["status"] == "failed" and "step 3" in summary["why"]
 
 
 def test_a_nan_is_skipped_when_asked(train: Train) -> None:

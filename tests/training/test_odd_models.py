@@ -36,7 +36,7 @@ def test_it_trains_or_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(globals(), "chosen", MODELS[name])
     words = [f"model={__name__}:build", "data=synthetic", "data.image_size=16", "data.synthetic_images=16"]
     words += ["data.synthetic_classes=5", "batch_size=4", "max_steps=2", "device=cpu", "precision=fp32"]
-    (cfg,) = check_command_line([*words, "tensorboard=false", "channels_last=true"])
+    (cfg,) = check_command_line([*words, "log_to=[]", "channels_last=true"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about sparse, quantised and complex tensors
         try:

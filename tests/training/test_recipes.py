@@ -122,7 +122,7 @@ def test_the_average_has_torchvisions_adjusted_decay() -> None:
 
 
 SMALL = "data=folder data.image_size=32 data.workers=0 device=cpu precision=fp32 batch_size=8 log_every=1 max_steps=2"
-SMALL += " data.size_schedule=[] data.val_size=null data.val_resize=null checkpoint.every_epochs=0 tensorboard=false"
+SMALL += " data.size_schedule=[] data.val_size=null data.val_resize=null checkpoint.every_epochs=0 log_to=[]"
 
 
 @pytest.mark.slow

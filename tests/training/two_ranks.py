@@ -32,7 +32,7 @@ def fresh_group() -> None:
 def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Config:
     data = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0, **(data or {})}
     words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2, "batch_size": 8}
-    return load({**words, "log_every": 1, "tensorboard": False, "data": data, **changes})
+    return load({**words, "log_every": 1, "log_to": [], "data": data, **changes})
 
 
 def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:

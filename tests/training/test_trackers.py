@@ -1,0 +1,180 @@
+"""Trackers receive what a run writes, and can neither change nor end it."""
+
+import importlib.util
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cl_train.config.schema import ConfigError
+from cl_train.training import trackers
+from cl_train.training.loop import check_runs
+from tests.conftest import Run
+
+Train = Callable[..., Run]
+received: list[dict[str, Any]] = []
+released = threading.Event()
+HERE = "tests.training.test_trackers"
+
+
+def receive(record: dict[str, Any]) -> None:
+    received.append(record)
+
+
+def fail(record: dict[str, Any]) -> None:
+    received.append(record)
+    raise OSError("no route to the tracker")
+
+
+def hang(record: dict[str, Any]) -> None:
+    released.wait()
+
+
+@pytest.fixture(autouse=True)
+def nothing_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    received.clear()
+    variables = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    for name, value in {**variables, "MLFLOW_ALLOW_FILE_STORE": "true"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_function_receives_the_config_each_record_and_the_summary(train: Train) -> None:
+    done = train(f"log_to=[{HERE}:receive]", "epochs=1")
+    assert [record["kind"] for record in received] == ["start", "train", "train", "train", "val", "end"]
+    start, *records, end = received
+    assert (start["step"], start["folder"], start["group"]) == (0, str(done.folder), None)
+    assert (start["config"]["epochs"], start["config"]["optim.lr"]) == (1, 0.4)
+    assert records == [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    assert end["summary"] == done.summary
+    assert not list(done.folder.glob("events*")), "TensorBoard was not asked for"
+
+
+def test_a_resumed_run_starts_at_its_step(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train("epochs=1", folder=folder)
+    train(f"log_to=[{HERE}:receive]", "epochs=2", "resume=auto", folder=folder)
+    assert [received[0]["step"], received[1]["step"], received[-1]["step"]] == [3, 4, 6]
+
+
+def test_trackers_that_raise_or_hang_leave_the_run_unharmed(
+    train: Train, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "LAST_RECORDS_S", 0.2)
+    monkeypatch.setattr(logging.getLogger("cl_train"), "propagate", True)
+    reference = train("log_to=[]", "epochs=1")
+    done = train(f"log_to=[{HERE}:fail,{HERE}:hang]", "epochs=1")
+    released.set()
+    assert done.losses == reference.losses and done.summary["status"] == "completed"
+    assert len(received) == 1, "a tracker that raised gets no further records"
+    log = (done.folder / "train.log").read_text()
+    assert "no route to the tracker" in log and f"{HERE}:hang: still sending" in log
+
+
+def test_an_unknown_tracker_is_refused_with_a_suggestion(tiny: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"log_to=tensorbord: .*did you mean tensorboard"):
+        check_runs([tiny("log_to=[tensorbord]")])
+
+
+def test_tensorboard_begins_with_what_is_looked_at_first(train: Train) -> None:
+    done = train("precision=fp16")
+    assert [path.name for path in done.folder.iterdir() if path.is_dir()] == ["checkpoints"]
+    events = EventAccumulator(str(done.folder)).Reload()
+    tags = events.Tags()
+    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags["scalars"])))
+    assert groups == ["train", "val", "vitals", "whole_run"]
+    assert {"train/loss", "train/images_per_s", "val/top1", "vitals/lr", "vitals/loss_scale"} <= set(tags["scalars"])
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert tags["images"] == [] and "config/text_summary" in tags["tensors"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    assert events.Scalars("whole_run/top1")[0].value == pytest.approx(done.summary["val"]["top1"])
+
+
+def test_tensorboard_shows_no_step_twice_after_a_resume(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train("epochs=2", folder=folder)
+    for path in (folder / "checkpoints").glob("*0006*"):
+        path.unlink()
+    time.sleep(1.1)  # the name of an event file has whole seconds
+    train("epochs=2", "resume=auto", folder=folder)
+    events = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+# --- the real packages ------------------------------------------------------------------------------------------------
+
+
+def train_in_two_parts(folder: Path, images: Path, tracker: str, **environment: str) -> None:
+    """Two processes, the second resumes the first, in the folder of a sweep."""
+    folder.mkdir(parents=True)
+    (folder.parent / "sweep.json").write_text("{}")
+    words = [
+        f"data.root={images}",
+        "data=folder",
+        "data.image_size=32",
+        "data.workers=0",
+        "batch_size=32",
+        "log_every=1",
+    ]
+    words += ["model=tests.networks:small", "device=cpu", "precision=fp32", f"hydra.run.dir={folder}"]
+    for more in (["epochs=1"], ["epochs=2", "resume=auto"]):
+        done = subprocess.run(
+            [sys.executable, "train.py", *words, f"log_to=[{tracker}]", *more],
+            env=os.environ | environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and "log_to=" not in done.stdout, done.stdout + done.stderr
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file, LevelDB's log format: blocks of 32 KiB with parts of [crc, length, type, data]."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # no header fits: the rest of the block is empty
+            place += 32768 - place % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(record)
+            record = b""
+
+
+@pytest.mark.slow
+def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep" / "job"
+    train_in_two_parts(folder, image_folder, "wandb")
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    records = [record for path in files for record in wandb_records(path)]
+    runs = [record.run for record in records if record.HasField("run")]
+    assert len(files) == 2 and {(run.run_id, run.run_group) for run in runs} == {(runs[0].run_id, "sweep")}
+    history = [{tuple(item.nested_key) or (item.key,): item.value_json for item in record.history.item}
+               for record in records if record.HasField("history")]  # fmt: skip
+    losses = [row for row in history if ("train/loss",) in row]
+    assert [json.loads(row["step",]) for row in losses] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_mlflow_continues_the_run(image_folder: Path, tmp_path: Path) -> None:
+    has_server = importlib.util.find_spec("sqlalchemy")  # mlflow, not only its client mlflow-skinny
+    uri = f"sqlite:///{tmp_path}/mlflow.db" if has_server else f"file://{tmp_path}/mlruns"
+    folder = tmp_path / "sweep" / "job"
+    train_in_two_parts(folder, image_folder, "mlflow", MLFLOW_TRACKING_URI=uri)
+    import mlflow
+
+    client = mlflow.MlflowClient(uri)
+    experiment = client.get_experiment_by_name("cl_train")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.data.tags["group"] == "sweep" and run.data.params["batch_size"] == "32"
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert run.data.metrics["whole_run/top1"] == run.data.metrics["val/top1"]
