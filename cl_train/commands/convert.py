@@ -1,15 +1,18 @@
-"""Convert a saved model: contiguous on disk, its memory format recorded, its outputs compared before and after.
+"""Convert a saved model to another memory format or kind of file; the new file is run and compared with the original.
 
     cl-train convert resnet50.pth out=resnet50-nhwc.pth model=resnet50           a file of weights
     cl-train convert checkpoint.ckpt out=weights.pth model=resnet50 entry=state_dict prefix=model.
-    cl-train convert outputs/RUN/checkpoints/best.pt out=resnet50.safetensors    the weights of a checkpoint
+    cl-train convert outputs/RUN out=resnet50.safetensors                        the best checkpoint of a run
+    cl-train convert outputs/RUN out=resnet50.onnx                               for onnxruntime; .pt2: torch.export
+    cl-train convert resnet50 weights=DEFAULT out=resnet50.pt2                   a model of the zoo
     cl-train convert scripted.pt out=scripted-nhwc.pt input=8,3,224,224 trust=true   TorchScript
     cl-train convert program.pt2 out=program-nhwc.pt2 trust=true                 an exported program
     cl-train convert a.pth out=b.pth channels_last=false                         convert back to contiguous
 
+Weights are contiguous on disk, with their memory format recorded; programs keep the strides of channels_last.
 trust=true loads a program, which runs its code: use it only for files whose source you trust.
-Exit codes: 0 converted and outputs equal; 1 not converted, or outputs not compared or different; 2 wrong usage or an
-unreadable file.
+Exit codes: 0 converted and outputs equal; 1 not converted (then no file is written), or the outputs not compared; 2
+wrong usage or an unreadable file.
 """
 
 from dataclasses import dataclass
@@ -25,15 +28,19 @@ class ConvertSettings:
 
     out: str = setting("", "file to write", required=True)
     channels_last: bool = setting(True, "the layout of the model when it is loaded; false = contiguous")
-    model: str | None = setting(None, "the model that a file of weights belongs to; its outputs are then compared too")
-    input: list[int] = setting([2, 3, 224, 224], "shape of the random images for the comparison", minimum=1)
+    overwrite: bool = setting(False, "replace an existing file")
+    model: str | None = setting(None, "the model that a file of weights belongs to; null = the one that the file names")
+    weights: str | None = setting(None, "weights by name (DEFAULT, ...) or file of the model given instead of a file")
+    input: list[int] = setting(
+        [], "shape of the random images for the comparison; empty = 2 of the recorded size, or of 224 px", minimum=1
+    )
     entry: str | None = setting(None, "which entry of a checkpoint holds the weights, such as model_ema")
     prefix: str | None = setting(None, "take only the names with this prefix, such as backbone., and remove it")
     output_entry: str | None = setting(None, "which entry of the model's output is compared: a dict's key or an index")
     trust: bool = setting(False, "load a TorchScript or exported program, which runs the code in the file")
 
 
-USAGE = "FILE out=FILE [key=value ...]"
+USAGE = "FILE|RUN|MODEL out=FILE [key=value ...]"
 SETTINGS = {"settings": ConvertSettings}
 
 
@@ -41,21 +48,23 @@ def main(words: list[str]) -> int:
     settings = settings_from_arguments(ConvertSettings, [word for word in words if is_setting(word)])
     files = [word for word in words if not is_setting(word)]
     if len(files) != 1:
-        raise ConfigError(f"expected one file and out=FILE, got {len(files)} files: {' '.join(files)}")
+        raise ConfigError(f"expected one file, run folder or model, and out=FILE; got {len(files)}: {' '.join(files)}")
     import torch
 
     from cl_train.models.convert_file import convert_file
 
     result = convert_file(
-        Path(files[0]),
+        files[0],
         Path(settings.out),
         memory_format=torch.channels_last if settings.channels_last else torch.contiguous_format,
         model_name=settings.model,
+        weights=settings.weights,
         input_shape=tuple(settings.input),
         entry=settings.entry,
         prefix=settings.prefix,
         output=settings.output_entry,
         trust=settings.trust,
+        overwrite=settings.overwrite,
     )
     print(result)
     return 0 if result.passed else 1

@@ -20,7 +20,7 @@ from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
 from cl_train.config.validation import suggest
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES
-from cl_train.models.copies import copy_model
+from cl_train.models.sources import copy_model
 from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import cache_folder, write_json
 from cl_train.system.memory import release_memory

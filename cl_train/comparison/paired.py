@@ -18,7 +18,7 @@ from cl_train.comparison.statistics import Interval, verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.model_call import explain_failure, random_state_restored
-from cl_train.models.copies import device_of
+from cl_train.models.sources import device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 from cl_train.system.memory import is_out_of_memory, release_memory

@@ -20,7 +20,7 @@ from cl_train.comparison.parity_run import Record, Task, run_step
 from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction, noise
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.model_call import explain_failure, failure_explained
-from cl_train.models.copies import copy_model, device_of
+from cl_train.models.sources import copy_model, device_of
 from cl_train.step.precision import Precision, resolve_precision
 from cl_train.system.memory import available_bytes
 

@@ -13,7 +13,7 @@ from cl_train.data.batch import Batch
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import to_memory_format
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
-from cl_train.models.copies import copy_model
+from cl_train.models.sources import copy_model
 from cl_train.step.cuda_graph import GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters

@@ -1,7 +1,9 @@
-"""Convert a saved model from file to file, and check that outputs do not change."""
+"""Load a saved model, and convert it from file to file: the file is read back, run, and compared with the original."""
 
 import copy
-from dataclasses import dataclass, field
+import math
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +11,37 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.user_function import optional_module
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, to_memory_format
 from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import sources as models
-from cl_train.models.program_file import read_program, write_program
-from cl_train.models.weights_file import PROGRAMS, SavedModel, kind_of, read_weights, write_weights
+from cl_train.models.card import ModelCard, Preprocessing
+from cl_train.models.files import (
+    PROGRAMS,
+    SavedModel,
+    careful_loading,
+    kind_of,
+    read_program,
+    read_weights,
+    weights_path,
+    write_program,
+    write_weights,
+)
+from cl_train.models.preprocessing import published_preprocessing
+from cl_train.system.files import output_file
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest output; the formats sum in another order
 HALF_TOLERANCE = 2e-2
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named
+_EXCHANGE = (".pt2", ".onnx")
+_SUFFIXES = (".pth", ".pt", ".safetensors", *_EXCHANGE)
+_SUFFIXES_OF = {"TorchScript": (".pt", ".pth", ".safetensors"), "exported program": (".pt2", ".onnx", ".safetensors")}
+_NO_MODEL = "give model=<name>, the model that these weights belong to"
 
 
-@dataclass
+@dataclass(frozen=True)
 class FileConversion:
     """What was converted, and whether values and outputs are the same."""
 
@@ -29,11 +49,17 @@ class FileConversion:
     taken: str
     tensors: int
     stored_before: str
+    stored: str
     memory_format: str
-    values_equal: bool
+    values_equal: bool | None  # None: an ONNX file, whose weights have other names and shapes
     difference: float | None = None  # the largest difference of the outputs / the largest output; None: not compared
     tolerance: float | None = None
-    problems: list[str] = field(default_factory=list)  # why equal outputs are not confirmed
+    faults: tuple[str, ...] = ()  # the file is wrong, and was not kept
+    doubts: tuple[str, ...] = ()  # why equal outputs are not confirmed
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.faults, *self.doubts]
 
     @property
     def passed(self) -> bool:
@@ -42,83 +68,253 @@ class FileConversion:
     def __str__(self) -> str:
         lines = [
             f"{self.kind}{f', {self.taken}' if self.taken else ''}: {self.tensors} tensors, {self.stored_before} "
-            f"before and contiguous now; recorded memory format: {self.memory_format}",
-            f"values read back: {'equal' if self.values_equal else 'NOT EQUAL'}",
+            f"before and {self.stored} now; recorded memory format: {self.memory_format}"
         ]
+        if self.values_equal is not None:
+            lines.append(f"values read back: {'equal' if self.values_equal else 'NOT EQUAL'}")
         if self.difference is not None:
             lines.append(
-                f"outputs, contiguous against {self.memory_format}: largest difference {self.difference:.1e} of the "
-                f"largest output (allowed: {self.tolerance:.0e})"
+                f"outputs of the file, run in {self.memory_format}, against the original in the other format: largest "
+                f"difference {self.difference:.1e} of the largest output (allowed: {self.tolerance:.0e})"
             )
-        return "\n".join(lines + self.problems)
+        return "\n".join([*lines, *self.problems, *(["no file was written"] if self.faults else [])])
+
+
+def load_model(
+    file_or_run: str | Path, model: str | None = None, *, trust: bool = False
+) -> tuple[nn.Module, Preprocessing | None, tuple[str, ...]]:
+    """The model of a file or run folder, its preprocessing and the names of its classes.
+
+    Args:
+        file_or_run: a file of weights, a program, or a run folder: its best checkpoint, or else its newest.
+        model: the name of the model that the weights belong to; needed if the file has none, or names a function
+            `package.module:function`, because a file may not choose the code that runs.
+        trust: load a TorchScript or exported program, which runs its code.
+
+    Returns:
+        The model in eval mode, fp32, on the CPU, in its recorded memory format (contiguous if that is unknown or
+        mixed); a function from a PIL image, or uint8 [H, W, 3], to float32 [3, H, W], None if unknown; the classes, ()
+        if unknown.
+
+    Raises ConfigError: see `read_weights` and `read_program`; weights without a model.
+    """
+    saved = read_saved(file_or_run, model, trust=trust)
+    found = _runnable(saved)
+    if found is None:
+        raise ConfigError(f"{file_or_run}: holds weights only: {_NO_MODEL}")
+    named = {name: memory_format for memory_format, name in MEMORY_FORMAT_NAMES.items()}
+    convert(found, memory_format=named.get(str(saved.card.memory_format), torch.contiguous_format))
+    return found, saved.card.preprocessing, saved.card.classes
 
 
 def convert_file(
-    source: Path,
+    source: str | Path,
     target: Path,
     *,
     memory_format: torch.memory_format = torch.channels_last,
     model_name: str | None = None,
-    input_shape: tuple[int, ...] = (2, 3, 224, 224),
+    weights: str | None = None,
+    input_shape: tuple[int, ...] = (),
     entry: str | None = None,
     prefix: str | None = None,
     output: str | int | None = None,
     trust: bool = False,
+    overwrite: bool = False,
 ) -> FileConversion:
-    """Write `source` to `target` with `memory_format` recorded, read it back, and compare values and outputs.
+    """Write `source` to `target`, read that back, run it on a batch, and compare values and outputs.
+
+    The suffix of `target` chooses the kind: .pth, .pt and .safetensors hold weights (or TorchScript stays TorchScript),
+    .pt2 an exported program, .onnx an ONNX model. A file that is wrong is not kept.
 
     Args:
-        memory_format: the format of the model once it is loaded; on disk all tensors are contiguous.
-        model_name: builds the model that the weights belong to; a checkpoint of cl_train names its own.
-        input_shape: of the random images for the comparison; an exported program has its own shapes.
+        source: a file, a run folder, or with `weights` the name of a model.
+        memory_format: of the model once it is loaded. Files of weights are contiguous and record it; the tensors of
+            programs have its strides.
+        model_name: builds the model that the weights belong to; files of cl_train name their own.
+        input_shape: of the random images; (): two images of the recorded size, else of 224 px. An exported program has
+            its own shapes.
         entry, prefix: see `read_weights`.
         output: the entry of the model's output to compare; None: all floating-point tensors.
         trust: load a TorchScript or exported program, which runs its code.
 
-    Raises ConfigError: see `read_weights` and `read_program`; `target` is `source`; the weights do not fit the model.
+    Raises ConfigError: see `read_weights` and `read_program`; `target` exists or has an unsuitable suffix; the weights
+    do not fit the model.
     """
-    if target.resolve() == source.resolve():
-        raise ConfigError(f"{target}: the converted file must have another name than the original")
-    recorded = MEMORY_FORMAT_NAMES[memory_format]
-    before = _read(source, trust, entry, prefix)
-    if before.program is None or target.suffix == ".safetensors":
-        write_weights(before, target, recorded)
-        after = read_weights(target)
-    else:
-        write_program(before.program, target, recorded)
-        after = read_program(target, before.kind)
-    is_equal = _same_values(before.tensors, after.tensors)
-    result = FileConversion(before.kind, before.taken, len(after.tensors), before.stored, recorded, is_equal)
-    if not is_equal:
-        result.problems.append("not converted: the values read back differ")
-    if not any(tensor.dim() in CHANNELS_LAST for tensor in after.tensors.values()):
-        result.problems.append(
-            "not converted: the file has no tensor of 4 or 5 dimensions (a frozen program holds its weights as "
-            "constants; convert it before torch.jit.freeze)"
-        )
-    _compare_outputs(result, before, after, model_name, memory_format, input_shape, output)
+    path = weights_path(source)
+    if path is not None and target.resolve() == path.resolve():
+        raise ConfigError(f"out={target}: the converted file must have another name than the original")
+    if target.suffix not in _SUFFIXES:
+        raise ConfigError(f"out={target}: use one of the suffixes {', '.join(_SUFFIXES)}")
+    for module in ("onnx", "onnxscript", "onnxruntime") if target.suffix == ".onnx" else ():
+        optional_module(module, f"out={target}")
+    result = None
+    with suppress(_Discarded), output_file(target, overwrite=overwrite) as file:
+        saved = read_saved(source, model_name, weights, entry=entry, prefix=prefix, trust=trust)
+        if target.suffix not in (known := _SUFFIXES_OF.get(saved.kind, _SUFFIXES)):
+            raise ConfigError(f"out={target}: this {saved.kind} can be written as {', '.join(known)}")
+        saved = saved.with_card(memory_format=MEMORY_FORMAT_NAMES[memory_format])
+        result = _convert(saved, file, memory_format, input_shape, output)
+        if result.faults:
+            raise _Discarded
+    assert result is not None
     return result
 
 
-def load_model(path: Path, model_name: str | None = None, *, trust: bool = False) -> nn.Module:
-    """The model of a file, in eval mode, in the recorded memory format; contiguous if there is none, or if it is mixed.
+class _Discarded(Exception):
+    """The written file is wrong: `output_file` removes it."""
 
-    Raises ConfigError: see `read_weights` and `read_program`; a file of weights without `model_name`.
+
+def read_saved(
+    source: str | Path,
+    model_name: str | None = None,
+    weights: str | None = None,
+    *,
+    entry: str | None = None,
+    prefix: str | None = None,
+    trust: bool = False,
+) -> SavedModel:
+    """A file, the checkpoint of a run folder, or `weights` (a name, or a file) of the model `source`.
+
+    A function of the user's is only called if the user named it: as `model_name` or `source`.
     """
-    saved = _read(path, trust)
-    model = _runnable(saved, model_name)
-    if model is None:
-        raise ConfigError(f"{path}: holds weights only; name the model that they belong to (model=<name>)")
-    named = {name: memory_format for memory_format, name in MEMORY_FORMAT_NAMES.items()}
-    convert(model, memory_format=named.get(str(saved.recorded), torch.contiguous_format))
-    return model
-
-
-def _read(path: Path, trust: bool, entry: str | None = None, prefix: str | None = None) -> SavedModel:
+    path, name = weights_path(weights or source), str(source)
+    if weights is not None and path is None:
+        return _zoo_model(name, weights)
+    if path is None and (":" in name or name.startswith("timm/") or name in models.model_names()):
+        raise ConfigError(f"{name} is the name of a model: add weights=DEFAULT, or other weights by name or file")
+    path = path or Path(source)
     kind = kind_of(path)
-    if kind in PROGRAMS and trust:
-        return read_program(path, kind)
-    return read_weights(path, entry=entry, prefix=prefix)
+    saved = read_program(path, kind) if kind in PROGRAMS and trust else read_weights(path, entry=entry, prefix=prefix)
+    recorded = saved.card.model if ":" not in (saved.card.model or "") else None
+    return saved.with_card(model=model_name or (name if weights is not None else recorded))
+
+
+def _zoo_model(name: str, weights: str) -> SavedModel:
+    models.check_model(name, weights)
+    num_classes, classes = models.zoo_classes(name, weights)
+    model = models.build_model(name, num_classes=num_classes, weights=weights)
+    published = published_preprocessing(name, weights)
+    preprocessing = Preprocessing.of(DataConfig(**published)) if published else None
+    return SavedModel("zoo", model.state_dict(), ModelCard(model=name, classes=classes, preprocessing=preprocessing))
+
+
+def _runnable(saved: SavedModel, image_size: int | None = None) -> nn.Module | None:
+    """The model of a file, in eval mode; None if only its weights are known."""
+    if saved.program is not None:
+        return saved.program.module() if saved.kind == "exported program" else copy.deepcopy(saved.program).eval()
+    name, preprocessing = saved.card.model, saved.card.preprocessing
+    if name is None:
+        return None
+    size = image_size or (preprocessing.crop if preprocessing else None)
+    model = models.build_model(name, num_classes=len(saved.card.classes) or 1000, image_size=size)
+    own = model.state_dict()
+    other = [value for name, value in saved.tensors.items() if name in own and own[name].shape != value.shape]
+    if other and other[0].dim() > 0:  # the classifier's, whose first dimension is the number of classes
+        model = models.build_model(name, num_classes=len(other[0]), image_size=size)
+    models.load_state(model, saved.state, f"model={name} does not fit the file")
+    return model.eval()
+
+
+def _convert(
+    saved: SavedModel,
+    file: Path,
+    memory_format: torch.memory_format,
+    input_shape: tuple[int, ...],
+    output: str | int | None,
+) -> FileConversion:
+    crop = saved.card.preprocessing.crop if saved.card.preprocessing else 224
+    shape = input_shape or (2, 3, crop, crop)
+    original = _runnable(saved, shape[-1])
+    inputs = _random_inputs(saved, shape, torch.float32 if original is None else _dtype_of(original))
+    if file.suffix in _EXCHANGE and original is None:
+        raise ConfigError(f"out=*{file.suffix}: {_NO_MODEL}")
+    written, candidate = _write(saved, file, memory_format, original, inputs)
+    is_equal = None if written is None else _same_values(saved.tensors, written.tensors)
+    faults = ["not converted: the values read back differ"] if is_equal is False else []
+    if not any(tensor.dim() in CHANNELS_LAST for tensor in saved.tensors.values()):
+        faults.append(
+            "not converted: the file has no tensor of 4 or 5 dimensions (a frozen program holds its weights as "
+            "constants; convert it before torch.jit.freeze)"
+        )
+    difference, doubt = None, f"outputs not compared: {_NO_MODEL}"
+    if original is not None and candidate is not None:
+        difference, fault, doubt = _compare(original, candidate, inputs, memory_format, output)
+        faults += [fault] if fault else []
+    return FileConversion(
+        saved.kind,
+        saved.taken,
+        len(saved.tensors),
+        saved.stored,
+        saved.stored if written is None else written.stored,
+        str(saved.card.memory_format),
+        is_equal,
+        difference,
+        None if original is None else TOLERANCES.get(_dtype_of(original), HALF_TOLERANCE),
+        tuple(faults),
+        (doubt,) if doubt else (),
+    )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    saved: SavedModel,
+    file: Path,
+    memory_format: torch.memory_format,
+    original: nn.Module | None,
+    inputs: Inputs,
+) -> tuple[SavedModel | None, nn.Module | None]:
+    """Returns what is read back from the file (None: ONNX), and the model that it runs (None: only its weights)."""
+    program = saved.program
+    if file.suffix in _EXCHANGE and program is None:
+        assert original is not None
+        program = _exported(original, inputs, torch.contiguous_format if file.suffix == ".onnx" else memory_format)
+    if file.suffix == ".onnx":
+        return None, _write_onnx(program, file, saved.card)
+    if program is not None and file.suffix != ".safetensors":
+        write_program(program, file, saved.card, memory_format)
+        written = read_program(file, kind_of(file))
+    else:
+        write_weights(saved, file)
+        written = read_weights(file).with_card(model=saved.card.model)
+    return written, _runnable(written)
+
+
+def _exported(model: nn.Module, inputs: Inputs, memory_format: torch.memory_format) -> torch.export.ExportedProgram:
+    """The program of `model` for any number of images; of the example's number if the model does not allow others."""
+    convert(model, memory_format=memory_format)  # before the export: it records `view`s that suit the strides
+    arguments, named = _formatted(inputs, memory_format)
+    any_batch = tuple({0: torch.export.Dim.AUTO} for _ in arguments)
+    with torch.no_grad(), failure_explained("torch.export cannot export the model", "write a .pth file"):
+        return torch.export.export(model, arguments, named, dynamic_shapes=any_batch)
+
+
+def _write_onnx(program: torch.export.ExportedProgram, file: Path, card: ModelCard) -> nn.Module:
+    with careful_loading(), failure_explained("torch.onnx cannot export the model", "write a .pt2 file"):
+        exported = torch.onnx.export(program, dynamo=True, verbose=False)
+        assert exported is not None
+        exported.model.metadata_props.update(card.to_strings())
+        exported.save(file, external_data=False)
+    return _OnnxModel(file)
+
+
+class _OnnxModel(nn.Module):
+    """An ONNX file, run by onnxruntime on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        runtime = optional_module("onnxruntime", f"out={path}")
+        self._session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def forward(self, *arguments: Any, **named: Any) -> list[torch.Tensor]:
+        tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
+        names = [value.name for value in self._session.get_inputs()]
+        arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(array) for array in self._session.run(None, arrays)]
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
 
 
 def _same_values(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
@@ -130,62 +326,38 @@ def _same_values(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
     )
 
 
-def _compare_outputs(
-    result: FileConversion,
-    before: SavedModel,
-    after: SavedModel,
-    model_name: str | None,
+def _compare(
+    original: nn.Module,
+    candidate: nn.Module,
+    inputs: Inputs,
     memory_format: torch.memory_format,
-    input_shape: tuple[int, ...],
     output: str | int | None,
-) -> None:
-    """Fill in the difference of the outputs, or why they are not compared."""
-    own_name = before.metadata.get("model")
-    if model_name is None and isinstance(own_name, str) and ":" not in own_name:
-        model_name = own_name  # only the user, not the file, may name a function to import
-    pair = [_runnable(saved, model_name, input_shape[-1]) for saved in (before, after)]
-    if pair[0] is None or pair[1] is None:
-        result.problems.append("outputs not compared: give model=<name>, the model that these weights belong to")
-        return
-    inputs = _random_inputs(before, input_shape, pair[0])
-    result.tolerance = TOLERANCES.get(_dtype_of(pair[0]), HALF_TOLERANCE)
+) -> tuple[float | None, str, str]:
+    """The largest difference of the outputs / the largest output, what is wrong, and why they were not compared."""
+    other = torch.channels_last if memory_format == torch.contiguous_format else torch.contiguous_format
+    tolerance = TOLERANCES.get(_dtype_of(original), HALF_TOLERANCE)
     try:
-        references = _outputs(pair[0], inputs, torch.contiguous_format, output)
-        outputs = _outputs(pair[1], inputs, memory_format, output)
+        references = _outputs(original, inputs, other, output)
     except ConfigError as error:
-        result.problems.append(f"outputs not compared: {error}")
-        return
-    result.difference = max(
+        return None, "", f"outputs not compared: {error}"
+    try:
+        outputs = _outputs(candidate, inputs, memory_format, output)
+    except ConfigError as error:
+        return None, f"not converted: {error}", ""
+    difference = max(
         ((one - other).abs().max() / one.abs().max().clamp_min(1e-30)).item()
         for one, other in zip(references, outputs, strict=True)
     )
-    if not result.difference <= result.tolerance:  # a NaN fails too
-        result.problems.append("the outputs of the two formats differ")
-
-
-def _runnable(saved: SavedModel, model_name: str | None, image_size: int | None = None) -> nn.Module | None:
-    """The model of a file, in eval mode; None if only its weights are known."""
-    if saved.program is not None:
-        return saved.program.module() if saved.kind == "exported program" else copy.deepcopy(saved.program).eval()
-    if model_name is None:
-        return None
-    model = models.build_model(model_name, num_classes=1000, image_size=image_size)
-    own = model.state_dict()
-    other = [value for name, value in saved.tensors.items() if name in own and own[name].shape != value.shape]
-    if other and other[0].dim() > 0:  # the classifier's, whose first dimension is the number of classes
-        model = models.build_model(model_name, num_classes=len(other[0]), image_size=image_size)
-    try:
-        model.load_state_dict(saved.state)
-    except RuntimeError as error:
-        raise ConfigError(f"model={model_name} does not fit the file: {' '.join(str(error).split())[:300]}") from error
-    return model.eval()
+    if difference <= tolerance:
+        return difference, "", ""
+    return difference, "the outputs differ" if math.isfinite(difference) else "the outputs are not finite", ""
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _random_inputs(saved: SavedModel, shape: tuple[int, ...], model: nn.Module) -> tuple[Any, dict[str, Any]]:
+def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype) -> Inputs:
     """Positional and named inputs; an exported program uses the shapes of its example inputs."""
     generator = torch.Generator().manual_seed(0)
 
@@ -193,22 +365,26 @@ def _random_inputs(saved: SavedModel, shape: tuple[int, ...], model: nn.Module) 
         is_float = isinstance(example, torch.Tensor) and example.is_floating_point()
         return torch.randn(example.shape, generator=generator).to(example.dtype) if is_float else example
 
-    images = torch.empty(shape, dtype=_dtype_of(model))
-    arguments, named = tree_map(random_like, getattr(saved.program, "example_inputs", None) or ((images,), {}))
+    example: Any = getattr(saved.program, "example_inputs", None) or ((torch.empty(shape, dtype=dtype),), {})
+    arguments, named = tree_map(random_like, example)
     return arguments, named
 
 
 def _outputs(
-    model: nn.Module, inputs: tuple[Any, dict[str, Any]], memory_format: torch.memory_format, output: str | int | None
+    model: nn.Module, inputs: Inputs, memory_format: torch.memory_format, output: str | int | None
 ) -> list[torch.Tensor]:
     """The outputs of `model` in `memory_format`. Raises ConfigError: the model fails; it may raise any exception."""
-
-    def formatted(value: torch.Tensor) -> torch.Tensor:
-        return to_memory_format(value, memory_format) if value.dim() in CHANNELS_LAST else value
-
     convert(model, memory_format=memory_format)
-    arguments, named = tree_map_only(torch.Tensor, formatted, inputs)
+    arguments, named = _formatted(inputs, memory_format)
     shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     what = f"the {MEMORY_FORMAT_NAMES[memory_format]} model fails on {shapes}"
     with torch.no_grad(), failure_explained(what, "input=N,C,H,W sets the shape"):
         return output_tensors(model(*arguments, **named), output)
+
+
+def _formatted(inputs: Inputs, memory_format: torch.memory_format) -> Inputs:
+    def formatted(value: torch.Tensor) -> torch.Tensor:
+        return to_memory_format(value, memory_format) if value.dim() in CHANNELS_LAST else value
+
+    arguments, named = tree_map_only(torch.Tensor, formatted, inputs)
+    return arguments, named

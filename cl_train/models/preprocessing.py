@@ -1,4 +1,4 @@
-"""The transforms of validation images with which the accuracy of pretrained weights was published, and their use."""
+"""The preprocessing of evaluations with given weights: published for weights by name, recorded in files of weights."""
 
 import logging
 import math
@@ -9,8 +9,9 @@ from typing import Any
 
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import show
-from cl_train.data.crops import default_val_resize
-from cl_train.models.sources import import_timm, is_file, torchvision_weights
+from cl_train.models.card import Preprocessing
+from cl_train.models.files import read_weights, weights_path
+from cl_train.models.sources import import_timm, torchvision_weights
 
 log = logging.getLogger(__name__)
 
@@ -19,40 +20,33 @@ _TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), (
 
 @cache  # an evaluation follows it, and then logs it
 def published_preprocessing(model: str, weights: str) -> dict[str, Any]:
-    """The settings of `data` for weights by name: `image_size`, `val_resize`, `val_interpolation`, `mean`, `std`.
+    """The settings of `data` for weights: `image_size`, `val_resize`, `val_interpolation`, `mean`, `std`.
 
-    Sources: `transforms()` of torchvision's weights; the pretrained configuration of timm at its test size. Empty for a
-    file of weights and for transforms other than a resize of the short side and a square centre crop (timm's crop modes
-    "squash" and "border").
+    Sources: `transforms()` of torchvision's weights; the pretrained configuration of timm at its test size; what a file
+    records. Empty for other files, and for transforms other than a resize of the short side and a square centre crop
+    (timm's crop modes "squash" and "border").
 
-    Raises ConfigError: unknown weights, or timm is not installed.
+    Raises ConfigError: unknown weights, an unreadable file, or timm is not installed.
     """
-    if is_file(weights):
-        return {}
-    if model.startswith("timm/"):
-        timm = import_timm(model)
-        cfg = timm.get_pretrained_cfg(model.removeprefix("timm/"))
-        found = timm.data.resolve_data_config(pretrained_cfg=cfg.to_dict() if cfg else {}, use_test_size=True)
-        _, size, width = found["input_size"]
-        if size != width or found["crop_mode"] != "center" or found["interpolation"] not in ("bilinear", "bicubic"):
-            return {}
-        resize, interpolation = math.floor(size / found["crop_pct"]), found["interpolation"]
-        mean, std = found["mean"], found["std"]
-    else:
+    if path := weights_path(weights):
+        recorded = read_weights(path).card.preprocessing if path.is_file() else None
+        return recorded.settings() if recorded else {}
+    if not model.startswith("timm/"):
         own = torchvision_weights(model, weights).transforms()
-        size, resize, interpolation = own.crop_size[0], own.resize_size[0], own.interpolation.value
-        mean, std = own.mean, own.std
-    return {
-        "image_size": size,
-        "val_resize": resize,
-        "val_interpolation": interpolation,
-        "mean": list(mean),
-        "std": list(std),
-    }
+        sizes = own.resize_size[0], own.crop_size[0]
+        return Preprocessing(*sizes, own.interpolation.value, tuple(own.mean), tuple(own.std)).settings()
+    timm = import_timm(model)
+    cfg = timm.get_pretrained_cfg(model.removeprefix("timm/"))
+    found = timm.data.resolve_data_config(pretrained_cfg=cfg.to_dict() if cfg else {}, use_test_size=True)
+    _, size, width = found["input_size"]
+    if size != width or found["crop_mode"] != "center" or found["interpolation"] not in ("bilinear", "bicubic"):
+        return {}
+    resize = math.floor(size / found["crop_pct"])
+    return Preprocessing(resize, size, found["interpolation"], tuple(found["mean"]), tuple(found["std"])).settings()
 
 
 def follow_published_preprocessing(data: DataConfig, model: str, weights: str, given: Collection[str]) -> DataConfig:
-    """`data` with the published preprocessing of `weights`; unchanged for a file of weights.
+    """`data` with the preprocessing of `weights`; unchanged if it is unknown.
 
     A setting in `given`, such as `data.image_size`, is kept, and so are those that belong to it: crop and resize have
     their sizes together, mean and standard deviation too.
@@ -67,18 +61,16 @@ def follow_published_preprocessing(data: DataConfig, model: str, weights: str, g
 
 
 def log_preprocessing(data: DataConfig, model: str, weights: str, *, evaluate_only: bool) -> None:
-    """Log the published preprocessing of weights by name, as a warning if the settings differ from it.
+    """Log the preprocessing of the weights, as a warning if the settings differ from it.
 
     When training, only the mean and the standard deviation are compared.
     """
-    if is_file(weights):
-        return
     published = published_preprocessing(model, weights)
     if not published:
-        log.warning("weights=%s: their published preprocessing is not a centre crop; it is not followed", weights)
+        if weights_path(weights) is None:
+            log.warning("weights=%s: their published preprocessing is not a centre crop; it is not followed", weights)
         return
-    size = data.val_size or data.image_size
-    own = {**vars(data), "image_size": size, "val_resize": data.val_resize or default_val_resize(size)}
+    own = {**vars(data), **Preprocessing.of(data).settings()}
     relevant = published if evaluate_only else {name: published[name] for name in ("mean", "std")}
     differing = {name: value for name, value in relevant.items() if own[name] != value}
     if differing:

@@ -1,7 +1,11 @@
-"""Models by name: torchvision's classification zoo, timm's, or the user's own function."""
+"""Models by name: torchvision's classification zoo, timm's, or the user's own function. Copies of a model."""
 
+import copy
+import io
 import logging
 import re
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,13 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.config.user_function import optional_module, user_function
 from cl_train.config.validation import suggest
+from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import explain_failure
-from cl_train.models.copies import copy_model
-from cl_train.models.weights_file import read_weights
+from cl_train.models.files import names_differ, read_weights, weights_path
 
 log = logging.getLogger(__name__)
+
+_NETWORK = ("httpx", "huggingface_hub", "requests")  # modules of errors that are no OSError
 
 
 def model_names() -> list[str]:
@@ -45,8 +51,8 @@ def check_model(name: str, weights: str | None = None) -> None:
         )
     if weights is None:
         return
-    if is_file(weights):
-        if not Path(weights).is_file():
+    if path := weights_path(weights):
+        if not path.is_file():
             raise ConfigError(f"weights={weights}: no such file")
     elif ":" in name:
         raise ConfigError(f"weights={weights}: a model of your own has no named weights; give a file")
@@ -77,7 +83,7 @@ def build_model(
     Raises ConfigError: unknown names, with suggestions; weights that do not fit.
     """
     check_model(name, weights)
-    file = Path(weights) if weights is not None and is_file(weights) else None
+    file = None if weights is None else weights_path(weights)
     zoo_weights = weights if file is None else None
     try:
         if ":" in name:
@@ -92,6 +98,11 @@ def build_model(
     except Exception as error:  # the user's own code; an image size that a transformer cannot divide; no network
         if drop_path is not None and re.search("argument '(drop_path|stochastic_depth_prob)", str(error)):
             raise ConfigError(f"drop_path={drop_path}: model={name} has no adjustable drop path ({error})") from error
+        if zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
+            raise ConfigError(
+                f"model={name} weights={weights} cannot be downloaded ({explain_failure(error)}); without a network, "
+                "copy the file from a machine that has one and give weights=FILE"
+            ) from error
         size = f" for images of {image_size} px" if image_size else ""
         raise ConfigError(
             f"model={name} cannot be built{size} and {num_classes} classes: {explain_failure(error)}"
@@ -101,7 +112,7 @@ def build_model(
     if file is not None:
         is_new = load_weights_file(model, file)
     else:
-        is_new = zoo_weights is not None and num_classes != _zoo_classes(name, zoo_weights)
+        is_new = zoo_weights is not None and num_classes != zoo_classes(name, zoo_weights)[0]
     if is_new and keep_classifier:
         raise ConfigError(f"weights={weights} have another number of classes than the data ({num_classes})")
     return model
@@ -150,11 +161,12 @@ def _build_torchvision_model(
     return torchvision.models.get_model(name, num_classes=num_classes, **options)
 
 
-def _zoo_classes(name: str, weights: str) -> int:
-    """The number of classes of a zoo's pretrained weights."""
+def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
+    """The number of classes of a zoo's pretrained weights, and their names, which timm does not have."""
     if name.startswith("timm/"):
-        return int(import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes)
-    return len(torchvision_weights(name, weights).meta["categories"])
+        return int(import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes), ()
+    names = torchvision_weights(name, weights).meta["categories"]
+    return len(names), tuple(names)
 
 
 def torchvision_weights(name: str, weights: str) -> Any:
@@ -199,10 +211,6 @@ def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
     return dict(last[part] for part in sorted(last))
 
 
-def is_file(weights: str) -> bool:
-    return Path(weights).suffix in (".pt", ".pth", ".bin", ".safetensors") or Path(weights).is_file()
-
-
 def load_weights_file(model: nn.Module, path: Path) -> bool:
     """Load a file of weights into `model`; its memory format does not change.
 
@@ -218,22 +226,75 @@ def load_weights_file(model: nn.Module, path: Path) -> bool:
     head = {f"{prefix}.{name}".removeprefix(".") for prefix, layer in classifiers for name in layer.state_dict()}
     new_head = other_shape if other_shape <= head else set[str]()
     state = {name: value for name, value in weights.state.items() if name not in new_head}
-    try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        reason = " ".join(line.strip() for line in str(error).splitlines()[:4])
-        raise ConfigError(f"weights={path} do not fit the model: {reason}") from error
-    absent = set(missing) - new_head
-    if absent or unexpected:
-        raise ConfigError(
-            f"weights={path} do not fit the model: the file lacks {len(absent)} of its tensors"
-            f" ({', '.join(sorted(absent)[:3])}) and has {len(unexpected)} others ({', '.join(unexpected[:3])}); "
-            f"cl-train convert {path} out=... entry=... prefix=... selects an entry and removes a prefix"
-        )
+    load_state(model, state, f"weights={path} do not fit the model", may_lack=new_head)
     if new_head:
         log.info("weights=%s: new classifier, the number of classes differs (%s)", path, ", ".join(sorted(new_head)))
     return bool(new_head)
 
 
+def load_state(model: nn.Module, state: Mapping[str, Any], what: str, may_lack: Collection[str] = frozenset()) -> None:
+    """`model.load_state_dict`. Raises ConfigError: "`what`: reason", other shapes, missing or unexpected names."""
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+    if (absent := set(missing) - set(may_lack)) or unexpected:
+        raise ConfigError(f"{what}: {names_differ(absent, unexpected)}")
+
+
 def import_timm(name: str) -> Any:
     return optional_module("timm", f"model={name}")
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first tensor; the CPU for a model without tensors."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """A deep copy of `model` on `device` (None: each tensor where it is); `model` and its layout are unchanged.
+
+    `copy_model(model, "meta")` copies shapes and strides only, and allocates nothing. A result that a module keeps as
+    an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy` refuses, is copied as a constant; the
+    module computes it anew in each forward pass. A compiled model gives an eager copy.
+
+    Raises ConfigError: lazy modules that have not seen a batch, or an attribute that cannot be copied.
+    """
+    model = getattr(model, "_orig_mod", model)
+    refuse_lazy(model)
+    memo: dict[int, object] = {}
+    try:
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                if id(module) not in memo:
+                    memo[id(module)] = _copy_scripted(module, device)
+                continue
+            for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
+                if isinstance(value, torch.Tensor) and id(value) not in memo:
+                    memo[id(value)] = _copy_tensor(value, device)
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # the attributes of a user's module may raise any exception
+        raise ConfigError(f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _copy_scripted(module: torch.jit.ScriptModule, device: torch.device | str | None) -> torch.jit.ScriptModule:
+    """A copy through TorchScript's file format: `copy.deepcopy` returns parameters with an autograd graph.
+
+    TorchScript does not support the meta device: such a copy keeps its memory.
+    """
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(module, buffer)
+        buffer.seek(0)
+        return torch.jit.load(buffer, None if str(device) == "meta" else device)
+
+
+def _copy_tensor(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+    copied = tensor.detach().to(device or tensor.device, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)

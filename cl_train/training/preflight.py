@@ -6,7 +6,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.data.batch import DeviceFormat
 from cl_train.memory_format.model_call import explain_failure, state_restored
-from cl_train.models.copies import copy_model
+from cl_train.models.sources import copy_model
 from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast
 from cl_train.system.memory import describe_out_of_memory, is_out_of_memory

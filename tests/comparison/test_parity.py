@@ -14,7 +14,7 @@ from torch import nn
 from cl_train.comparison import parity
 from cl_train.comparison.parity import check_parity, fitting_shape
 from cl_train.config.schema import ConfigError
-from cl_train.models.copies import copy_model
+from cl_train.models.sources import copy_model
 
 CPU = torch.device("cpu")
 

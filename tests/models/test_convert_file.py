@@ -15,7 +15,7 @@ from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_contiguous_state, to_memory_format
 from cl_train.models.convert_file import convert_file, load_model
-from cl_train.models.weights_file import read_weights
+from cl_train.models.files import read_weights
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import Precision, build_scaler
 from cl_train.system import checkpoint_file as checkpoint
@@ -72,19 +72,20 @@ def test_every_kind_is_converted_and_equal(name: str, files: dict[str, Path], tm
     assert result.kind == KINDS[name] and result.passed and result.values_equal, str(result)
     assert result.difference is not None and result.difference < 1e-4
     assert result.memory_format == "channels_last"
-    model = load_model(target, model_name or "squeezenet1_1", trust=trust)
+    model, _, _ = load_model(target, model_name or "squeezenet1_1", trust=trust)
     assert model_memory_format(model) == "channels_last"
     x = torch.randn(IMAGES).to(memory_format=torch.channels_last)
     assert torch.allclose(model(x), squeezenet()(x), atol=1e-4)
     if not trust:
         weights = read_weights(target)
-        assert weights.recorded == "channels_last" and weights.stored == "contiguous"
+        assert weights.card.memory_format == "channels_last" and weights.stored == "contiguous"
         assert all(value.is_contiguous() for value in weights.tensors.values())
     back = convert_file(target, tmp_path / f"back-{target.name}", memory_format=torch.contiguous_format, trust=trust,
                         model_name="squeezenet1_1", input_shape=IMAGES)  # fmt: skip
     assert back.passed
     assert (
-        model_memory_format(load_model(tmp_path / f"back-{target.name}", "squeezenet1_1", trust=trust)) == "contiguous"
+        model_memory_format(load_model(tmp_path / f"back-{target.name}", "squeezenet1_1", trust=trust)[0])
+        == "contiguous"
     )
 
 
@@ -152,7 +153,7 @@ def test_the_command(
     words = [str(files["checkpoint"]), f"out={tmp_path / 'c.pt'}", "input=2,3,32,32"]
     done = fork_server.call("forkserver:run_script", [str(ROOT / "scripts/convert.py"), words], tmp_path / "log")
     assert done.wait() == 0, done.output()
-    assert read_weights(tmp_path / "c.pt").recorded == "channels_last"
+    assert read_weights(tmp_path / "c.pt").card.memory_format == "channels_last"
     with pytest.raises(ConfigError) as wrong:
         main([str(files["checkpoint"]), "memory_format=contiguous"])
     assert "channels_last" in str(wrong.value) and "out=" in str(wrong.value)

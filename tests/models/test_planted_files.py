@@ -21,8 +21,8 @@ from torch import nn
 from cl_train.commands import audit, convert
 from cl_train.config.schema import ConfigError
 from cl_train.models.convert_file import convert_file
+from cl_train.models.files import read_weights
 from cl_train.models.sources import load_weights_file
-from cl_train.models.weights_file import read_weights
 from cl_train.system import checkpoint_file
 from tests.faults.forkserver import ForkServer
 

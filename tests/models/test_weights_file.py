@@ -11,8 +11,8 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.models.convert_file import convert_file
+from cl_train.models.files import read_weights
 from cl_train.models.sources import build_model
-from cl_train.models.weights_file import read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
 SMALL = "tests.networks:small"

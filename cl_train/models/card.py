@@ -1,0 +1,109 @@
+"""What a file says of its model besides the weights: name, classes, preprocessing, memory format.
+
+The same keys are in files of every kind: `facts` of a checkpoint, `_metadata[""]` of a state dict, the metadata of
+safetensors and ONNX, the extra files of a program.
+"""
+
+import contextlib
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.validation import from_mapping
+from cl_train.data.batch import DeviceFormat
+from cl_train.data.crops import default_val_resize
+from cl_train.data.decode import Pixels
+from cl_train.data.device import Normalise
+from cl_train.data.image_reader import ImageTransform
+
+_TEXTS = ("memory_format", "model", "precision")
+_SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}  # of `data`
+KEYS = (*_TEXTS, "classes", "input_size", *_SETTINGS, "mean", "std")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """From an image to the input of a model: resize of the short side, centre crop, scale to 0-1, normalise.
+
+    resize, crop: pixels. interpolation: bilinear or bicubic, antialiased. mean, std: per channel, on the 0-1 scale.
+    """
+
+    resize: int
+    crop: int
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "Preprocessing":
+        """That of an evaluation with the settings `data`."""
+        size = data.val_size or data.image_size
+        resize = data.val_resize or default_val_resize(size)
+        return cls(resize, size, data.val_interpolation, tuple(data.mean), tuple(data.std))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of `data` with which an evaluation has this preprocessing."""
+        named = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
+        return {**named, "mean": list(self.mean), "std": list(self.std)}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"input_size": [3, self.crop, self.crop], **dataclasses.asdict(self)}
+
+    def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
+        """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], with the pixels of an evaluation."""
+        pixels = np.array(image.convert("RGB")) if isinstance(image, Image.Image) else image
+        rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        ImageTransform(DataConfig(**self.settings()), AugmentConfig(), 0, training=False)(rows[0], pixels, 0, 0)
+        form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
+        return Normalise(self.mean, self.std, form)(rows)[0]
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """None, or empty, is unknown."""
+
+    memory_format: str | None = None  # of the model when it is loaded
+    model: str | None = None
+    precision: str | None = None  # of the run's evaluation
+    classes: tuple[str, ...] = ()
+    preprocessing: Preprocessing | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values without the unknown ones."""
+        values = {name: getattr(self, name) for name in _TEXTS} | {"classes": list(self.classes)}
+        values |= self.preprocessing.to_dict() if self.preprocessing else {}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items() if value}
+
+    def to_strings(self) -> dict[str, str]:
+        """`to_dict` for metadata that must be text: lists and numbers as JSON."""
+        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.to_dict().items()}
+
+    @classmethod
+    def read(cls, metadata: object) -> "ModelCard":
+        """From a file's metadata, which may hold anything: what is not as `to_dict` writes it is unknown."""
+        values = metadata if isinstance(metadata, dict) else {}
+        texts = {name: value for name in _TEXTS if isinstance(value := values.get(name), str)}
+        classes = _parsed(values.get("classes"))
+        data = {_SETTINGS.get(name, name): _parsed(values.get(name)) for name in (*_SETTINGS, "mean", "std")}
+        preprocessing = None
+        with contextlib.suppress(ConfigError):
+            found = Preprocessing.of(from_mapping(DataConfig, data))
+            if len(found.mean) == len(found.std) == 3 and min(found.std) > 0 and found.resize >= found.crop:
+                preprocessing = found
+        return cls(
+            classes=tuple(map(str, classes if isinstance(classes, list) else ())), preprocessing=preprocessing, **texts
+        )
+
+
+def _parsed(value: object) -> Any:
+    """A list or number, its JSON, or a text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
