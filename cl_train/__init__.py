@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cl_train.memory_format.audit import audit as audit
     from cl_train.memory_format.convert import convert as convert
     from cl_train.memory_format.layout import classify as classify
+    from cl_train.models.convert_file import load_model as load_model
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _MODULES = {
     "compare_layouts": "cl_train.comparison.paired",
     "convert": "cl_train.memory_format.convert",
     "image_loader": "cl_train.data.image_loader",
+    "load_model": "cl_train.models.convert_file",
 }
 __all__ = [*_MODULES, "__version__"]
 

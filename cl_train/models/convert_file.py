@@ -228,6 +228,7 @@ def _convert(
     inputs = _random_inputs(saved, shape, torch.float32 if original is None else _dtype_of(original))
     if file.suffix in _EXCHANGE and original is None:
         raise ConfigError(f"out=*{file.suffix}: {_NO_MODEL}")
+    stored_before = saved.stored
     written, candidate = _write(saved, file, memory_format, original, inputs)
     is_equal = None if written is None else _same_values(saved.tensors, written.tensors)
     faults = ["not converted: the values read back differ"] if is_equal is False else []
@@ -244,8 +245,8 @@ def _convert(
         saved.kind,
         saved.taken,
         len(saved.tensors),
-        saved.stored,
-        saved.stored if written is None else written.stored,
+        stored_before,
+        stored_before if written is None else written.stored,
         str(saved.card.memory_format),
         is_equal,
         difference,

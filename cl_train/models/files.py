@@ -5,7 +5,6 @@ and safetensors. Programs (TorchScript, `torch.export`) run code when they are l
 trusts, and even then nothing in them is unpickled.
 """
 
-import copy
 import os
 import warnings
 import zipfile
@@ -238,15 +237,14 @@ def read_program(path: Path, kind: Kind) -> SavedModel:
 
 
 def write_program(program: Any, path: Path, card: ModelCard, memory_format: torch.memory_format) -> None:
-    """Write a copy of the program whose tensors have `memory_format`: torch keeps their strides in the file."""
-    converted = copy.deepcopy(program)
-    convert(converted, memory_format=memory_format)
+    """Convert the program, in place, and write it: torch keeps the strides of its tensors in the file."""
+    convert(program, memory_format=memory_format)
     try:
         with careful_loading():
             if isinstance(program, torch.export.ExportedProgram):
-                torch.export.save(converted, path, extra_files=card.to_strings())
+                torch.export.save(program, path, extra_files=card.to_strings())
             else:
-                torch.jit.save(converted, path, _extra_files=card.to_strings())
+                torch.jit.save(program, path, _extra_files=card.to_strings())
     except Exception as error:  # torch.export refuses to save some programs that it loaded
         raise ConfigError(f"torch cannot save this program again: {error}") from error
 

@@ -35,7 +35,13 @@ from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.evaluation import Interrupted, evaluate_model
 from cl_train.training.evaluation_report import write_report
-from cl_train.training.nonfinite import NonFiniteStep, check_loss_scale, check_skipped_share, find_nonfinite_steps
+from cl_train.training.nonfinite import (
+    NonFiniteStep,
+    check_evaluation,
+    check_loss_scale,
+    check_skipped_share,
+    find_nonfinite_steps,
+)
 from cl_train.training.profiling import profile
 from cl_train.training.records import read_records
 from cl_train.training.run_log import RunLog, console_line, describe_failure, mean, progress_bar
@@ -305,10 +311,11 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
 
     Raises:
         CheckpointError: the last checkpoint could not be written.
-        TrainingFault: most updates were skipped.
+        TrainingFault: most updates were skipped, or the last evaluation is not finite.
     """
     run.checkpoints.store.finish()
     check_skipped_share(run.progress.skipped_steps, run.progress.step)
+    check_evaluation(run.summary["val"])
     skipped_images = warn_of_bad_images(run)
     if not (run.records or evaluate_only):
         read_earlier_results(run)

@@ -4,7 +4,7 @@ Every decision depends on numbers that are equal on all ranks (gathered or summe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -79,3 +79,9 @@ def check_skipped_share(skipped: int, steps: int) -> None:
     """Raises TrainingFault if more than half of at least 20 updates were skipped: the run did not train."""
     if steps >= 20 and skipped > steps / 2:
         raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
+
+
+def check_evaluation(result: Mapping[str, float] | None) -> None:
+    """Raises TrainingFault: the last evaluation's loss is not finite, and then its accuracy is arbitrary."""
+    if result is not None and not math.isfinite(result["loss"]):
+        raise TrainingFault(f"the loss of the evaluation is {result['loss']}: weights or outputs hold NaN or Inf")

@@ -26,6 +26,7 @@ from cl_train.data.build import build_data, size_schedule
 from cl_train.data.splits import Data
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.memory_format.model_call import BufferBackup
+from cl_train.models.card import Preprocessing
 from cl_train.models.preprocessing import log_preprocessing
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
@@ -206,11 +207,12 @@ def starting_point(
 
 
 def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Identifies the run of a checkpoint: see `run_state.check_compatible`."""
+    """Identifies the run of a checkpoint: see `run_state.check_compatible`. It has the keys of a `ModelCard`."""
     identifying = ("model", "precision", "memory_format", "world_size", "global_batch_size")
     return {name: summary[name] for name in identifying} | {
         "num_classes": data.num_classes,
         "classes": list(data.classes),
+        **Preprocessing.of(cfg.data).to_dict(),
         "data_fingerprint": data.fingerprint,
         "versions": {name: summary["environment"][name] for name in ("torch", "torchvision", "python")},
         "config": to_mapping(cfg),

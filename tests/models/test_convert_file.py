@@ -1,6 +1,8 @@
 """Saved models of every kind: contiguous on disk, layout recorded, equal values and outputs; runs across layouts."""
 
 import copy
+import importlib
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,16 @@ from cl_train.commands.convert import main
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_contiguous_state, to_memory_format
+from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.convert_file import convert_file, load_model
 from cl_train.models.files import read_weights
+from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import Precision, build_scaler
 from cl_train.system import checkpoint_file as checkpoint
 from cl_train.training.run_state import collect, restore
 from tests.faults.forkserver import ForkServer
+from tests.networks import small
 from tests.train_states import train_state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +81,13 @@ def test_every_kind_is_converted_and_equal(name: str, files: dict[str, Path], tm
     assert model_memory_format(model) == "channels_last"
     x = torch.randn(IMAGES).to(memory_format=torch.channels_last)
     assert torch.allclose(model(x), squeezenet()(x), atol=1e-4)
-    if not trust:
+    if trust:  # for anyone who loads the program with torch alone
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            is_export = target.suffix == ".pt2"
+            alone = torch.export.load(target).module() if is_export else torch.jit.load(target)
+        assert model_memory_format(alone) == "channels_last"
+    else:
         weights = read_weights(target)
         assert weights.card.memory_format == "channels_last" and weights.stored == "contiguous"
         assert all(value.is_contiguous() for value in weights.tensors.values())
@@ -136,14 +147,129 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, 
     damaged = bytearray(files["checkpoint"].read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "flipped.pt").write_bytes(damaged)
-    for name in ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "missing.pt"):
-        with pytest.raises(ConfigError, match=name):
-            convert_file(tmp_path / name, tmp_path / "out.pth")
-        assert not (tmp_path / "out.pth").exists()
-    with pytest.raises(ConfigError, match="another name"):
-        convert_file(files["state dict"], files["state dict"])
-    with pytest.raises(ConfigError, match="does not fit"):
-        convert_file(files["state dict"], tmp_path / "out.pth", model_name="mobilenet_v3_small")
+    weights = files["state dict"]
+    cases: list[tuple[Path | str, str, dict[str, Any], str]] = [
+        *(
+            (tmp_path / name, "out.pth", {}, name)
+            for name in ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "no.pt")
+        ),
+        (weights, str(weights), {}, "another name"),
+        (weights, "out.pth", {"model_name": "mobilenet_v3_small"}, "does not fit"),
+        *((weights, f"out{suffix}", {}, "suffixes .pth") for suffix in (".ckpt", ".h5", ".onnx.txt", "")),
+        (files["scripted"], "out.onnx", {"trust": True}, "TorchScript can be written as .pt, .pth"),
+        (weights, "out.onnx", {}, "model=<name>"),
+        ("squeezenet1_1", "out.pth", {}, "weights=DEFAULT"),
+        ("squeezenet1_1", "out.pth", {"weights": "DEFAULTS"}, "did you mean DEFAULT"),
+        (tmp_path, "out.pth", {}, "folder without a checkpoint"),
+    ]
+    for source, target, options, problem in cases:
+        with pytest.raises(ConfigError, match=problem):
+            convert_file(source, tmp_path / target, **options)
+        assert not (tmp_path / "out.pth").exists() and not (tmp_path / "out.onnx").exists()
+
+
+def test_an_existing_file_is_replaced_only_on_request(files: dict[str, Path], tmp_path: Path) -> None:
+    target = tmp_path / "out.pth"
+    target.write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        convert_file(files["state dict"], target)
+    assert target.read_bytes() == b"precious"
+    convert_file(files["state dict"], target, overwrite=True)
+    assert set(torch.load(target)) == set(squeezenet().state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == ["out.pth"]
+
+
+class LayoutDependent(nn.Conv2d):
+    """Wrong in one of the layouts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.5 if classify(x) == "channels_last" else 1.0)
+
+
+def layout_dependent(num_classes: int) -> nn.Module:
+    return LayoutDependent(3, num_classes, 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_layouts_are_run_in_either_direction(layout: str, tmp_path: Path) -> None:
+    torch.save(layout_dependent(4).state_dict(), tmp_path / "in.pth")
+    own = f"{__name__}:layout_dependent"
+    options = {"model_name": own, "input_shape": (2, 3, 8, 8), "memory_format": LAYOUTS[layout]}
+    result = convert_file(tmp_path / "in.pth", tmp_path / "out.pth", **options)
+    assert result.difference == pytest.approx(0.5 if layout == "channels_last" else 1 / 3, rel=1e-3)
+    assert not result.passed and not (tmp_path / "out.pth").exists()
+
+
+PREPROCESSING = Preprocessing(40, 32, "bicubic", (0.5, 0.25, 0.125), (0.5, 0.25, 0.125))
+CARD = ModelCard("channels_last", "tests.networks:small", "fp32", ("cat", "dog", "emu"), PREPROCESSING)
+
+
+@pytest.mark.parametrize(
+    "suffix", [".pth", ".safetensors", *(pytest.param(name, marks=pytest.mark.slow) for name in (".pt2", ".onnx"))]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_each_kind_runs_without_this_package_and_carries_the_card(suffix: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, target = small(3).eval(), torch.randn(5, 3, 32, 32), tmp_path / f"out{suffix}"
+    facts = CARD.to_dict()
+    checkpoint.write(tmp_path / "in.pt", checkpoint.snapshot({"model": model.state_dict(), "facts": facts}))
+    result = convert_file(tmp_path / "in.pt", target, model_name="tests.networks:small")
+    assert result.passed, str(result)
+    if suffix == ".onnx":
+        session = importlib.import_module("onnxruntime").InferenceSession(target)
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        recorded = session.get_modelmeta().custom_metadata_map
+    elif suffix == ".pt2":
+        recorded = dict.fromkeys(facts, "")
+        found = torch.export.load(target, extra_files=recorded).module()(x)
+    else:
+        safe = importlib.import_module("safetensors.torch")
+        state = safe.load_file(target) if suffix == ".safetensors" else torch.load(target)
+        recorded = safe.safe_open(target, "pt").metadata() if suffix == ".safetensors" else state._metadata[""]
+        plain = small(3).eval()
+        plain.load_state_dict(state)
+        found = plain(x)
+    assert torch.allclose(found, model(x), atol=1e-4)
+    assert json.loads(str(recorded["crop"])) == 32 and recorded["model"] == "tests.networks:small"
+    assert ModelCard.read(recorded) == CARD
+    loaded, preprocessing, classes = load_model(target, "tests.networks:small", trust=True) if suffix != ".onnx" else (
+        model, PREPROCESSING, CARD.classes)  # fmt: skip
+    assert torch.allclose(loaded(x), model(x), atol=1e-4)
+    assert (preprocessing, classes) == (PREPROCESSING, CARD.classes)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, 3, {"mean": "[[["}, {1: 2, "mean": {"a": 1}}, {**CARD.to_dict(), "crop": 1 << 40},
+     {**CARD.to_dict(), "std": [0, 1, 1]}, {**CARD.to_dict(), "interpolation": ["bilinear"]},
+     {**CARD.to_strings(), "resize": "31"}],
+)  # fmt: skip
+def test_a_card_of_odd_values_is_unknown(metadata: object) -> None:
+    assert ModelCard.read(metadata).preprocessing is None
+
+
+def test_a_function_named_by_a_file_is_not_called(tmp_path: Path) -> None:
+    facts = {"model": "os:abort", "memory_format": "channels_last"}
+    checkpoint.write(tmp_path / "c.pt", checkpoint.snapshot({"model": small(3).state_dict(), "facts": facts}))
+    with pytest.raises(ConfigError, match="model=<name>"):
+        load_model(tmp_path / "c.pt")
+    assert load_model(str(tmp_path / "c.pt"), "tests.networks:small")[0](torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+
+
+def test_a_zoo_model_by_name_and_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    torch.manual_seed(0)
+    model = torchvision.models.squeezenet1_1().eval()
+    torch.save(model.state_dict(), tmp_path / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth")  # as if downloaded
+    target = tmp_path / "RUN/checkpoints/step-00000001.pt"
+    target.parent.mkdir(parents=True)
+    assert convert_file("squeezenet1_1", target, weights="DEFAULT", input_shape=IMAGES).passed
+    loaded, preprocess, classes = load_model(tmp_path / "RUN")
+    assert len(classes) == 1000 and preprocess is not None and (preprocess.resize, preprocess.crop) == (256, 224)
+    built = build_model("squeezenet1_1", num_classes=1000, weights=str(tmp_path / "RUN"))
+    for other in (loaded, built):
+        assert torch.equal(other.features[0].weight, model.features[0].weight)
 
 
 @pytest.mark.slow
@@ -235,15 +361,6 @@ def test_inductor_gives_equal_outputs_in_both_layouts() -> None:
             assert torch.allclose(found, expected, atol=1e-4)
             assert classify(found) == ("contiguous" if layout is torch.contiguous_format else "channels_last")
             torch._dynamo.reset()
-
-
-def test_models_inside_ddp_are_refused_with_the_reason() -> None:
-    class DistributedDataParallelDouble(nn.parallel.DistributedDataParallel):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-
-    with pytest.raises(ConfigError, match="before wrapping it"):
-        convert(DistributedDataParallelDouble())
 
 
 # --- a run that changes its layout ------------------------------------------------------------------------------------

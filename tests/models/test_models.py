@@ -1,6 +1,7 @@
 """Models by name: the zoo, one's own, and what is said of names that do not exist."""
 
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -170,3 +171,13 @@ def test_drop_path_reaches_each_source_of_models() -> None:
 def test_timms_transformers_are_built_for_the_image_size() -> None:
     model = build_model("timm/deit_tiny_patch16_224", num_classes=3, image_size=32)
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("error", [URLError("Name or service not known"), ConnectionResetError()])
+def test_weights_that_cannot_be_downloaded(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torchvision.models, "get_model", offline)
+    with pytest.raises(ConfigError, match=r"weights=DEFAULT cannot be downloaded .* weights=FILE"):
+        build_model("resnet18", num_classes=3, weights="DEFAULT")

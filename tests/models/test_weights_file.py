@@ -91,6 +91,18 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
     assert result.passed and "state_dict" in result.taken
 
 
+def test_a_missing_prefix_is_suggested(tmp_path: Path) -> None:
+    state = {f"model.{name}": value for name, value in build_model(SMALL, num_classes=3).state_dict().items()}
+    torch.save({"state_dict": state | {"loss.weight": torch.ones(3)}}, tmp_path / "in.ckpt")
+    for read in (
+        lambda: convert_file(tmp_path / "in.ckpt", tmp_path / "out.pth", model_name=SMALL),
+        lambda: build_model(SMALL, num_classes=3, weights=str(tmp_path / "in.ckpt")),
+    ):
+        with pytest.raises(ConfigError, match=r"lacks .* prefix=model\. "):
+            read()
+    assert not (tmp_path / "out.pth").exists()
+
+
 class WithExtraState(nn.Conv2d):
     def get_extra_state(self) -> dict[str, int]:
         return {"updates": 7}
@@ -163,3 +175,5 @@ def test_what_is_not_proved_is_said(save: Any, options: dict[str, Any], problem:
     result = convert_file(tmp_path / "in.pt", tmp_path / "out.pt", input_shape=(2, 3, 8, 8), **options)
     assert result.passed == (problem == "")
     assert problem in "\n".join(result.problems)
+    is_kept = problem in ("", "model=<name>", "no such entry")  # values are equal; only the outputs are unconfirmed
+    assert (tmp_path / "out.pt").exists() == is_kept

@@ -19,6 +19,7 @@ from cl_train.models.preprocessing import follow_published_preprocessing, log_pr
 from cl_train.models.sources import build_model
 from cl_train.step.precision import resolve_precision
 from cl_train.training.evaluation import predictions
+from cl_train.training.nonfinite import TrainingFault
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
@@ -261,3 +262,18 @@ def test_a_flipped_evaluation_averages_the_logits_of_both_mirror_images() -> Non
     logits = (model(batch.images) + model(mirrored.images)) / 2
     losses = nn.functional.cross_entropy(logits, batch.targets, reduction="none")
     torch.testing.assert_close(rows[0][:, 3].float(), losses)
+
+
+def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train: Callable[..., Run], tmp_path: Path) -> None:
+    run = train("max_steps=4", "data.val_resize=36", "data.val_interpolation=bicubic")
+    again = train("evaluate_only=true", f"weights={run.folder}", "data.val_resize=36", "data.val_interpolation=bicubic")
+    assert again.summary["val"] == run.summary["val"]
+    recorded = published_preprocessing("tests.networks:small", str(run.folder))
+    assert (recorded["image_size"], recorded["val_resize"], recorded["val_interpolation"]) == (32, 36, "bicubic")
+    state = run.checkpoint()["model"]
+    state["0.weight"].fill_(torch.nan)
+    torch.save(state, tmp_path / "nan.pth")
+    (tmp_path / "failed").mkdir()
+    with pytest.raises(TrainingFault, match="NaN"):
+        train("evaluate_only=true", f"weights={tmp_path / 'nan.pth'}", folder=tmp_path / "failed")
+    assert Run(tmp_path / "failed", 1).summary["status"] == "failed"
