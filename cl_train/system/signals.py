@@ -120,6 +120,8 @@ class StopRequest:
             now = time.monotonic()
             if self.stop is None:
                 self.stop, self._stopped_at = signum, now
+                if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                    os.write(2, b"\nstopping: the run is saved after this step; Ctrl-C again exits without saving\n")
             elif signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S:
                 os.write(2, f"second {signal.Signals(signum).name}: exiting without saving\n".encode())
                 os._exit(128 + signum)

@@ -44,13 +44,15 @@ from cl_train.training.nonfinite import (
 )
 from cl_train.training.profiling import profile
 from cl_train.training.records import read_records
-from cl_train.training.run_log import RunLog, console_line, describe_failure, mean, progress_bar
+from cl_train.training.run_log import RunLog, console_line, describe_failure, duration, mean, progress_bar
 from cl_train.training.setup import Run, prepare_torch, set_up
-from cl_train.training.summary import closing_line, peak_memory_gib, speed
+from cl_train.training.summary import best_evaluation, closing_lines, end_time, peak_memory_gib, speed
 from cl_train.training.throughput import without_warmup
 from cl_train.training.trackers import build_tracker
 
 log = logging.getLogger(__name__)
+
+_FEW_STEPS = 20
 
 
 def check_runs(runs: list[Config]) -> None:
@@ -159,7 +161,7 @@ def failure_in_summary(run: Run) -> Iterator[None]:
     except BaseException as error:
         run.summary["why"] = str(error).partition("\n")[0]
         with suppress(RuntimeError):  # after an error of the device, the loss scale cannot be read
-            run.summary |= results(run)
+            run.summary |= results(run) | end_time(run.summary["started"])
         with suppress(OSError):  # report the first error
             run.writer.finish(run.summary, retries=False)
         raise
@@ -180,7 +182,8 @@ def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -
     run.records.append(record)
     records.append(record)
     run.writer.write("train", run.progress.step, record)
-    log.info("%s", console_line(records, run.progress.step_in_epoch, run.plan.steps_per_epoch))
+    steps_left = run.plan.last_step - run.progress.step
+    log.info("%s", console_line(records, run.progress.step_in_epoch, run.plan.steps_per_epoch, steps_left))
     check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
     run.nonfinite.check(nonfinite)
     if nonfinite:
@@ -250,6 +253,11 @@ def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> Non
             if plan.checkpoint.save_best:
                 checkpoints.mark_best(progress, run.unlogged_steps)
         record_evaluation(run, evaluated)
+        if records:  # none: the run resumed at the end of an epoch
+            seconds = sum(record["seconds"] for record in records)
+            log.info(
+                "epoch %d: %s of training, best top-1 %.2f %%", progress.epoch, duration(seconds), progress.best_top1
+            )
     plan.close_epoch(progress)
 
 
@@ -288,8 +296,13 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
 
 
 def warn_if_loader_bound(run: Run, records: list[dict[str, Any]]) -> None:
-    """If the first epoch waited for data, name the bottleneck and the setting to change."""
-    if run.is_loader_checked or not records:  # none: the run resumed at the end of an epoch
+    """If an epoch waited for data, name the bottleneck and the setting to change, once.
+
+    An epoch of a few steps mostly waits for the loader's start, which says nothing about its speed.
+    """
+    if run.is_loader_checked or sum(record["images"] for record in records if not record["warmup"]) < _FEW_STEPS * (
+        run.plan.global_batch_size
+    ):
         return
     run.is_loader_checked = True
     advice = bottleneck_advice(
@@ -323,11 +336,14 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
         "status": "interrupted" if run.stop_signal else "completed",
         "others_pct": run.machine_load.others_pct(),
         "skipped_images": skipped_images,
+        "best": best_evaluation(read_records(run.folder / "metrics.jsonl")) if run.dist.is_main else None,
+        **end_time(run.summary["started"]),
     }
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
     on_main(lambda: run.writer.finish(run.summary), run.dist)  # a launcher may kill rank 0 when others end
-    log.info("%s", closing_line(run.summary, run.folder))
+    for line in closing_lines(run.summary, run.folder):
+        log.info("%s", line)
     return 128 + run.stop_signal if run.stop_signal else 0
 
 

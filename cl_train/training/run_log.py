@@ -102,11 +102,12 @@ def mean(records: list[dict[str, Any]], name: str) -> float:
     return sum(float(record[name]) * record["images"] for record in records) / images
 
 
-def console_line(records: list[dict[str, Any]], step_in_epoch: int, steps_per_epoch: int) -> str:
+def console_line(records: list[dict[str, Any]], step_in_epoch: int, steps_per_epoch: int, steps_left: int) -> str:
     """The last of the records of an epoch in main_amp's format: each value, and in brackets its mean over the epoch.
 
     Time is seconds per step, Speed is images per second of all ranks including data loading, Data is the share of the
-    time in which a step waited for its batch. The means of Time and Speed are without warm-up if possible.
+    time in which a step waited for its batch. The means of Time and Speed are without warm-up if possible. ETA is
+    the time for the `steps_left` of the run, without evaluations.
     """
     window, measured = records[-1], without_warmup(records)
     speed = sum(record["images"] for record in measured) / sum(record["seconds"] for record in measured)
@@ -120,8 +121,15 @@ def console_line(records: list[dict[str, Any]], step_in_epoch: int, steps_per_ep
         f" Prec@1 {window['top1']:.2f} ({mean(records, 'top1'):.2f})"
         f" Prec@5 {window['top5']:.2f} ({mean(records, 'top5'):.2f})"
         f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}"
-        + (" (warm-up)" if window["warmup"] else "")
+        f" ETA {duration(steps_left * mean(measured, 'step_ms') / 1000)}" + (" (warm-up)" if window["warmup"] else "")
     )
+
+
+def duration(seconds: float) -> str:
+    """For instance 0:52, 14:05 or 1:14:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> "tqdm[Any]":

@@ -13,6 +13,7 @@ import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
+    announce_work(data, plan, state, cfg)
 
     summary = describe_run(cfg, state, data, plan, dist)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
@@ -222,7 +224,7 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
 def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
     """`summary.json` before the first step; `loop.results` replaces the empty results."""
     settings = ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")
-    unknown = ("step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct")
+    unknown = ("step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct", "ended", "seconds")
     return {
         "schema_version": SCHEMA_VERSION,
         "status": "failed",
@@ -245,6 +247,8 @@ def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: D
         "amp": {"scale": None, "skipped_steps": 0},
         "environment": describe_environment(dist.device),
         "skipped_images": 0,
+        "best": None,
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(),
         **dict.fromkeys(unknown),
     }
@@ -277,3 +281,19 @@ def announce(model_name: str, precision: Precision, dist: Dist, folder: Path) ->
     ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
     if len(ranks_of) > 1:
         log.info("ranks: %s", "; ".join(f"{' '.join(ranks)} on {node}" for node, ranks in ranks_of.items()))
+
+
+def announce_work(data: Data, plan: Plan, state: TrainState, cfg: Config) -> None:
+    """What is trained on what, and how many steps that takes."""
+    parameters = sum(parameter.numel() for parameter in state.parts.model.parameters())
+    log.info(
+        "%s: %s training and %s validation images of %d classes, %d px; %.2f M parameters",
+        cfg.data.name, f"{data.train_images:,}", f"{data.val_images:,}", data.num_classes, cfg.data.image_size,
+        parameters / 1e6,
+    )  # fmt: skip
+    if cfg.evaluate_only:
+        return
+    left_out = data.train_images - plan.steps_per_epoch * plan.global_batch_size
+    dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
+    epochs = f"{cfg.epochs} epoch{'s' if cfg.epochs > 1 else ''}"
+    log.info("%s of %d steps, %d images per step%s", epochs, plan.steps_per_epoch, plan.global_batch_size, dropped)

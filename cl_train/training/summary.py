@@ -3,12 +3,15 @@
 import resource
 import statistics
 import sys
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cl_train.system.machine_load import BUSY_PCT
+from cl_train.training.run_log import duration
 from cl_train.training.throughput import without_warmup
 
 SCHEMA_VERSION = 1
@@ -57,9 +60,23 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p5": percentiles[0], "p95": percentiles[-1], "windows": len(values)}
 
 
-def closing_line(summary: dict[str, Any], folder: Path) -> str:
-    """The last line of a run."""
-    parts = [f"{summary['status']} after {summary['steps']} steps"]
+def best_evaluation(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first of the best evaluations in the records of a run; None = not evaluated."""
+    evaluations = [record for record in records if record["kind"] == "val" and record["top1"] is not None]
+    best = max(evaluations, key=lambda record: record["top1"], default=None)
+    return best and {name: best[name] for name in ("top1", "epoch")}
+
+
+def end_time(started: str) -> dict[str, Any]:
+    """`ended` and `seconds` of a run; one that was resumed counts from its last start."""
+    now = datetime.now().astimezone()
+    seconds = (now - datetime.fromisoformat(started)).total_seconds()
+    return {"ended": now.isoformat(timespec="seconds"), "seconds": round(seconds, 1)}
+
+
+def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
+    """The last lines of a run: its results, and what can be done next."""
+    parts = [f"{summary['status']} after {summary['steps']} steps in {duration(summary['seconds'])}"]
     end_to_end = summary["images_per_s"]["end_to_end"]
     if end_to_end is not None:
         parts.append(f"{end_to_end['median']:.1f} images/s ({summary['memory_format']}, {summary['precision']})")
@@ -69,4 +86,11 @@ def closing_line(summary: dict[str, Any], folder: Path) -> str:
         parts.append(f"other processes used {summary['others_pct']:.0f} % of the CPU cores: do not trust the speed")
     if summary["skipped_images"]:
         parts.append(f"{summary['skipped_images']} bad images were skipped")
-    return f"{', '.join(parts)}. Records: {folder}"
+    yield f"{', '.join(parts)}. Records: {folder}"
+    best, best_file = summary["best"], folder / "checkpoints" / "best.pt"
+    if best is not None and best_file.is_file():
+        yield f"best top-1 {best['top1']:.2f} % after epoch {best['epoch']}: {best_file}"
+    if summary["status"] == "interrupted" and (newest := max((folder / "checkpoints").glob("step-*.pt"), default=None)):
+        yield f"saved: {newest.name}; to continue, repeat the command with hydra.run.dir={folder} resume=auto"
+    elif summary["status"] == "completed" and summary["steps"] and not (folder.parent / "sweep.json").is_file():
+        yield "to compare the layouts, repeat the command with -m channels_last=true,false repeats=3"

@@ -30,6 +30,8 @@ def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train
     assert stopped.exit_code == 143 and stopped.summary["status"] == "interrupted"
     assert stopped.records("val") == [] and stopped.summary["steps"] == 24
     assert stopped.checkpoint()["progress"]["step"] == 24, "saved although no checkpoint was due"
+    closing = (folder / "train.log").read_text().splitlines()[-1]
+    assert "step-00000024.pt" in closing and f"hydra.run.dir={folder} resume=auto" in closing
     resumed = train(*words, "resume=auto", "max_steps=24", folder=folder)
     assert resumed.exit_code == 143, "the evaluation is what the resumed run begins with"
     assert len(resumed.records("train")) == 24 and resumed.summary["steps"] == 24

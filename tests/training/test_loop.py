@@ -1,6 +1,7 @@
 """The real loop, shrunk: real JPEGs in, records and a trained model out."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ SUMMARY_KEYS = {
     *("schema_version", "status", "command", "seed", "model", "memory_format", "channels_last_requested", "precision"),
     *("compile", "device", "device_name", "world_size", "global_batch_size", "image_size", "epochs", "steps"),
     *("images_seen", "images_per_s", "step_ms", "data_wait_pct", "peak_memory_gib", "train", "val", "amp"),
-    *("environment", "others_pct", "skipped_images", "git"),
+    *("environment", "others_pct", "skipped_images", "git", "best", "started", "ended", "seconds"),
 }
 
 
@@ -44,7 +45,14 @@ def test_a_run_trains_and_leaves_its_records(train: Train) -> None:
     saved = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert to_mapping(load(saved)) == saved
     assert {path.name for path in (done.folder / "checkpoints").glob("*.pt")} >= {"step-00000006.pt", "best.pt"}
-    assert "Prec@1" in (done.folder / "train.log").read_text()
+    best = max(done.records("val"), key=lambda record: record["top1"])
+    assert summary["best"] == {"top1": best["top1"], "epoch": best["epoch"]}
+    assert summary["ended"] >= summary["started"] and summary["seconds"] > 0
+    text = (done.folder / "train.log").read_text()
+    assert "96 training and 21 validation images of 3 classes, 32 px; 0.0" in text
+    assert "2 epochs of 3 steps, 32 images per step\n" in text
+    assert re.findall(r"Epoch: .* ETA (\d+:\d\d)", text)[-1] == "0:00" and "-m channels_last=true,false" in text
+    assert f"best top-1 {best['top1']:.2f} % after epoch {best['epoch']}: {done.folder / 'checkpoints/best.pt'}" in text
 
 
 @pytest.mark.slow
