@@ -99,7 +99,7 @@ def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
     elif cfg.name == "sample" and cfg.root is None:
         root = ensure_sample(DATA_DIR / "sample")
     else:
-        assert cfg.root is not None, "config/combinations.py requires data.root"
+        assert cfg.root is not None, "config/rules.py requires data.root"
         root = Path(cfg.root).expanduser()
     if cfg.name == "shards":
         source = read_shards(root)

@@ -29,7 +29,7 @@ def load_datasets(
 
     Raises ConfigError if the function is missing or fails, or its results have no or different lengths, or no classes.
     """
-    assert name is not None, "config/combinations.py requires data.dataset"
+    assert name is not None, "config/rules.py requires data.dataset"
     function = user_function("data.dataset", name)
 
     def build(split: str, size: int) -> Any:
