@@ -10,7 +10,8 @@
     torchrun --standalone --nproc-per-node=8 -m cl_train train experiment=resnet50_90ep data.root=/datasets/imagenet
     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m cl_train train ...      (docs/clusters.md)
 
-`python train.py` is the same from a checkout, and `cl_train.train(...)` in Python. The loop is cl_train/training/loop.py.
+`python train.py` is the same from a checkout, and `cl_train.train(...)` in Python. The training loop is in
+cl_train/training/loop.py.
 """
 
 import signal

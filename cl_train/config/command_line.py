@@ -7,6 +7,7 @@ message for a typo advises `+key`, which would train with the default value; it 
 
 import functools
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,9 @@ class CommandLine:
                 if option == "--config-dir":
                     found.config_dir = Path(value).expanduser().absolute()
                     if not value or not found.config_dir.is_dir():
-                        raise ConfigError(f"{option} {value}: not a folder; it holds groups such as experiment/mine.yaml")
+                        raise ConfigError(
+                            f"{option} {value}: no such folder; it holds files such as experiment/mine.yaml"
+                        )
                 elif value in ("job", "hydra", "all"):
                     found.printed = value
                 else:
@@ -272,6 +275,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected settings, key: value")
+    code = [key for key, _ in flatten(values) if any(re.fullmatch("_.*_", part) for part in key.split("."))]
+    if code:
+        raise ConfigError(f"{path}: {code[0]} is no setting; a file of settings cannot name code to run")
     hydra = values.get("hydra", {})
     wrong = [key for key, _ in flatten({"hydra": hydra}) if key not in HYDRA_KEYS]
     if wrong or not isinstance(hydra, dict):
@@ -312,7 +318,7 @@ def _composed(words: tuple[str, ...], folders: tuple[Path, ...]) -> tuple[Config
     for key, value in flatten(sections, _FIELDS):
         if key not in typed:
             OmegaConf.update(raw, key, value)
-    return load(OmegaConf.masked_copy(raw, [key for key in raw if key != "hydra"])), raw
+    return load(OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])), raw
 
 
 def _start_values(path: Path, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -428,7 +434,7 @@ def composed_text(words: Sequence[str]) -> str:
     """What `--cfg` prints: the settings as YAML."""
     line = CommandLine.parse(words)
     raw = _composed(tuple(line.overrides), conf_folders(line.config_dir))[1]
-    keys = [key for key in raw if line.printed == "all" or (key == "hydra") == (line.printed == "hydra")]
+    keys = [str(key) for key in raw if line.printed == "all" or (key == "hydra") == (line.printed == "hydra")]
     return OmegaConf.to_yaml(OmegaConf.masked_copy(raw, keys))
 
 

@@ -97,7 +97,7 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
 
 def _built(schema: type[T], checked: Mapping[tuple[str, ...], Any], parents: tuple[str, ...] = ()) -> T:
     """The dataclass, and those in its fields, with these values by path; others have their defaults."""
-    values = {}
+    values: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(schema).items():
         if dataclasses.is_dataclass(hint):
             values[name] = _built(typing.cast(type, hint), checked, (*parents, name))

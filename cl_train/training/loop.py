@@ -43,10 +43,10 @@ from cl_train.training.nonfinite import (
     find_nonfinite_steps,
 )
 from cl_train.training.profiling import profile
-from cl_train.training.records import read_records
-from cl_train.training.run_log import RunLog, console_line, describe_failure, duration, mean, progress_bar
+from cl_train.training.records import finite_or_null, read_records
+from cl_train.training.run_log import RunLog, console_line, duration, mean, progress_bar
 from cl_train.training.setup import Run, prepare_torch, set_up
-from cl_train.training.summary import best_evaluation, closing_lines, end_time, peak_memory_gib, speed
+from cl_train.training.summary import RunResult, best_evaluation, closing_lines, end_time, peak_memory_gib, speed
 from cl_train.training.throughput import without_warmup
 from cl_train.training.trackers import build_tracker
 
@@ -75,18 +75,8 @@ def check_runs(runs: list[Config]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def run_and_log_failure(cfg: Config, folder: Path) -> int:
-    """`train`, with exit code 1 for the errors that it has logged in one line."""
-    try:
-        return train(cfg, folder)
-    except Exception as error:
-        if describe_failure(error) is None:
-            raise
-        return 1
-
-
-def train(cfg: Config, folder: Path) -> int:
-    """Run `cfg` with its records in `folder` (rank 0's). Returns the exit code: 0, or 128 + n after signal n.
+def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
+    """Run `cfg` with its records in `folder` (rank 0's), which name the `command` instead of the process's.
 
     Raises:
         ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
@@ -107,6 +97,7 @@ def train(cfg: Config, folder: Path) -> int:
         prepare_torch(dist, deterministic=cfg.deterministic)
         cfg = resolve_batch_size(cfg, dist)
         run = set_up(cfg, folder, dist, signals, stack)
+        run.summary["command"] = command or run.summary["command"]
         stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
         signals.__enter__()  # exited last (pushed first); until here, a signal ends the process at once
@@ -150,7 +141,8 @@ def train(cfg: Config, folder: Path) -> int:
             if not run.stop_signal:
                 end_epoch(run, records, save_due=save_due)
         bar.close()
-        return finish(run, evaluate_only=cfg.evaluate_only)
+        finish(run, evaluate_only=cfg.evaluate_only)
+        return RunResult(folder, finite_or_null(run.summary), 128 + run.stop_signal if run.stop_signal else 0)
 
 
 @contextmanager
@@ -319,8 +311,8 @@ def warn_if_loader_bound(run: Run, records: list[dict[str, Any]]) -> None:
 # --- at the end -------------------------------------------------------------------------------------------------------
 
 
-def finish(run: Run, *, evaluate_only: bool) -> int:
-    """Wait for the last checkpoint, write the summary, and return the exit code.
+def finish(run: Run, *, evaluate_only: bool) -> None:
+    """Wait for the last checkpoint and write the summary.
 
     Raises:
         CheckpointError: the last checkpoint could not be written.
@@ -344,7 +336,6 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
     on_main(lambda: run.writer.finish(run.summary), run.dist)  # a launcher may kill rank 0 when others end
     for line in closing_lines(run.summary, run.folder):
         log.info("%s", line)
-    return 128 + run.stop_signal if run.stop_signal else 0
 
 
 def read_earlier_results(run: Run) -> None:
