@@ -4,7 +4,6 @@ import json
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import cl_train
 from cl_train.cli import main
 from cl_train.config.schema import ConfigError
 from cl_train.training.nonfinite import TrainingFault
-from tests.processes import is_signal_received, wait_until
+from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"data": {"image_size": 32, "workers": 0}, "device": "cpu", "precision": "fp32", "batch_size": 16, "epochs": 1}
@@ -33,7 +32,8 @@ def test_two_runs_in_one_process(settings: dict[str, object], tmp_path: Path) ->
     assert first.folder.is_relative_to(tmp_path / "outputs") and second.folder == tmp_path / "b"
     for result, layout in ((first, "channels_last"), (second, "contiguous")):
         assert result.summary == json.loads((result.folder / "summary.json").read_text())
-        assert result.summary["memory_format"] == layout and result.summary["command"].startswith("cl_train.train('data=")
+        assert result.summary["memory_format"] == layout
+        assert result.summary["command"].startswith("cl_train.train('data=folder'")
         assert result.top1 == result.summary["val"]["top1"] and (result.images_per_s or 0) > 0 and result.exit_code == 0
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
@@ -41,7 +41,7 @@ def test_two_runs_in_one_process(settings: dict[str, object], tmp_path: Path) ->
 def test_settings_of_a_run_are_reused(settings: dict[str, object], tmp_path: Path) -> None:
     first = cl_train.train("data=folder", f"hydra.run.dir={tmp_path}/a", "optim=adamw", "optim.lr=1e-3", **settings)
     again = cl_train.train(f"config={first.folder}", "seed=1", f"hydra.run.dir={tmp_path}/b")
-    evaluated = cl_train.train("evaluate_only=true", resume=first.folder, batch_size=5)
+    evaluated = cl_train.train("evaluate_only=true", resume=first.folder)
     assert again.summary["train"] != first.summary["train"] and again.summary["global_batch_size"] == 16
     config = (again.folder / "config.yaml").read_text()
     assert "name: adamw\n  lr: 0.001\n" in config and "seed: 1\n" in config
@@ -49,7 +49,7 @@ def test_settings_of_a_run_are_reused(settings: dict[str, object], tmp_path: Pat
 
 
 def test_faults_are_raised(settings: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="did you mean optim.lr"):
+    with pytest.raises(ConfigError, match="did you mean optim"):
         cl_train.train(lr=0.1)
     with pytest.raises(ConfigError, match="command line"):
         cl_train.train("-m", "seed=1,2")
@@ -63,10 +63,8 @@ def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(settings: dict[str, object]
     run = tmp_path / "run"
 
     def interrupt() -> None:
-        wait_until((run / "metrics.jsonl").is_file)
-        while not is_signal_received():
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.5)
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size)
+        signal.raise_signal(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
