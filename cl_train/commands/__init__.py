@@ -14,6 +14,5 @@ COMMANDS = {
     "convert": "convert a saved model and check its outputs",
     "zoo": "many models in both layouts, in one table",
     "loader_benchmark": "images per second of the data loader, against other loaders",
-    "plan": "how a run scales to more GPUs, by arithmetic",
     "prepare_imagenet": "unpack, check and resize ImageNet",
 }
