@@ -64,13 +64,13 @@ def _write_hparams(pairs: Sequence[Pair], folder: Path) -> None:
             "whole_run/top1": run.top1,
             "whole_run/images_per_s": run.median_images_per_s,
             "whole_run/speed_up": speed_up,
-            "whole_run/loss": run.losses[max(run.losses)] if run.losses else None,
-            "whole_run/memory_gib": run.summary.get("peak_memory_gib"),
+            "whole_run/train_loss": run.losses[max(run.losses)] if run.losses else None,
+            "whole_run/peak_memory_gib": run.summary.get("peak_memory_gib"),
         }
         with SummaryWriter(str(folder / run.folder.name)) as writer:  # in a sweep the run's own folder
             settings = {key: str(run.settings.get(key)) for key in varying}
             for part in hparams(settings, dict.fromkeys(metrics, 0.0)):
-                writer._get_file_writer().add_summary(part)  # add_hparams would make a run of its own
+                writer.file_writer.add_summary(part)  # add_hparams would make a run of its own
             for name, value in metrics.items():
                 if value is not None:
                     writer.add_scalar(name, value, max(run.steps, default=0))
