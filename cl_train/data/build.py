@@ -6,7 +6,7 @@ from pathlib import Path
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.augment import label_mix
 from cl_train.data.bad_images import BadImages
-from cl_train.data.folder import check_files, read_folder
+from cl_train.data.folder import check_files, read_folder, read_images
 from cl_train.data.image_reader import ImageReader
 from cl_train.data.imagenette import ensure_imagenette
 from cl_train.data.loader import HostLoader, Loader, Reader, StreamLoader
@@ -57,8 +57,9 @@ def image_data(
     seed: int,
     dist: Dist,
     bad_images: BadImages,
+    source: ImageSource | None = None,
 ) -> ImageData:
-    """The images of a folder, of shards, or of the user's datasets."""
+    """The images of a folder, of shards, of the user's datasets, or of `source`."""
     val_size = cfg.val_size or cfg.image_size
     train_images: Split | BySize
     val_images: Split | BySize
@@ -66,7 +67,7 @@ def image_data(
     if cfg.name == "dataset":
         train_images, val_images, classes, fingerprint = load_datasets(cfg.dataset, sizes.image_sizes, val_size)
     else:
-        source = _source(cfg, dist)
+        source = source or _source(cfg, dist)
         train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
         if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
             shards = source.train.by_shard()
@@ -91,6 +92,15 @@ def image_data(
     train, val = loader(train_images, sizes, training=True), loader(val_images, val_sizes, training=False)
     mix = label_mix(augment, len(classes), seed, dist)
     return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
+
+
+def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int, dist: Dist) -> ImageData:
+    """For predictions: all images below `data.root`, or of its folder of validation images, as `validation`."""
+    assert cfg.root is not None
+    images = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
+    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=len(images))
+    sizes, source = SizeSchedule(((0, cfg.image_size),)), ImageSource(classes, images, images, "")
+    return image_data(cfg, AugmentConfig(), sizes, batch_size, 0, dist, bad_images, source)
 
 
 def _source(cfg: DataConfig, dist: Dist) -> ImageSource:

@@ -9,6 +9,7 @@ import re
 import stat
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,21 @@ def read_folder(root: Path, cfg: DataConfig | None = None) -> ImageSource:
     stored_at = index_cache.cache_path("folder", f"{root.resolve()}{layout}")
     splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
     return index_cache.load(stored_at, *splits) or _index(base, val, cfg, stored_at)
+
+
+def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> FolderSplit:
+    """All images below `root`, or below its folder of validation images if it has one, sorted by name. An image below
+    the folder of a class has its label, others -100. Raises ConfigError: no folder, or no images.
+    """
+    folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
+    suffixes, top = tuple(os.fsencode(extension.lower()) for extension in extensions), os.fsencode(folder)
+    paths = (os.path.join(below, name) for below, _, names in os.walk(top) for name in names)
+    names = sorted(os.path.relpath(path, top) for path in paths if path.lower().endswith(suffixes))
+    if not names:
+        raise ConfigError(f"data.root '{root}' has no images ({', '.join(extensions)}) in it or in a folder below")
+    label_of = {os.fsencode(name): label for label, name in enumerate(classes)}
+    labels = [label_of.get(name.partition(b"/")[0], -100) for name in names]
+    return FolderSplit(*packed(names), np.array(labels, np.int64), folder)
 
 
 def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSource:
