@@ -6,12 +6,11 @@ from pathlib import Path
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.augment import label_mix
 from cl_train.data.bad_images import BadImages
-from cl_train.data.folder import check_files, read_folder, read_images
+from cl_train.data.folder import read_folder, read_images
 from cl_train.data.image_reader import ImageReader
-from cl_train.data.imagenette import ensure_imagenette
 from cl_train.data.loader import HostLoader, Loader, Reader, StreamLoader
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
-from cl_train.data.sample import ensure_sample
+from cl_train.data.sample import FIRST_RUN, ensure_imagenette, ensure_sample
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.splits import Data, ImageData, SyntheticData
@@ -107,7 +106,7 @@ def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
     if cfg.name == "imagenette":
         root = ensure_imagenette(Path(cfg.root or DATA_DIR / "imagenette").expanduser(), download=cfg.download)
     elif cfg.name == "sample" and cfg.root is None:
-        root = ensure_sample(DATA_DIR / "sample")
+        root = ensure_sample(DATA_DIR / "sample", FIRST_RUN)
     else:
         assert cfg.root is not None, "config/rules.py requires data.root"
         root = Path(cfg.root).expanduser()
@@ -116,8 +115,6 @@ def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
     else:
         assert cfg.name in ("folder", "imagenet", "imagenette", "sample"), cfg.name
         source = read_folder(root, cfg)
-    if cfg.on_bad_image == "skip":
-        check_files(source, cfg.max_bad_images)
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)
     return source
