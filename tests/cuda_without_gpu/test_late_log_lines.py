@@ -14,7 +14,7 @@ from tests.conftest import Run
 from tests.faults.tiny import CLOCK_FIELDS
 
 Train = Callable[..., Run]
-SHARED = ["data.image_size=16", "batch_size=8", "tensorboard=false", "log_every=5"]  # two epochs of twelve steps
+SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # two epochs of twelve steps
 
 
 def records(run: Run) -> list[dict[str, Any]]:
