@@ -1,6 +1,8 @@
 """`python -m cl_train <command> ...` is `cl-train <command> ...`."""
 
-from cl_train.cli import program
+import sys
+
+from cl_train.cli import main
 
 if __name__ == "__main__":
-    program()
+    sys.exit(main())

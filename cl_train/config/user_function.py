@@ -20,7 +20,7 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the import may raise any exception of the user's code
+    except (Exception, SystemExit) as error:  # the import may raise any exception of the user's code
         what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{setting}={name}: cannot import '{module_name}' from here ({what})") from error
     function = getattr(module, function_name, None)

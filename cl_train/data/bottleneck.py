@@ -1,10 +1,25 @@
-"""Find out why the training step waits for data, and which setting to change."""
+"""Where the loader's time goes, why the training step waits for data, and which setting to change."""
 
-from cl_train.data.image_reader import WorkerTimes
+from dataclasses import dataclass, fields
 
 WORTH_SAYING_PCT = 10.0
 _STORAGE_SHARE = 0.4  # of the workers' busy time
 _IDLE_PCT = 15
+
+
+@dataclass
+class WorkerTimes:
+    """Seconds that workers spent on each part of loading."""
+
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    resize_s: float = 0.0
+    images: int = 0
+    dataset_s: float = 0.0  # in the user's Dataset
+
+    def add(self, other: "WorkerTimes") -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 def bottleneck_advice(

@@ -1,23 +1,24 @@
 """From uint8 batches on the host to normalised batches on the device."""
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.data.batch import Batch, DeviceFormat
 
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, number of the batch)
-Release = Callable[[], None]  # to be called when a batch's host memory is no longer read
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class HostBatch(NamedTuple):
-    """A batch in the loader's memory, valid until `release` is called.
+    """A batch in the loader's memory, valid until two more are requested.
 
     images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in `epoch`.
     """
@@ -25,8 +26,7 @@ class HostBatch(NamedTuple):
     images: Tensor
     targets: Tensor
     number: int
-    release: Release
-    epoch: int = 0
+    epoch: int
 
 
 class DevicePrefetcher:
@@ -46,7 +46,8 @@ class DevicePrefetcher:
         ahead: batches on the device that are prepared in advance.
 
     Raises:
-        ValueError: `mean` and `std` of different length, or a `std` of zero.
+        ValueError: `mean` and `std` of different length, a `std` that is not positive, or a dtype or layout that
+            normalised images cannot have.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = ((batch, lambda: None) for batch in self._loader)
-        return _prepared(batches, self._prepare, self._normalise.format.device, self._ahead)
+        return _prepared(self._loader, self._prepare, self._normalise.format.device, self._ahead)
 
     def _prepare(self, batch: Any) -> Any:
-        form, tensors = self._normalise.format, _tensors(batch)
+        form, tensors = self._normalise.format, [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
         if any(map(self._is_raw, tensors)):
-            return _map_tensors(batch, lambda x: self._normalise(x) if self._is_raw(x) else x)
+            return tree_map_only(Tensor, lambda x: self._normalise(x) if self._is_raw(x) else x, batch)
         images = next((x for x in tensors if x.ndim == 4 and x.is_floating_point()), None)
-        return _map_tensors(batch, lambda x: x.to(form.dtype, memory_format=form.memory_format) if x is images else x)
+        cast = partial(torch.Tensor.to, dtype=form.dtype, memory_format=form.memory_format)
+        return tree_map_only(Tensor, lambda x: cast(x) if x is images else x, batch)
 
     def _is_raw(self, tensor: Tensor) -> bool:
         return tensor.ndim == 4 and tensor.dtype == torch.uint8 and tensor.shape[1] == self._channels
@@ -84,8 +85,12 @@ class Normalise:
     """(x / 255 - mean) / std in float32, in the requested dtype and memory format."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat) -> None:
-        if len(mean) != len(std) or not all(std):
-            raise ValueError(f"mean {list(mean)} and std {list(std)}: one number per channel each, std not 0")
+        if not len(mean) == len(std) > 0 or not all(map(math.isfinite, [*mean, *std])) or min(std) <= 0:
+            raise ValueError(f"mean {list(mean)} and std {list(std)}: one number per channel each, std above 0")
+        if not form.dtype.is_floating_point or form.dtype.itemsize == 1:
+            raise ValueError(f"dtype={form.dtype}: normalised images need float32, float16, bfloat16 or float64")
+        if form.memory_format not in (torch.channels_last, torch.contiguous_format):
+            raise ValueError(f"memory_format={form.memory_format}: use torch.channels_last or torch.contiguous_format")
         self.format = form
         self._scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=form.device)
         offset = [-m / s for m, s in zip(mean, std, strict=True)]
@@ -130,25 +135,21 @@ def to_device(
     device = normalise.format.device
 
     def prepare(moved: HostBatch) -> tuple[Tensor, Tensor]:
-        # On a CPU nothing was moved, and the loader's memory is about to be released.
+        # On a CPU nothing was moved, and the loader's memory is about to be filled again.
         images, targets = normalise(moved.images), moved.targets.clone() if device.type == "cpu" else moved.targets
         return mix(images, targets, moved.epoch, moved.number) if mix else (images, targets)
 
-    for images, targets in _prepared(((host, host.release) for host in batches), prepare, device, ahead):
+    for images, targets in _prepared(batches, prepare, device, ahead):
         yield Batch(images, targets)
 
 
-def _prepared(
-    batches: Iterable[tuple[Any, Release]], prepare: Callable[[Any], Any], device: torch.device, ahead: int
-) -> Iterator[Any]:
-    """`prepare` of each batch after its tensors have been moved to the device; then its host memory is released."""
+def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int) -> Iterator[Any]:
+    """`prepare` of each batch after its tensors have been moved to the device."""
     if device.type == "cuda":
         yield from _on_side_stream(batches, prepare, device, ahead)
         return
-    for host, release in batches:
-        batch = prepare(_map_tensors(host, lambda tensor: tensor.to(device)))
-        release()
-        yield batch
+    for host in batches:
+        yield prepare(tree_map_only(Tensor, lambda tensor: tensor.to(device), host))
 
 
 @cache
@@ -158,56 +159,36 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _on_side_stream(
-    batches: Iterable[tuple[Any, Release]], prepare: Callable[[Any], Any], device: torch.device, ahead: int
+    batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int
 ) -> Iterator[Any]:
     """Copy and prepare on a side stream, `ahead` batches in advance."""
     side = _side_stream(device)
     ready: deque[tuple[Any, torch.cuda.Event]] = deque()
-    copying: deque[tuple[torch.cuda.Event, Release]] = deque()
+    copying: deque[torch.cuda.Event] = deque()
 
     def take() -> Any:
         batch, prepared = ready.popleft()
         current = torch.cuda.current_stream(device)
         current.wait_event(prepared)
-        for tensor in _tensors(batch):
-            if tensor.is_cuda:
+        for tensor in tree_leaves(batch):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(current)  # else the allocator would reuse the memory on the side stream
         return batch
 
     try:
-        for host, release in batches:
+        for host in batches:
             with torch.cuda.stream(side):
-                moved = _map_tensors(host, lambda tensor: tensor.to(device, non_blocking=True))
-                copying.append((side.record_event(), release))
+                moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), host)
+                copying.append(side.record_event())
                 ready.append((prepare(moved), side.record_event()))
-            while copying and copying[0][0].query():
-                copying.popleft()[1]()
-            if len(copying) > ahead + 1:  # the host waits for the oldest copy: the next batch needs its memory
-                copying[0][0].synchronize()
-                copying.popleft()[1]()
+            while copying and copying[0].query():
+                copying.popleft()
+            if len(copying) > ahead + 1:  # the host waits for the oldest copy: the loader fills its memory again
+                copying.popleft().synchronize()
             if len(ready) > ahead:
                 yield take()
         while ready:
             yield take()
     finally:
-        for event, release in copying:  # the host waits: the copies still read the loader's memory
+        for event in copying:  # the host waits: the copies still read the loader's memory
             event.synchronize()
-            release()
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map_tensors(batch, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
-
-
-def _map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`batch` with `function` applied to its tensors; dicts, lists, tuples and namedtuples keep their type."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map_tensors(member, function) for key, member in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        members = [_map_tensors(member, function) for member in batch]
-        return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
-    return batch

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import image_data, size_schedule
 from cl_train.data.device import Normalise, to_device
 from cl_train.data.folder import EXTENSIONS
+from cl_train.data.loader import BadImages
 from cl_train.data.splits import ImageData
 from cl_train.system.distributed import Dist
 
@@ -43,9 +43,7 @@ class ImageLoader:
         self.set_epoch(self._epoch + 1)
         if self._normalise is None:
             for host in batches:
-                images, targets = host.images.clone(), host.targets.clone()
-                host.release()
-                yield images, targets
+                yield host.images.clone(), host.targets.clone()
         else:
             for batch in to_device(batches, self._normalise):
                 yield batch.images, batch.targets

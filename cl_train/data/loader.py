@@ -1,41 +1,83 @@
-"""The loader of one split, from sample indices to NHWC batches in shared memory; another one for IterableDatasets."""
+"""The loader of one split: from sample indices to NHWC batches in shared memory, which workers fill in place.
 
-import logging
+Batch `number` lies in slot `number % slots`: no pixel is pickled or copied between processes. The workers of an
+IterableDataset fill rows from their own streams; whole batches are then made from what they found.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data.bad_images import BadImageError, BadImages
-from cl_train.data.collate import channels_last_collate
+from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import BadImage
 from cl_train.data.device import HostBatch
-from cl_train.data.image_reader import ImageReader, WorkerTimes
+from cl_train.data.image_reader import ImageReader
 from cl_train.data.order import SizeSchedule, rank_share
-from cl_train.data.slots import Slots
 from cl_train.data.source import Indices
-from cl_train.data.user_dataset import BySize, DatasetReader, samples_of
-from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers
+from cl_train.data.user_dataset import DatasetReader, StreamEnd, StreamReader
+from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, check_resources, shared
 from cl_train.system.distributed import Dist
 from cl_train.system.launcher import cores_of_process
 from cl_train.system.memory import available_bytes
 
-log = logging.getLogger(__name__)
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
-# Batches that have not been released when the next one is requested: on CUDA `to_device` has up to two copies under
-# way; the other consumers release each batch first.
+# Batches that the consumer may still read when it requests the next one: on CUDA `to_device` has up to two copies under
+# way; the other consumers need the last batch only.
 _BATCHES_IN_USE = 2
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
+
+
+class BadImageError(RuntimeError):
+    """A sample cannot be read (on_bad_image=error), or more than data.max_bad_images cannot (on_bad_image=skip)."""
+
+
+class BadImages:
+    """The bad samples of a run, of both splits.
+
+    Attributes:
+        reasons: name -> why it cannot be read, each sample once, in the order in which they were found.
+        skipped: how often a sample was replaced or left out, over all epochs.
+    """
+
+    def __init__(self, *, skip: bool, limit: int) -> None:
+        self._skip, self._limit = skip, limit
+        self.reasons: dict[str, str] = {}
+        self.skipped = 0
+
+    def add(self, name: str, reason: str, *, skipped: bool) -> None:
+        """`skipped`: the sample was read for its own row, not in the place of another one.
+
+        Raises BadImageError unless bad samples are skipped and at most `limit` different ones have been found.
+        """
+        self.skipped += skipped
+        self.reasons[name] = reason
+        if not self._skip:
+            advice = "Repair or remove it, or use data.on_bad_image=skip"
+            raise BadImageError(f"'{name}' cannot be decoded: {reason}. {advice}")
+        if len(self.reasons) > self._limit:
+            raise BadImageError(
+                f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self._limit};"
+                f" the last one: '{name}': {reason}"
+            )
+
+
+# --- in the workers ---------------------------------------------------------------------------------------------------
 
 
 class _Task(NamedTuple):
@@ -46,53 +88,94 @@ class _Task(NamedTuple):
     first_row: int
     epoch: int
     image_size: int
-    indices: list[int]
+    indices: Sequence[int]
 
 
 @dataclass
 class _TaskResult:
     """The result of a task."""
 
-    bad: list[tuple[str, str]] = field(default_factory=list)  # name, reason
-    empty_rows: list[int] = field(default_factory=list)
+    worker: int
+    bad: list[tuple[str, str, bool]] = field(default_factory=list)  # name, reason, whether it was the row's own sample
+    empty_rows: list[int] = field(default_factory=list)  # no good sample was found for them
+    rows_after_end: list[int] = field(default_factory=list)  # of the worker's stream
     times: WorkerTimes = field(default_factory=WorkerTimes)
     error: str | None = None
 
 
-def _fill(reader: Reader, slots: Slots, attempts: int, task: _Task) -> _TaskResult:
+class _SharedMemory:
+    """`count` batches, stored NHWC, with their targets. Each has room for the largest images.
+
+    Attributes:
+        targets: int64 [count, batch size].
+        iteration: int64 [1]: the number of the iteration that is running; workers skip the tasks of other ones.
+        progress: int64 [workers, 3], see `Workers`.
+    """
+
+    def __init__(self, count: int, batch_size: int, image_size: int, dtype: torch.dtype, workers: int) -> None:
+        self._pixels = shared((count, batch_size * image_size**2 * 3), dtype)
+        self.targets = shared((count, batch_size), torch.int64)
+        words = shared((1 + 3 * max(1, workers),), torch.int64).numpy()
+        self.iteration, self.progress = words[:1], words[1:].reshape(-1, 3)
+        self._pinned: list[Tensor] = []
+
+    def images(self, slot: int, image_size: int) -> Tensor:
+        """The slot as images [rows that fit, 3, image_size, image_size] in channels_last."""
+        pixels = self._pixels[slot]
+        shape = (len(pixels) // (image_size**2 * 3), image_size, image_size, 3)
+        return pixels[: math.prod(shape)].view(shape).permute(0, 3, 1, 2)
+
+    def pin(self) -> None:
+        """Page-lock the memory, so that copies to the GPU overlap with computation."""
+        for memory in () if self._pinned else (self._pixels, self.targets):
+            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+                self._pinned.append(memory)
+            else:  # copies still work, only slower; CUDA reports the error again at the next kernel: clear it
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
+
+    def unpin(self) -> None:
+        while self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
+
+
+def _fill(reader: Reader, memory: _SharedMemory, attempts: int, task: _Task) -> _TaskResult:
     """Read the samples of a task into their rows, in a worker."""
-    done = _TaskResult()
-    reader.times = done.times
     worker = get_worker_info()
-    progress = slots.progress[worker.id if worker else 0]
-    images = slots.images(task.slot, task.image_size)
-    targets = slots.targets[task.slot].numpy()  # writing a number into a tensor takes ten times as long
+    done = _TaskResult(worker.id if worker else 0)
+    reader.times = done.times
+    progress, images = memory.progress[done.worker], memory.images(task.slot, task.image_size)
+    targets = memory.targets[task.slot].numpy()  # writing a number into a tensor takes ten times as long
     try:
-        for row, index in enumerate(task.indices, task.first_row):
-            if slots.iteration[0] != task.iteration:  # the iteration was abandoned
+        if memory.iteration[0] != task.iteration:  # the iteration was abandoned
+            return done
+        indices, count = task.indices, len(reader)
+        if isinstance(reader, StreamReader):
+            indices, count = reader.begin(task.iteration, task.epoch, len(indices)), sys.maxsize
+        for row, index in enumerate(indices, task.first_row):
+            if memory.iteration[0] != task.iteration:
                 break
             for used in range(index, index + attempts):  # the sample, or the first of the following ones that is good
-                used %= len(reader)
+                used %= count
                 progress[SAMPLE] = used
                 progress[BEGUN] += 1
                 try:
                     targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
                     break
                 except BadImage as bad:
-                    done.bad.append((reader.name(used), str(bad)))
+                    done.bad.append((reader.name(used), str(bad), used == index % count))
             else:
                 done.empty_rows.append(row)
+    except StreamEnd:
+        if used > index and row > task.first_row:  # the last samples were bad: the one before takes their place
+            images[row], targets[row], row = images[row - 1], targets[row - 1], row + 1
+        done.rows_after_end = list(range(row, task.first_row + len(indices)))
     except Exception as error:  # a bug, or lack of memory: raised again in the parent
         done.error = f"{type(error).__name__}: {error}"
     return done
 
 
-class _Batch(NamedTuple):
-    """A batch that workers are filling."""
-
-    iteration: int
-    tasks: int
-    host: HostBatch
+# --- in the training process ------------------------------------------------------------------------------------------
 
 
 class HostLoader:
@@ -102,6 +185,7 @@ class HostLoader:
         samples: number of samples of all ranks together.
         workers: number of worker processes; 0 = samples are read in this process.
         times: seconds that the workers have spent so far.
+        is_stream: the samples are those of an IterableDataset, which controls their order itself.
     """
 
     def __init__(
@@ -115,27 +199,35 @@ class HostLoader:
         order: Callable[[int], Indices] | None,
     ) -> None:
         """Args:
-            sizes: of the images of each epoch. batch_size: per rank.
+            sizes: of the images of each epoch.
+            batch_size: per rank.
             order: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
                 whose bad samples are replaced by the following ones; None = evaluation: each sample once, bad ones are
                 left out.
 
-        Raises ConfigError if the memory is too small.
+        Raises ConfigError if the memory, or the limit of open files, is too small.
         """
         self.reader, self._sizes, self._batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order = bad_images, order
         self.samples, self.workers, self.times = len(reader), worker_count(cfg, dist), WorkerTimes()
-        self._slot_count = cfg.prefetch + _BATCHES_IN_USE + 1
-        self._slots: Slots | None = None
+        self.is_stream = isinstance(reader, StreamReader)
+        rows = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
+        self._parts = max(1, min(batch_size // rows, self.workers))  # tasks of a batch
+        self._queued = max(1, cfg.prefetch * self._parts // max(1, self.workers))  # tasks of a worker
+        ahead = -(-self._queued * self.workers // self._parts)  # batches that the workers may be filling
+        self._slot_count = ahead + _BATCHES_IN_USE + 1
+        self._memory: _SharedMemory | None = None
         self._workers: Workers[_Task, _TaskResult] | None = None
-        self._free: deque[int] = deque()
-        self._submitted: deque[_Batch] = deque()
+        self._iterating: tuple[threading.Thread, int] | None = None  # thread and process
+        self._lock, self._serial = threading.Lock(), itertools.count(1)
+        check_resources(self.workers)
         need = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize
+        need += 16 * self.samples * (not self.is_stream)  # the order of an epoch
         free = available_bytes(torch.device("cpu"))
         if free is not None and need > free:  # the size of /dev/shm does not matter
             raise ConfigError(
-                f"the loader's batches need {need / 2**30:.1f} GiB of shared memory, and {free / 2**30:.1f} GiB are"
-                f" free: lower batch_size or data.prefetch={cfg.prefetch}"
+                f"the loader's batches, and the order of {self.samples} samples, need {need / 2**30:.1f} GiB of shared"
+                f" memory, and {free / 2**30:.1f} GiB are free: lower batch_size or data.prefetch={cfg.prefetch}"
             )
 
     def batch_count(self, epoch: int = 0) -> int:
@@ -147,25 +239,17 @@ class HostLoader:
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
 
-        Raises BadImageError, WorkerError.
+        A batch is valid until two more are requested. Raises BadImageError, WorkerError; RuntimeError: another thread
+        is iterating.
         """
-        slots, workers = self._start()
-        slots.iteration[0] += 1
-        iteration = int(slots.iteration[0])
-        shares = self._shares(epoch, first_batch)
-        while True:
-            while self._free and (share := next(shares, None)) is not None:
-                self._submit(slots, workers, iteration, epoch, *share)
-            if not self._submitted:
-                assert self._free, "the consumer has released no batch"
-                return
-            batch = self._submitted.popleft()
-            empty_rows = self._wait_for(workers, batch, wanted=batch.iteration == iteration)
-            if batch.iteration != iteration:
-                batch.host.release()
-                continue
-            yield _without(batch.host, empty_rows) if empty_rows else batch.host
-            assert iteration == slots.iteration[0], "another iteration over this loader has begun"
+        with self._begun() as iteration:
+            batches = self._filled(iteration, epoch, 0 if self.is_stream else first_batch)
+            if self.is_stream:
+                batches = self._evaluated(batches) if self._order is None else self._trained(batches, first_batch)
+            for batch in batches:
+                yield batch
+                if iteration != self._iteration:
+                    raise RuntimeError("another iteration over this loader has begun")
 
     def validation_sample(self, index: int) -> Tensor:
         """Sample `index` as in `batches`, [size, size, 3]. Raises BadImage."""
@@ -176,14 +260,58 @@ class HostLoader:
 
     def close(self) -> None:
         """End the workers and free the memory. A later iteration starts new ones."""
-        self._stop_workers()
-        if self._slots is not None:
-            self._slots.unpin()
-            self._slots = None
+        if self._memory is not None:
+            self._memory.iteration[0] = 0
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+        if self._memory is not None:
+            self._memory.unpin()
+            self._memory = None
+
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[int]:
+        """A new iteration, with its number."""
+        mine = threading.current_thread(), os.getpid()
+        with self._lock:
+            other = self._iterating
+            if other not in (None, mine) and other[0].is_alive():
+                raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
+            self._iterating = mine
+        memory, iteration = self._start(), next(self._serial)
+        memory.iteration[0] = iteration
+        try:
+            yield iteration
+        finally:
+            if iteration == self._iteration:
+                self._iterating = None
+                memory.iteration[0] = 0  # workers leave what they prepared in advance
+
+    @property
+    def _iteration(self) -> int:
+        return int(self._memory.iteration[0]) if self._memory is not None else 0
+
+    def _start(self) -> _SharedMemory:
+        if self._memory is None:
+            largest = self._sizes.image_sizes[-1]
+            self._memory = _SharedMemory(self._slot_count, self._batch_size, largest, self.reader.dtype, self.workers)
+            self._workers = Workers(
+                partial(_fill, self.reader, self._memory, _SUBSTITUTES if self._order else 1),
+                count=self.workers,
+                progress=self._memory.progress,
+                timeout_s=self._cfg.worker_timeout_s,
+                name_of=self.reader.name,
+                queued=self._queued,
+            )
+        if self._dist.device.type == "cuda":
+            self._memory.pin()
+        return self._memory
 
     def _shares(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Indices]]:
-        """Number and samples of each of this rank's batches."""
+        """Number and samples of each of this rank's batches; of an endless stream only their count matters."""
         batch_size, rank, ranks = self._batch_size, self._dist.rank, self._dist.world_size
+        if self.is_stream:
+            yield from ((number, np.arange(batch_size)) for number in itertools.count())
         if self._order is None:
             indices = np.arange(rank, self.samples, ranks)
             rank, ranks = 0, 1
@@ -192,160 +320,93 @@ class HostLoader:
         for number in range(first_batch, self.batch_count(epoch)):
             yield number, rank_share(indices, number, batch_size, rank, ranks)
 
-    def _start(self) -> tuple[Slots, Workers[_Task, _TaskResult]]:
-        if self._slots is None:
-            largest = self._sizes.image_sizes[-1]
-            self._slots = Slots(self._slot_count, self._batch_size, largest, self.reader.dtype, self.workers)
-            self._free = deque(range(self._slot_count))
-        if self._workers is None:
-            tasks = self._slot_count * -(-self._batch_size // self._rows_per_task(self._batch_size))
-            self._workers = Workers(
-                partial(_fill, self.reader, self._slots, _SUBSTITUTES if self._order else 1),
-                count=self.workers,
-                queued=max(2, -(-tasks // max(1, self.workers))),  # all: a long task does not delay the other workers
-                progress=self._slots.progress,
-                timeout_s=self._cfg.worker_timeout_s,
-                name_of=self.reader.name,
-            )
-        if self._dist.device.type == "cuda":
-            self._slots.pin()
-        return self._slots, self._workers
+    def _tasks(
+        self, iteration: int, epoch: int, first_batch: int, submitted: deque[tuple[int, int, int]]
+    ) -> Iterator[_Task]:
+        """The tasks of the batches, which are `submitted` as (number, slot, rows)."""
+        image_size = self._sizes.image_size_at(epoch)
+        for number, indices in self._shares(epoch, first_batch):
+            slot, first_row = next(self._serial) % self._slot_count, 0
+            submitted.append((number, slot, len(indices)))
+            for part in np.array_split(indices, self._parts):
+                if iteration != self._iteration:  # the iteration was abandoned
+                    return
+                yield _Task(iteration, slot, first_row, epoch, image_size, part.tolist())
+                first_row += len(part)
 
-    def _stop_workers(self) -> None:
-        if self._slots is not None:
-            self._slots.iteration[0] += 1
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
-        while self._submitted:
-            self._submitted.popleft().host.release()
-
-    def _rows_per_task(self, batch_size: int) -> int:
-        return max(_MIN_ROWS, -(-batch_size // max(1, self.workers)))
-
-    def _submit(
-        self,
-        slots: Slots,
-        workers: Workers[_Task, _TaskResult],
-        iteration: int,
-        epoch: int,
-        number: int,
-        indices: Indices,
-    ) -> None:
-        slot, size, image_size = self._free.popleft(), len(indices), self._sizes.image_size_at(epoch)
-        rows = self._rows_per_task(size)
-        firsts = range(0, size, rows)
-        for first in firsts:
-            workers.submit(_Task(iteration, slot, first, epoch, image_size, indices[first : first + rows].tolist()))
-        images, targets = slots.images(slot, image_size)[:size], slots.targets[slot][:size]
-        host = HostBatch(images, targets, number, partial(self._free.append, slot), epoch)
-        self._submitted.append(_Batch(iteration, len(firsts), host))
-
-    def _wait_for(self, workers: Workers[_Task, _TaskResult], batch: _Batch, *, wanted: bool) -> list[int]:
-        """Wait until the workers have finished the batch; return its empty rows."""
-        empty_rows: list[int] = []
-        try:
-            for _ in range(batch.tasks):
-                done = workers.next_result()
+    def _filled(self, iteration: int, epoch: int, first_batch: int) -> Iterator[HostBatch]:
+        """The batches, without rows for which there is no sample."""
+        memory, workers, ended = self._memory, self._workers, set[int]()
+        assert memory is not None and workers is not None
+        submitted: deque[tuple[int, int, int]] = deque()
+        results = workers.results(self._tasks(iteration, epoch, first_batch, submitted))
+        while parts := list(itertools.islice(results, self._parts)):
+            number, slot, rows = submitted.popleft()
+            missing: list[int] = []
+            for done in parts:
                 self.times.add(done.times)
                 if done.error:
                     raise WorkerError(f"a loader worker failed: {done.error}")
-                for name, reason in done.bad if wanted else ():
-                    self._bad_images.add(name, reason)
-                empty_rows += done.empty_rows
-            if wanted and empty_rows and self._order:
-                raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
-        except BaseException:  # results would no longer match their batches
-            batch.host.release()
-            self._stop_workers()
-            raise
-        return empty_rows
+                for name, reason, skipped in done.bad:
+                    self._bad_images.add(name, reason, skipped=skipped)
+                if done.empty_rows and self._order:
+                    raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
+                if done.rows_after_end:
+                    ended.add(done.worker)
+                missing += done.empty_rows + done.rows_after_end
+            images = memory.images(slot, self._sizes.image_size_at(epoch))[:rows]
+            batch = HostBatch(images, memory.targets[slot][:rows], number, epoch)
+            yield _without(batch, missing) if missing else batch
+            if len(ended) == max(1, self.workers):
+                return
+
+    def _trained(self, batches: Iterable[HostBatch], first_batch: int) -> Iterator[HostBatch]:
+        """The whole batches of a stream's epoch; those before `first_batch` are read again."""
+        count, number = self.batch_count(), 0
+        for number, batch in zip(range(1, count + 1), _joined(batches, self._batch_size), strict=False):
+            if number > first_batch:
+                yield batch._replace(number=number - 1)
+        if number < count:
+            bad = "".join(f"; {name}: {reason}" for name, reason in list(self._bad_images.reasons.items())[-1:])
+            raise WorkerError(
+                f"data.dataset ended after {number} of {count} batches of {self._batch_size} samples on rank "
+                f"{self._dist.rank}: its length is {self.samples}, of all ranks and workers together{bad}"
+            )
+
+    def _evaluated(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:
+        """All samples of a stream, as many as its length says at most."""
+        rows = 0
+        for batch in batches:
+            rows += len(batch.targets)
+            if rows > self.samples:
+                raise WorkerError(
+                    f"data.dataset: the val dataset yields more than the {self.samples} samples of its length. It must"
+                    " end, and divide its samples among ranks and workers (torch.utils.data.get_worker_info)"
+                )
+            yield batch
 
 
 def _without(batch: HostBatch, rows: list[int]) -> HostBatch:
-    """A copy of the batch without these rows. It has the same `release`."""
+    """A copy of the batch without these rows."""
     kept = [row for row in range(len(batch.targets)) if row not in rows]
     return batch._replace(images=batch.images[kept].to(memory_format=torch.channels_last), targets=batch.targets[kept])
 
 
-class StreamLoader:
-    """One rank's batches of an IterableDataset.
-
-    The data set itself controls order and random numbers, and divides its samples among ranks and workers.
-
-    It has the public members of `HostLoader`, except for `reader` and `validation_sample`.
-    """
-
-    def __init__(
-        self,
-        datasets: BySize,
-        sizes: SizeSchedule,
-        batch_size: int,
-        cfg: DataConfig,
-        dist: Dist,
-        seed: int,
-        *,
-        training: bool,
-    ) -> None:
-        self._datasets, self._sizes, self._dist, self._seed, self._training = datasets, sizes, dist, seed, training
-        self._batch_size = batch_size
-        self.samples = samples_of(datasets)
-        self.workers, self.times = worker_count(cfg, dist), WorkerTimes()
-        log.warning(
-            "data.dataset is an IterableDataset: it controls order and random numbers, which depend on data.workers; a"
-            " resumed epoch reads the skipped batches again; it must divide its samples among ranks and workers itself"
-        )
-
-    def batch_count(self, epoch: int = 0) -> int:
-        total = self._batch_size * self._dist.world_size
-        return self.samples // total if self._training else -(-self.samples // total)
-
-    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
-        dataset = self._datasets[self._sizes.image_size_at(epoch)]
-        size = self._batch_size
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
-        loader = DataLoader(
-            dataset,
-            size,
-            num_workers=self.workers,
-            collate_fn=channels_last_collate,
-            pin_memory=self._dist.device.type == "cuda",
-            generator=torch.Generator().manual_seed(self._seed + epoch),
-        )
-        count, delivered = self.batch_count(epoch), 0
-        # An epoch of training ends without waiting for a batch that it does not use.
-        batches = islice(_whole_batches(loader, size), count) if self._training else ((x, y) for x, y, *_ in loader)
-        for delivered, (images, targets) in enumerate(batches, 1):
-            if delivered > first_batch:
-                yield HostBatch(images, targets, delivered - 1, lambda: None, epoch)
-        if self._training and delivered < count:
-            raise WorkerError(
-                f"data.dataset ended after {delivered} of {count} batches of {size} samples on rank "
-                f"{self._dist.rank}: its length is {self.samples}, of all ranks and workers together"
-            )
-
-    def close(self) -> None:
-        """Nothing to do: the workers end with the iteration."""
-
-
-def _whole_batches(batches: Iterable[Any], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Join the incomplete batches with which each worker ends; less than one batch in all is dropped."""
-    parts: list[tuple[Tensor, Tensor]] = []
-    for images, targets, *_ in batches:
-        if len(targets) == size:
-            yield images, targets
+def _joined(batches: Iterable[HostBatch], size: int) -> Iterator[HostBatch]:
+    """Batches of `size` samples, from incomplete copies too; less than one batch in all is dropped."""
+    parts: list[HostBatch] = []
+    for batch in batches:
+        if len(batch.targets) == size:
+            yield batch
             continue
-        parts.append((images, targets))
-        if sum(len(labels) for _, labels in parts) >= size:
-            images, targets = (torch.cat(column) for column in zip(*parts, strict=True))
-            yield images[:size], targets[:size]
-            parts = [(images[size:], targets[size:])]
+        parts.append(batch)
+        if sum(len(part.targets) for part in parts) >= size:
+            images = torch.cat([part.images for part in parts])
+            targets = torch.cat([part.targets for part in parts])
+            yield batch._replace(images=images[:size], targets=targets[:size])
+            parts = [batch._replace(images=images[size:], targets=targets[size:])]
 
 
 def worker_count(cfg: DataConfig, dist: Dist) -> int:
     """`data.workers`; by default the usable cores / ranks of this machine, at most 16 and at least 1."""
     return min(_MAX_WORKERS, cores_of_process(dist.world_size)) if cfg.workers is None else cfg.workers
-
-
-Loader = HostLoader | StreamLoader

@@ -7,12 +7,11 @@ import numpy as np
 import torch
 
 from cl_train.config.schema import DataConfig
-from cl_train.data.bad_images import BadImages
 from cl_train.data.batch import Batch, DeviceFormat
+from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import Pixels
 from cl_train.data.device import MixLabels, Normalise, to_device
-from cl_train.data.image_reader import WorkerTimes
-from cl_train.data.loader import HostLoader, Loader
+from cl_train.data.loader import BadImages, HostLoader
 from cl_train.data.order import SizeSchedule
 from cl_train.system.distributed import Dist
 
@@ -27,8 +26,8 @@ class ImageData:
 
     classes: tuple[str, ...]
     fingerprint: str  # of the list of files and the classes
-    train_loader: Loader
-    val_loader: Loader
+    train_loader: HostLoader
+    val_loader: HostLoader
     dist: Dist
     bad_images: BadImages  # found so far by this rank
     mean: list[float]
@@ -59,19 +58,17 @@ class ImageData:
 
     def validation_indices(self) -> list[int]:
         """The images of this rank's last `validation`, in its order; empty for an IterableDataset, which has none."""
-        if not isinstance(self.val_loader, HostLoader):
+        if self.val_loader.is_stream:
             return []
         bad = self.bad_images.reasons
         own = range(self.dist.rank, self.val_images, self.dist.world_size)
         return [index for index in own if not bad or self.validation_name(index) not in bad]
 
     def validation_name(self, index: int) -> str:
-        assert isinstance(self.val_loader, HostLoader)
         return self.val_loader.reader.name(index)
 
     def validation_pixels(self, index: int) -> Pixels:
         """Validation image `index` as the model sees it: uint8 [H, W, 3], not normalised."""
-        assert isinstance(self.val_loader, HostLoader)
         pixels = self.val_loader.validation_sample(index)
         if pixels.is_floating_point():
             pixels = 255 * (pixels * torch.tensor(self.std) + torch.tensor(self.mean)).clamp(0, 1)

@@ -1,64 +1,78 @@
-"""The user's own torch Dataset: `data=dataset data.dataset=package.module:function`."""
+"""The user's own torch Dataset or IterableDataset: `data=dataset data.dataset=package.module:function`.
 
+Nothing that a Dataset does can end the program without a line that names its sample: exceptions, `sys.exit`, and, in a
+worker, a crash or a hang. No value is converted unless its meaning is certain.
+"""
+
+import math
+import operator
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.user_function import user_function
-from cl_train.data.augment import seeded_everywhere
-from cl_train.data.decode import BadImage
-from cl_train.data.image_reader import ImageTransform, WorkerTimes
+from cl_train.data.bottleneck import WorkerTimes
+from cl_train.data.decode import BadImage, Pixels
+from cl_train.data.transforms import ImageTransform, seeded_everywhere
+from cl_train.data.workers import BEGUN, WorkerError, Workers, shared
+from cl_train.system.distributed import Dist
 
-BySize = Mapping[int, Any]  # image size -> Dataset; all have the same samples
+_MOST_CLASSES = 1_000_000
+_SHOWN = 300  # characters of a message of the user's code
 
 
-def load_datasets(
-    name: str | None, train_sizes: Sequence[int], val_size: int
-) -> tuple[BySize, BySize, tuple[str, ...], str]:
-    """Train and val datasets, the classes and the fingerprint. The user's function is called with ("train", size) once
-    per size of `data.size_schedule`, and with ("val", val_size).
+class UserDatasets(NamedTuple):
+    train: Any
+    val: Any
+    classes: tuple[str, ...]
+    fingerprint: str
 
-    Raises ConfigError if the function is missing or fails, or its results have no or different lengths, or no classes.
+
+def load_datasets(name: str | None, image_size: int, val_size: int) -> UserDatasets:
+    """The user's function is called with ("train", image_size) and with ("val", val_size).
+
+    Raises ConfigError if the function is missing or fails, or its results have no length, no samples or no classes.
     """
-    assert name is not None, "config/rules.py requires data.dataset"
+    assert name is not None, "config/combinations.py requires data.dataset"
     function = user_function("data.dataset", name)
-
-    def build(split: str, size: int) -> Any:
+    built = []
+    for split, size in (("train", image_size), ("val", val_size)):
         try:
-            dataset = function(split, size)
-            len(dataset)
-        except Exception as error:
+            built.append(function(split, size))
+            count = len(built[-1])
+            classes = _class_names(built[0])
+        except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"data.dataset={name}: ({split!r}, {size}) must return a Dataset with a length: {_reason(error)}"
+                f"data.dataset={name}: ({split!r}, {size}) must return a Dataset with a length, and the one for 'train'"
+                f" `classes` (names) or `num_classes`: {_reason(error)}"
             ) from error
-        return dataset
-
-    train, val = {size: build("train", size) for size in train_sizes}, {val_size: build("val", val_size)}
-    if len({len(dataset) for dataset in train.values()}) > 1:
-        counts = ", ".join(f"{len(dataset)} at {size} px" for size, dataset in train.items())
-        raise ConfigError(f"data.dataset={name}: {counts}; the image size must not change the training samples")
-    classes, count = (getattr(train[train_sizes[0]], attribute, None) for attribute in ("classes", "num_classes"))
-    if classes is None and count is None:
-        raise ConfigError(f"data.dataset={name}: set `classes` (names) or `num_classes` on the train dataset")
-    names = tuple(map(str, classes or (f"class_{label}" for label in range(int(count or 0)))))
-    return train, val, names, f"{name}-{samples_of(train)}-{samples_of(val)}"
+        if count == 0:
+            raise ConfigError(f"data.dataset={name}: the {split} dataset is empty")
+    return UserDatasets(built[0], built[1], classes, f"{name}-{len(built[0])}-{len(built[1])}")
 
 
-def samples_of(datasets: BySize) -> int:
-    return len(next(iter(datasets.values())))
-
-
-def is_stream(datasets: BySize) -> bool:
-    return isinstance(next(iter(datasets.values())), IterableDataset)
+def _class_names(dataset: Any) -> tuple[str, ...]:
+    names: Any = getattr(dataset, "classes", None)
+    count: Any = getattr(dataset, "num_classes", None)
+    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence | np.ndarray)):
+        raise TypeError(f"`classes` must be a list of names in the order of the labels, not {_described(names)}")
+    if names is None and (isinstance(count, bool) or not 1 <= operator.index(count) <= _MOST_CLASSES):
+        raise ValueError(f"`num_classes` is {count}, not a number from 1 to {_MOST_CLASSES}")
+    named = tuple(map(str, names)) if names is not None else tuple(f"class_{label}" for label in range(count))
+    if count not in (None, len(named)) or not named:
+        raise ValueError(f"`classes` has {len(named)} names, and `num_classes` is {count}")
+    return named
 
 
 class DatasetReader:
@@ -70,64 +84,187 @@ class DatasetReader:
     """
 
     def __init__(
-        self, datasets: BySize, classes: int, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool
+        self,
+        dataset: Any,
+        classes: int,
+        image_size: int,
+        cfg: DataConfig,
+        augment: AugmentConfig,
+        seed: int,
+        *,
+        training: bool,
     ) -> None:
         """Raises ConfigError if the first sample cannot be used."""
-        self._datasets, self._classes, self._seed, self._training = datasets, classes, seed, training
+        self._dataset, self._classes, self._seed, self._training = dataset, classes, seed, training
         self._transform = ImageTransform(cfg, augment, seed, training=training)
-        self.dtype, self.times = torch.uint8, WorkerTimes()
-        for size, dataset in datasets.items():
-            try:
-                with seeded_everywhere(self._seed, 0, 0):
-                    image = dataset[0][0]
-                if isinstance(image, Tensor) and image.is_floating_point():
-                    self.dtype = torch.float32
-                self.read(torch.empty(size, size, 3, dtype=self.dtype).permute(2, 0, 1), 0, 0, 0)
-            except Exception as error:
-                raise ConfigError(f"data.dataset: {self.name(0)} at {size} px: {_reason(error)}") from error
+        self._samples, self.times = len(dataset), WorkerTimes()
+        try:
+            self.dtype = self._first_dtype(image_size, cfg.worker_timeout_s)
+        except (BadImage, WorkerError) as error:
+            raise ConfigError(f"data.dataset: {self.name(0)} at {image_size} px: {error}") from error
 
     def __len__(self) -> int:
-        return samples_of(self._datasets)
+        return self._samples
 
     def name(self, index: int) -> str:
         return f"sample {index} of the {'train' if self._training else 'val'} dataset"
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
         """Write sample `index` into `row`; return its label. Raises BadImage for any exception of the dataset."""
-        size, begin = row.shape[-1], perf_counter()
+        begin = perf_counter()
         try:
-            with seeded_everywhere(self._seed, epoch if self._training else 0, random_index):
-                image, label = self._datasets[size][index][:2]
+            sample = self._load(index, epoch if self._training else 0, random_index)
             loaded = perf_counter()
-            pixels = _raw_pixels(image, size)
-            if pixels is None:
-                if image.shape != row.shape or image.is_floating_point() != row.is_floating_point():
-                    raise ValueError(f"{image.dtype} {list(image.shape)} instead of {row.dtype} {list(row.shape)}")
+            if not isinstance(sample, tuple | list) or len(sample) < 2:
+                raise TypeError(f"a sample must be (image, label), not {_described(sample)}")
+            image, label = checked_image(sample[0], row), checked_label(sample[1], self._classes)
+            if isinstance(image, Tensor):
                 row.copy_(image)
+                if row.is_floating_point() and not math.isfinite(row.sum().item()):
+                    raise ValueError("the image has pixels that are NaN or infinite")
             else:
-                self._transform(row, pixels, epoch, random_index)
-            if not 0 <= int(label) < self._classes:
-                raise ValueError(f"label {int(label)} of {self._classes} classes")
+                self._transform(row, image, epoch, random_index)
             self.times.add(WorkerTimes(resize_s=perf_counter() - loaded, images=1, dataset_s=loaded - begin))
-            return int(label)
-        except Exception as error:
+            return label
+        except StreamEnd:
+            raise
+        except (Exception, SystemExit) as error:
             raise BadImage(_reason(error)) from error
 
+    def _load(self, index: int, epoch: int, random_index: int) -> Any:
+        with seeded_everywhere(self._seed, epoch, random_index):
+            return self._dataset[index]
 
-def _raw_pixels(image: Any, size: int) -> np.ndarray[Any, Any] | None:
-    """uint8 [H, W, 3] of an image that needs transforms; None for a tensor that is ready."""
+    def _first_dtype(self, image_size: int, timeout_s: float) -> torch.dtype:
+        """Read the first sample, in a worker: files that the Dataset opens then must not be shared by all workers.
+
+        Raises BadImage: the sample cannot be used. WorkerError: reading it hangs, or ends the process.
+        """
+        progress = shared((1, 3), torch.int64).numpy()
+        work = partial(self._use_first, image_size)
+        with closing(Workers(work, count=1, progress=progress, timeout_s=timeout_s, name_of=self.name)) as workers:
+            found = next(workers.results(iter([progress])))
+        if isinstance(found, str):
+            raise BadImage(found)
+        return found
+
+    def _use_first(self, image_size: int, progress: Any) -> torch.dtype | str:
+        progress[0, BEGUN] = 1
+        try:
+            image = self._load(0, 0, 0)[0]
+            self.dtype = torch.float32 if isinstance(image, Tensor) and image.is_floating_point() else torch.uint8
+        except (Exception, SystemExit):
+            self.dtype = torch.uint8  # `read` has the reason
+        try:
+            self.read(torch.empty(image_size, image_size, 3, dtype=self.dtype).permute(2, 0, 1), 0, 0, 0)
+            return self.dtype
+        except (BadImage, StreamEnd) as error:
+            return str(error)
+
+
+class StreamEnd(Exception):
+    """An IterableDataset has no further sample."""
+
+
+class StreamReader(DatasetReader):
+    """Reads the samples of an IterableDataset forward, in the place of a map-style one. Each worker has its own stream,
+    which `begin` starts anew: the data set divides its samples among ranks and workers itself.
+
+    The last sample is kept, so that it can also take the place of a bad one before it.
+    """
+
+    def __init__(self, *arguments: Any, dist: Dist, **settings: Any) -> None:
+        self._rank, self._ranks, self._iteration = dist.rank, dist.world_size, 0
+        self._rewind()
+        super().__init__(*arguments, **settings)
+
+    def name(self, index: int) -> str:
+        worker = get_worker_info()
+        return super().name(index) + (f" in worker {worker.id}" if worker else "")
+
+    def begin(self, iteration: int, epoch: int, rows: int) -> range:
+        """The next indices of iteration `iteration` in this worker."""
+        if iteration != self._iteration:
+            self._iteration = iteration
+            self._rewind()
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(epoch)
+        return range(self._position, self._position + rows)
+
+    def _rewind(self) -> None:
+        self._stream: Iterator[Any] | None = None
+        self._position = self._taken = 0  # rows that were filled; samples that were taken from the stream
+        self._last: Any = None  # sample, or the exception in its place
+
+    def _load(self, index: int, epoch: int, random_index: int) -> Any:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._position = random_index + 1
+        if self._taken <= index:
+            self._taken += 1
+            try:
+                with seeded_everywhere(self._seed, epoch, (index * workers + number) * self._ranks + self._rank):
+                    self._stream = iter(self._dataset) if self._stream is None else self._stream
+                    self._last = next(self._stream)
+            except StopIteration:
+                raise StreamEnd("it yields no sample") from None
+            except (Exception, SystemExit) as error:
+                self._last = error
+        if isinstance(self._last, BaseException):
+            raise self._last
+        return self._last
+
+
+def checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
+    """uint8 [H, W, 3] of an image that needs transforms, or a tensor that can be copied into `row`.
+
+    Raises TypeError or ValueError: the image is anything else.
+    """
     if isinstance(image, Image.Image):
-        return np.array(image.convert("RGB"))
-    if isinstance(image, Tensor):
-        if image.dtype != torch.uint8 or image.shape == (3, size, size):
-            return None
-        image = image.permute(1, 2, 0).contiguous().numpy()
+        if image.mode[0] in "IF":
+            raise TypeError(f"a PIL image of mode {image.mode} has more than 8 bits per channel; scale it to 8 bits")
+        image = np.array(image.convert("RGB"))
+    elif isinstance(image, Tensor) and (image.dtype == torch.uint8 or image.is_floating_point()):
+        if image.device.type != "cpu" or image.layout != torch.strided:
+            raise TypeError(f"a tensor must be dense and on the CPU, not {image.layout} on {image.device}")
+        image = image.detach()
+        is_ready = image.shape == row.shape and image.is_floating_point() == row.is_floating_point()
+        if is_ready or image.is_floating_point():
+            if not is_ready:
+                raise ValueError(f"{_described(image)} instead of {_described(row)}")
+            return image
+        image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise TypeError("the image must be a PIL image, a uint8 array [H, W, 3] or a tensor [3, H, W]")
-    return image
+        raise TypeError(
+            "the image must be a PIL image, a uint8 array [H, W, 3], or a uint8 or floating-point tensor [3, H, W], not"
+            f" {_described(image)}"
+        )
+    if image.size == 0:
+        raise ValueError(f"the image has {image.shape[1]} x {image.shape[0]} pixels")
+    if row.is_floating_point():
+        raise ValueError(f"8-bit pixels instead of {_described(row)}, as in the first sample")
+    return np.require(image, requirements=["C", "W"])
 
 
-def _reason(error: Exception) -> str:
-    """The error, and its location in the user's code."""
+def checked_label(label: Any, classes: int) -> int:
+    """Raises TypeError or ValueError: the label is no whole number, or not that of a class."""
+    is_scalar = isinstance(label, Tensor | np.ndarray | np.generic) and math.prod(label.shape) == 1
+    value = label.item() if is_scalar else label
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"the label is {_described(label)}, not a whole number")
+    if not 0 <= value < classes:
+        raise ValueError(f"label {value} of {classes} classes")
+    return value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{type(value).__name__} {value!r:.40}"
+
+
+def _reason(error: BaseException) -> str:
+    """The error in one line, and its location unless it was raised by the checks of this file."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+    where = f" ({Path(frame.filename).name}, line {frame.lineno})" if frame.filename != __file__ else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}{where}"

@@ -17,10 +17,9 @@ from PIL import Image
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import from_mapping
 from cl_train.data.batch import DeviceFormat
-from cl_train.data.crops import default_val_resize
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Normalise
-from cl_train.data.image_reader import ImageTransform
+from cl_train.data.transforms import ImageTransform, default_val_resize
 
 _TEXTS = ("memory_format", "model", "precision")
 _SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}  # of `data`

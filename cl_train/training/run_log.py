@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from cl_train.data.bad_images import BadImageError
+from cl_train.data.loader import BadImageError
 from cl_train.data.workers import WorkerError
 from cl_train.step.cuda_graph import RecordingError
 from cl_train.system.checkpoint_file import CheckpointError

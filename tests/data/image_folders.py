@@ -65,7 +65,6 @@ def train_batches(data: ImageData, epoch: int = 0, first_batch: int = 0) -> list
     batches = []
     for host in data.train_loader.batches(epoch, first_batch):
         batches.append((host.images.clone(), host.targets.clone()))
-        host.release()
     return batches
 
 

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from cl_train.config.schema import AugmentConfig, ConfigError
-from cl_train.data.augment import image_augment, label_mix, seeded, seeded_everywhere
+from cl_train.data.transforms import image_augment, label_mix, seeded, seeded_everywhere
 from cl_train.system.distributed import Dist
 
 MEAN = [0.485, 0.456, 0.406]

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from cl_train.data.bad_images import BadImageError
+from cl_train.data.loader import BadImageError
 from tests.data.image_folders import (
     FLOAT_CHANNELS_LAST,
     encoded,

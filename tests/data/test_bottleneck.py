@@ -2,8 +2,7 @@
 
 import pytest
 
-from cl_train.data.bottleneck import bottleneck_advice
-from cl_train.data.image_reader import WorkerTimes
+from cl_train.data.bottleneck import WorkerTimes, bottleneck_advice
 
 
 @pytest.mark.parametrize(

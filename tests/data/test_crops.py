@@ -9,7 +9,7 @@ from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional
 
 from cl_train.config.schema import AugmentConfig
-from cl_train.data import crops
+from cl_train.data import transforms as crops
 from cl_train.data.order import sample_generator
 
 RANGE = AugmentConfig(crop_scale_min=0.08)

@@ -5,7 +5,7 @@ import torch
 
 from cl_train import DevicePrefetcher, image_loader
 from cl_train.config.schema import AugmentConfig
-from cl_train.data.bad_images import BadImageError
+from cl_train.data.loader import BadImageError
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 from torchvision import transforms
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data import crops
+from cl_train.data import transforms as crops
 from cl_train.data.folder import read_folder
 from cl_train.data.image_reader import ImageReader
 from cl_train.data.order import sample_generator

@@ -67,6 +67,8 @@ def test_a_bad_schedule_is_refused(schedule: Any) -> None:
 def test_a_good_schedule_and_its_companions() -> None:
     cfg = load({"epochs": 6, "data": {"size_schedule": [[0, 128], [5, 160]], "val_size": 192}})
     assert cfg.data.size_schedule == [[0, 128], [5, 160]]
+    with pytest.raises(ConfigError, match="one size"):
+        load({"data": {"size_schedule": [[0, 128]], "name": "dataset", "dataset": "a:b"}})
     with pytest.raises(ConfigError, match="val_resize"):
         load({"data": {"val_size": 256, "val_resize": 240}})
 
@@ -112,12 +114,3 @@ def test_synthetic_data_grows() -> None:
     assert [data.batch_count(epoch) for epoch in range(3)] == [8, 8, 8]
     assert next(iter(data.train(0, FORM))).images.shape == (8, 3, 16, 16)
     assert next(iter(data.validation(FORM))).images.shape == (8, 3, 24, 24)
-
-
-@pytest.mark.parametrize("name", ["Arrays", "Tensors", "uint8", "Stream"])
-@pytest.mark.filterwarnings("ignore:data.dataset is an Iterable")
-def test_an_own_dataset_is_built_for_every_size(name: str) -> None:
-    data = data_of(batch_size=4, name="dataset", dataset=f"tests.data.own_datasets:{name}")
-    assert [next(iter(data.train(epoch, FORM))).images.shape[-1] for epoch in range(3)] == [16, 32, 32]
-    assert next(iter(data.validation(FORM))).images.shape[-1] == 24
-    data.close()

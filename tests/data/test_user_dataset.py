@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.data.bad_images import BadImageError
 from cl_train.data.build import build_data
+from cl_train.data.loader import BadImageError
 from cl_train.data.workers import WorkerError
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import CPU, FLOAT_CHANNELS_LAST
@@ -79,7 +79,7 @@ def test_an_iterable_dataset_is_accepted_with_a_statement(caplog):
 
 def test_incomplete_batches_of_the_workers_are_joined():
     batches = epoch_of(own_data("DividedStream", workers=2))
-    assert [images[:, 0, 0, 0].tolist() for images, _ in batches] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 9, 11]]
+    assert [images[:, 0, 0, 0].tolist() for images, _ in batches] == [[0, 2, 1, 3], [4, 6, 5, 7], [8, 10, 9, 11]]
     assert batches[2][0].is_contiguous(memory_format=torch.channels_last)
     assert batches[2][1].tolist() == [0, 0, 1, 1]
 

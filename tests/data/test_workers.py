@@ -31,13 +31,14 @@ def root(tmp_path_factory):
 @pytest.fixture
 def workers(monkeypatch):
     """The worker processes that a test starts."""
-    processes, plain = [], Workers.__init__
+    processes, plain = [], Workers._started
 
-    def start(self, *arguments, **settings):
-        plain(self, *arguments, **settings)
+    def start(self):
+        iterator = plain(self)
         processes.extend(self.processes)
+        return iterator
 
-    monkeypatch.setattr(Workers, "__init__", start)
+    monkeypatch.setattr(Workers, "_started", start)
     return processes
 
 
@@ -51,13 +52,12 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
         assert len(list(DataLoader(range(4), num_workers=1))) == 4
     data = folder_data(root, workers=2)
     batches = data.train_loader.batches(0)
-    next(batches).release()
-    wait_until(lambda: data.train_loader._slots.progress[1, 0] > 0)
-    victim = int(data.train_loader._slots.progress[1, 2])
+    next(batches)
+    wait_until(lambda: data.train_loader._memory.progress[1, 0] > 0)
+    victim = int(data.train_loader._memory.progress[1, 2])
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
-        for host in batches:
-            host.release()
+        list(batches)
     wait_until(lambda: have_ended(workers))
     assert len(train_batches(data)) == 13, "a new epoch starts new workers"
     data.close()
@@ -93,7 +93,7 @@ def test_a_hanging_worker_is_named_after_the_timeout(root, workers, monkeypatch)
     seconds = itertools.count()
 
     def clock():
-        return 2.0 * next(seconds) if 5 in data.train_loader._slots.progress[:, 1] else 0.0
+        return 2.0 * next(seconds) if 5 in data.train_loader._memory.progress[:, 1] else 0.0
 
     monkeypatch.setattr(data_workers, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     with pytest.raises(WorkerError, match=rf"no loader worker finished an image for 1 s.*{last}.*worker_timeout_s"):
@@ -113,11 +113,11 @@ def test_our_own_fault_in_a_worker_reaches_the_caller(root, workers, monkeypatch
 def test_workers_ignore_the_signals_that_the_parent_handles(root, workers):
     data = folder_data(root, workers=2)
     batches = data.train_loader.batches(0)
-    next(batches).release()
+    next(batches)
     for worker in workers:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             os.kill(worker.pid, number)
-    assert sum(1 for host in batches if host.release() is None) == 12
+    assert len(list(batches)) == 12
     data.close()
 
 
@@ -132,8 +132,7 @@ def test_nothing_remains(root, workers, end):
     threads, shared = set(threading.enumerate()), shared_files(workers)
     data = folder_data(root, workers=2)
     try:
-        for number, host in enumerate(data.train_loader.batches(0)):
-            host.release()
+        for number, _ in enumerate(data.train_loader.batches(0)):
             if end == "abandoned" and number == 2:
                 break
             if end == "exception" and number == 2:

@@ -1,0 +1,250 @@
+"""From decoded pixels to a row of a batch: crop, resize, flip, augmentation; MixUp and CutMix of a whole batch.
+
+All random numbers depend on the seed, the epoch and the image or batch alone. The crops are plain arithmetic, because
+torchvision draws each number with a tensor operation, which costs about 60 us per image.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.user_function import optional_module
+from cl_train.data.decode import Pixels
+from cl_train.data.device import MixLabels
+from cl_train.data.order import SampleGenerator, batch_generator, sample_generator
+from cl_train.system.distributed import Dist
+
+_ATTEMPTS = 10
+RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, position
+
+
+# --- crops ------------------------------------------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A rectangle of an image, pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def random_resized_crop(height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]) -> Box:
+    """The crop of torchvision's RandomResizedCrop for `uniform`, `2 * _ATTEMPTS + 2` numbers in [0, 1).
+
+    Source: Szegedy et al., "Going deeper with convolutions", 2014; torchvision.transforms.v2.RandomResizedCrop.
+    """
+    area, least, most = height * width, augment.crop_scale_min, augment.crop_scale_max
+    log_min, log_max = math.log(augment.crop_ratio_min), math.log(augment.crop_ratio_max)
+    for attempt in range(_ATTEMPTS):
+        target = area * (least + (most - least) * uniform[2 * attempt])
+        ratio = math.exp(log_min + (log_max - log_min) * uniform[2 * attempt + 1])
+        crop_width = round(math.sqrt(target * ratio))
+        crop_height = round(math.sqrt(target / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            top = int(uniform[-2] * (height - crop_height + 1))
+            left = int(uniform[-1] * (width - crop_width + 1))
+            return Box(top, left, crop_height, crop_width)
+    return _widest_centre(height, width, augment)
+
+
+def _widest_centre(height: int, width: int, augment: AugmentConfig) -> Box:
+    """The central crop with an allowed ratio that torchvision falls back to for very long images."""
+    crop_height, crop_width = height, width
+    if width / height < augment.crop_ratio_min:
+        crop_height = round(width / augment.crop_ratio_min)
+    elif width / height > augment.crop_ratio_max:
+        crop_width = round(height * augment.crop_ratio_max)
+    return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
+
+
+def resized_size(height: int, width: int, short_side: int) -> tuple[int, int]:
+    """(height, width) after torchvision's `Resize(short_side)`."""
+    if height <= width:
+        return short_side, int(short_side * width / height)
+    return int(short_side * height / width), short_side
+
+
+def centre(height: int, width: int, side: int) -> Box:
+    """The box of torchvision's `CenterCrop(side)`; the image is at least `side` in both directions."""
+    return Box(round((height - side) / 2.0), round((width - side) / 2.0), side, side)
+
+
+def default_val_resize(image_size: int) -> int:
+    """The short side before the centre crop: 256 for 224, in proportion for other sizes."""
+    return round(image_size * 256 / 224)
+
+
+# --- pixels to a row --------------------------------------------------------------------------------------------------
+
+
+class ImageTransform:
+    """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last, of any size."""
+
+    def __init__(self, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
+        self._cfg, self._augment, self._seed, self._training = cfg, augment, seed, training
+        self._operations = image_augment(augment, cfg.mean) if training else None
+        self._unflipped = torch.empty(0)
+        self._generator = SampleGenerator()
+
+    def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
+        """In training with the random numbers of sample `random_index` in `epoch`."""
+        if self._training:
+            self._random_crop(row, pixels, epoch, random_index)
+        else:
+            self._centre_crop(row, pixels)
+
+    def _random_crop(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
+        """Random resized crop, flip and augmentation."""
+        generator = self._generator.of_sample(self._seed, epoch, random_index)
+        uniform = generator.random(RANDOM_NUMBERS).tolist()
+        box = random_resized_crop(pixels.shape[0], pixels.shape[1], self._augment, uniform[1:])
+        flip = uniform[0] < self._augment.flip
+        out = row.unsqueeze(0)
+        if flip and self._unflipped.shape != out.shape:
+            self._unflipped = torch.empty_like(out)
+        bicubic = self._cfg.interpolation == "bicubic"
+        resized(pixels, box, row.shape[1:], out=self._unflipped if flip else out, bicubic=bicubic)
+        if flip:
+            torch.ops.aten.flip.out(self._unflipped, (3,), out=out)
+        if self._operations is not None:
+            row.copy_(self._operations(row, int(generator.integers(2**63))))
+
+    def _centre_crop(self, row: Tensor, pixels: Pixels) -> None:
+        """Resize and centre crop with torchvision's arithmetic."""
+        side = row.shape[-1]
+        short_side = self._cfg.val_resize or default_val_resize(side)
+        size = resized_size(pixels.shape[0], pixels.shape[1], short_side)
+        box = centre(*size, side)
+        image = resized(pixels, None, size, bicubic=self._cfg.val_interpolation == "bicubic")
+        row.copy_(image[0, :, box.top : box.top + side, box.left : box.left + side])
+
+
+def resized(
+    pixels: Pixels, box: Box | None, size: Sequence[int], out: Tensor | None = None, *, bicubic: bool = False
+) -> Tensor:
+    """`box` of `pixels` (uint8 [H, W, 3]; None: all) at `size`, with antialiasing: uint8 [1, 3, h, w]."""
+    if box is not None:  # sliced in NumPy, which takes a tenth of the time of slicing a tensor
+        pixels = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+    image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
+    resize = torch.ops.aten._upsample_bicubic2d_aa if bicubic else torch.ops.aten._upsample_bilinear2d_aa
+    if out is None:
+        return resize(image, size, False, None, None)
+    return resize.out(image, size, False, None, None, out=out)
+
+
+# --- augmentation -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's global CPU generator, from which torchvision draws, and restore its state afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the GPU's generators
+        yield
+
+
+@contextmanager
+def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Seed the global generators of torch, numpy and Python by the arguments; restore their states afterwards."""
+    word = int(sample_generator(seed, epoch, index).integers(2**32))
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    np.random.seed(word)
+    random.seed(word)
+    try:
+        with seeded(word):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
+    """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off.
+
+    Erased pixels take the data's mean colour, which normalises to zero, as in torchvision's reference. Raises
+    ConfigError if timm is missing, or cannot read `timm_policy`.
+    """
+    fill = [round(255 * m) for m in mean]
+    steps = [] if cfg.policy == "none" else [_policy(cfg, fill)]
+    if cfg.erase > 0:
+        steps.append(v2.RandomErasing(cfg.erase, value=list(map(float, fill))))
+    if not steps:
+        return None
+
+    def augment(image: Tensor, seed: int) -> Tensor:
+        # timm draws from the generators of Python and numpy.
+        with seeded_everywhere(seed, 0, 0) if cfg.policy == "timm" else seeded(seed):
+            for step in steps:
+                image = step(image)
+        return image
+
+    return augment
+
+
+def _policy(cfg: AugmentConfig, fill: list[int]) -> Callable[[Tensor], Tensor]:
+    if cfg.policy == "timm":
+        return _timm_policy(cfg.timm_policy, fill)
+    policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+        "randaugment": lambda: v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude),
+        "trivialaugment": v2.TrivialAugmentWide,
+        "autoaugment": v2.AutoAugment,
+        "augmix": v2.AugMix,
+        "three_augment": _three_augment,
+    }
+    return policies[cfg.policy]()
+
+
+def _three_augment() -> Callable[[Tensor], Tensor]:
+    """Grayscale, solarization or blur, then colour jitter (Touvron et al., "DeiT III: revenge of the ViT", 2022)."""
+    one_of_three = [v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(13, sigma=(0.1, 2.0))]
+    jitter = v2.ColorJitter(brightness=0.3, contrast=0.3, saturation=0.3)
+    composed: Callable[[Tensor], Tensor] = v2.Compose([v2.RandomChoice(one_of_three), jitter])
+    return composed
+
+
+def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
+    """timm's policy by its name there; choice, fill and translation as in `timm.data.create_transform`."""
+    timm = optional_module("timm.data.auto_augment", "augment.policy=timm")
+    makers = {"rand": timm.rand_augment_transform, "augm": timm.augment_and_mix_transform}
+    make = makers.get(name[:4], timm.auto_augment_transform)
+
+    @cache
+    def transform(image_size: int) -> Any:
+        return make(name, {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)})
+
+    try:
+        transform(0)
+    except Exception as error:
+        raise ConfigError(f"augment.timm_policy={name}: timm cannot read it ({error})") from error
+    to_pil, to_tensor = v2.functional.to_pil_image, v2.functional.pil_to_tensor
+    return lambda image: to_tensor(transform(image.shape[-1])(to_pil(image)))
+
+
+def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> MixLabels | None:
+    """MixUp and CutMix (if both are on, one of them at random per batch) for normalised images on the device."""
+    kinds = ((v2.MixUp, cfg.mixup), (v2.CutMix, cfg.cutmix))
+    mixes = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha > 0]
+    if not mixes:
+        return None
+
+    def mix(images: Tensor, targets: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
+        generator = batch_generator(seed, epoch, batch * dist.world_size + dist.rank)
+        chosen = mixes[int(generator.integers(len(mixes)))]
+        with seeded(int(generator.integers(2**63))):
+            mixed, soft = chosen(images, targets)
+        if mixed.stride() != images.stride():  # torchvision's roll may lose the layout
+            mixed = torch.empty_like(images).copy_(mixed)
+        return mixed, soft
+
+    return mix

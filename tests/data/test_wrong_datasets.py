@@ -1,0 +1,176 @@
+"""Wrong Datasets of a user, map-style and iterable, with and without workers: each is named, none is trained on."""
+
+import re
+import time
+from contextlib import closing
+
+import pytest
+
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.data import workers as data_workers
+from cl_train.data.build import build_data
+from cl_train.data.loader import BadImageError
+from cl_train.data.workers import WorkerError
+from cl_train.system.distributed import Dist
+from tests.data import wrong_datasets as wrong
+from tests.data.image_folders import CPU, FLOAT_CHANNELS_LAST
+
+KINDS = pytest.mark.parametrize("kind", [wrong.Samples, wrong.Stream])
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+def data_of(monkeypatch, train, val=None, **settings):
+    """The data of these functions of the image size."""
+    by_split = {"train": train, "val": val or (lambda size: wrong.Samples(size, {}))}
+    monkeypatch.setattr(wrong, "current", lambda split, size: by_split[split](size))
+    settings = {"image_size": 16, "workers": 0, "worker_timeout_s": 0.4, "max_bad_images": 1000, **settings}
+    cfg = DataConfig(name="dataset", dataset="tests.data.wrong_datasets:built", **settings)
+    return build_data(cfg, AugmentConfig(), batch_size=4, seed=0, dist=Dist(0, 1, CPU))
+
+
+def epoch_of(data):
+    with closing(data):
+        return [(batch.images.clone(), batch.targets) for batch in data.train(0, FLOAT_CHANNELS_LAST)]
+
+
+@WORKERS
+@KINDS
+def test_every_wrong_sample_is_named_with_its_reason(monkeypatch, kind, workers):
+    """In every third place, and with a good sample in it after it was skipped. Never a value of the wrong one."""
+    bad = {3 * place + 1: make for place, (make, _) in enumerate(wrong.BAD_SAMPLES.values())}
+    count = 4 * len(bad)
+    data = data_of(monkeypatch, lambda size: kind(size, bad, count), workers=workers, on_bad_image="skip")
+    batches = epoch_of(data)
+    assert len(batches) == count // 4 and data.bad_images.skipped == len(bad)
+    assert all(not images.any() and targets.tolist() == [1] * 4 for images, targets in batches)
+    found = {}
+    for name, reason in data.bad_images.reasons.items():
+        index, worker = map(
+            int, re.fullmatch(r"sample (\d+) of the train dataset(?: in worker (\d))?", name).groups("0")
+        )
+        found[index * workers + worker if workers and kind is wrong.Stream else index] = reason
+    for index, (case, (_, pattern)) in zip(bad, wrong.BAD_SAMPLES.items(), strict=True):
+        assert re.search(pattern, found[index]) and "\n" not in found[index], f"{case}: {found[index]}"
+
+
+@WORKERS
+@KINDS
+def test_a_wrong_sample_ends_the_run_by_default(monkeypatch, kind, workers):
+    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.BAD_SAMPLES["int64"][0]}), workers=workers)
+    with pytest.raises(BadImageError, match=r"^'sample [36] of the train dataset.*int64"):
+        epoch_of(data)
+
+
+@KINDS
+@pytest.mark.parametrize("case", ["int64", "label 1.7", "system exit", "key error", "pil I;16"])
+def test_a_wrong_first_sample_is_refused_before_the_training(monkeypatch, kind, case):
+    make, pattern = wrong.BAD_SAMPLES[case]
+    with pytest.raises(ConfigError, match=f"sample 0 of the val dataset.*{pattern}"):
+        data_of(monkeypatch, lambda size: kind(size, {}), lambda size: kind(size, {0: make}))
+
+
+@KINDS
+@pytest.mark.parametrize("case", ["exit 0", "killed", "sleep"])
+def test_a_first_sample_that_ends_or_stops_its_process_is_refused(monkeypatch, kind, case):
+    make = {**wrong.FATAL_SAMPLES, **wrong.HANGS}[case]
+    with pytest.raises(ConfigError, match="sample 0 of the train dataset"):
+        data_of(monkeypatch, lambda size: kind(size, {0: make}))
+
+
+@KINDS
+@pytest.mark.parametrize("case", ["exit 7", *(pytest.param(c, marks=pytest.mark.slow) for c in ("exit 0", "aborts"))])
+def test_a_sample_that_ends_its_worker_is_named(monkeypatch, kind, case):
+    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.FATAL_SAMPLES[case]}), workers=2)
+    with pytest.raises(WorkerError, match=r"worker (exited|was killed).*sample [36] of the train dataset"):
+        epoch_of(data)
+
+
+@KINDS
+@pytest.mark.parametrize("case", wrong.HANGS)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sample_that_never_comes_is_named_within_the_timeout(monkeypatch, kind, case, workers):
+    monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
+    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.HANGS[case]}), workers=workers)
+    begun_at = time.monotonic()
+    with pytest.raises((BadImageError, WorkerError), match=r"sample [36] of the train dataset.*worker_timeout_s"):
+        epoch_of(data)
+    assert time.monotonic() - begun_at < 10
+
+
+class EndlessStream(wrong.Stream):
+    def __iter__(self):
+        while True:
+            yield wrong.good(self.size)
+
+
+class LongStream(wrong.Stream):
+    """Every worker yields all samples."""
+
+    def __iter__(self):
+        return map(self.__getitem__, range(self.count + 9))
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", [EndlessStream, LongStream])
+def test_a_stream_that_is_longer_than_its_length(monkeypatch, kind, workers):
+    """Training takes what it needs; an evaluation of more samples than there are would be wrong."""
+    data = data_of(monkeypatch, lambda size: kind(size, {}), lambda size: kind(size, {}), workers=workers)
+    assert len(list(data.train(0, FLOAT_CHANNELS_LAST))) == 3
+    with closing(data), pytest.raises(WorkerError, match="more than the 12 samples of its length"):
+        list(data.validation(FLOAT_CHANNELS_LAST))
+
+
+class RaisingStream(wrong.Stream):
+    """A generator, which ends with the exception."""
+
+    def __iter__(self):
+        yield wrong.good(self.size)
+        yield wrong.good(self.size)
+        raise OSError("the connection was lost")
+
+
+@WORKERS
+def test_a_stream_that_raises_is_named_also_if_bad_samples_are_skipped(monkeypatch, workers):
+    data = data_of(monkeypatch, lambda size: RaisingStream(size, {}), workers=workers)
+    with pytest.raises(BadImageError, match=r"sample 2 of the train dataset.*the connection was lost"):
+        epoch_of(data)
+    data = data_of(monkeypatch, lambda size: RaisingStream(size, {}), workers=workers, on_bad_image="skip")
+    with pytest.raises(WorkerError, match=r"ended after \d of 3 batches.*the connection was lost"):
+        epoch_of(data)
+
+
+@KINDS
+def test_an_evaluation_leaves_bad_samples_out(monkeypatch, kind):
+    bad = dict.fromkeys((1, 6, 11), wrong.BAD_SAMPLES["int64"][0])
+    sound = lambda size: kind(size, {})  # noqa: E731
+    for workers in (0, 2):
+        data = data_of(monkeypatch, sound, lambda size: kind(size, bad), workers=workers, on_bad_image="skip")
+        with closing(data):
+            assert sum(len(batch.targets) for batch in data.validation(FLOAT_CHANNELS_LAST)) == 9
+            assert data.bad_images.skipped == 3
+
+
+@pytest.mark.parametrize("attributes", wrong.ATTRIBUTES, ids=str)
+def test_wrong_classes_are_refused(monkeypatch, attributes):
+    def train(size):
+        dataset = wrong.Samples(size, {})
+        vars(dataset).update({"num_classes": None, **attributes})
+        return dataset
+
+    with pytest.raises(ConfigError, match="classes"):
+        data_of(monkeypatch, train)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("length", wrong.LENGTHS)
+def test_wrong_lengths_are_refused_before_the_training(monkeypatch, split, length):
+    sound = lambda size: wrong.Samples(size, {})  # noqa: E731
+    unsound = lambda size: wrong.Samples(size, {}, length)  # noqa: E731
+    with pytest.raises(ConfigError, match=r"length|empty|order of 1000000000000 samples"):
+        data_of(monkeypatch, unsound if split == "train" else sound, unsound if split == "val" else sound)
+
+
+@pytest.mark.parametrize("make", [lambda size: None, lambda size: wrong.sys.exit(0), lambda size: iter([1])])
+def test_a_function_that_returns_no_dataset_is_refused(monkeypatch, make):
+    with pytest.raises(ConfigError, match="must return a Dataset"):
+        data_of(monkeypatch, make)
