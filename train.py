@@ -4,13 +4,14 @@
     python train.py -m channels_last=true,false repeats=3    compare the layouts; ends in a verdict
     torchrun --standalone --nproc-per-node=8 train.py data=imagenet data.root=/datasets/imagenet model=resnet50
 
-`python train.py --help` lists the settings. Hydra's entry point is in cl_train/commands/train.py; the training
-loop is `train` in cl_train/training/loop.py.
+`python train.py --help` lists the settings. The entry point is in cl_train/commands/train.py; the training loop is
+`train` in cl_train/training/loop.py.
 """
 
 import sys
 
 from cl_train.cli import main
+from cl_train.system.signals import exit_without_teardown
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    exit_without_teardown(main(["train", *sys.argv[1:]]))

@@ -79,7 +79,7 @@ def cl_train_step_s(settings: OverheadSettings, device: torch.device) -> float:
     values |= {"channels_last": "true", "epochs": 1, "log_every": steps, "warmup_steps": 1, "evaluate_every": -1}
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
-            assert train(load(values), Path(folder)) == 0
+            assert train(load(values), Path(folder)).exit_code == 0
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     windows = [record for record in records if record["kind"] == "train" and not record["warmup"]]
     return statistics.fmean(window["step_ms"] for window in windows) / 1000

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cl_train.commands.train import train as train
     from cl_train.comparison.auto import choose_memory_format as choose_memory_format
     from cl_train.comparison.paired import compare_layouts as compare_layouts
     from cl_train.comparison.parity import check_parity as check_parity
@@ -33,6 +34,7 @@ _MODULES = {
     "convert": "cl_train.memory_format.convert",
     "image_loader": "cl_train.data.image_loader",
     "load_model": "cl_train.models.convert_file",
+    "train": "cl_train.commands.train",
 }
 __all__ = [*_MODULES, "__version__"]
 

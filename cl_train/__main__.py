@@ -1,8 +1,6 @@
 """`python -m cl_train <command> ...` is `cl-train <command> ...`."""
 
-import sys
-
-from cl_train.cli import main
+from cl_train.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -9,13 +9,20 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
+from cl_train import __version__
 from cl_train.commands import COMMANDS
 from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError
-from cl_train.config.validation import stop_with, suggest
+from cl_train.config.validation import print_problems, suggest
 from cl_train.system.child_process import end_with_torchrun
+from cl_train.system.signals import exit_without_teardown
+
+
+def program() -> NoReturn:
+    """The process `cl-train`, `python train.py` or `python -m cl_train`."""
+    exit_without_teardown(main())
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -29,20 +36,33 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
     try:
         return command(words)
     except ConfigError as error:
-        stop_with(error)
+        print_problems(error)
+        return 2
     except OSError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except SystemExit as request:  # raised by a signal handler of a command, or by code of the user
+        if not isinstance(request.code, int) or request.code == 0:
+            print(f"failed: code called by this command ended it with sys.exit({request.code})", file=sys.stderr)
+            return 1
+        return request.code
 
 
 def _run_command(words: list[str]) -> int:
     name, *rest = words
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working folder was deleted: change to another folder") from None
     end_with_torchrun()  # before the imports, which take seconds
     if name in ("-h", "--help"):
         print(usage())
+        return 0
+    if name == "--version":
+        print(f"cl-train {__version__}")
         return 0
     if name == "completion":
         from cl_train import completion
@@ -61,7 +81,9 @@ def _run_command(words: list[str]) -> int:
 def usage() -> str:
     commands = COMMANDS | {"completion": 'tab completion in bash: eval "$(cl-train completion)"'}
     lines = [f"  {name:<18}{meaning}" for name, meaning in commands.items()]
-    return "\n".join(["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "settings: cl-train COMMAND --help"])
+    return "\n".join(
+        ["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "settings: cl-train COMMAND --help; --version"]
+    )
 
 
 # --- console ----------------------------------------------------------------------------------------------------------

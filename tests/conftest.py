@@ -100,7 +100,7 @@ def train(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., "Run"]:
     def run(*overrides: str, folder: Path | None = None) -> Run:
         where = folder or tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         where.mkdir(exist_ok=True)
-        exit_code = loop_train(tiny(*overrides), where)
+        exit_code = loop_train(tiny(*overrides), where).exit_code
         return Run(where, exit_code)
 
     return run

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cl_train.imagenet.devkit import synsets
+from cl_train.imagenet.archives import synsets
 
 WNIDS = ("n01440764", "n01443537", "n02102040")
 

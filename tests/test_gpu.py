@@ -325,7 +325,7 @@ def train_on_gpu(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., R
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         shared = ["device=cuda", "precision=fp16", "channels_last=true", "epochs=4", "optim.lr=0.1"]
-        return Run(folder, loop_train(tiny(*shared, *words), folder))
+        return Run(folder, loop_train(tiny(*shared, *words), folder).exit_code)
 
     return run
 

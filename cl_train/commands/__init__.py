@@ -12,8 +12,8 @@ COMMANDS = {
     "benchmark": "both layouts of a model in one process: parity, speed, memory",
     "audit": "which operators lose channels_last, where, and what it costs",
     "convert": "convert a saved model and check its outputs",
+    "predict": "classify a folder of images with saved weights",
     "zoo": "many models in both layouts, in one table",
     "loader_benchmark": "images per second of the data loader, against other loaders",
-    "plan": "how a run scales to more GPUs, by arithmetic",
     "prepare_imagenet": "unpack, check and resize ImageNet",
 }

@@ -1,21 +1,23 @@
 """Compare finished runs and say which layout is faster, or why that cannot be said.
 
     cl-train compare multirun/2026-11-20_12-00-00              recreate the report of a sweep
-    cl-train compare outputs/A outputs/B                       two runs
+    cl-train compare outputs/A outputs/B                       two runs; out=FOLDER writes the report
     cl-train compare A1 B1 B2 A2                               repeats, paired in the order in which they ran
     cl-train compare multirun/SWEEP compare_by=precision       the same runs by another setting
     cl-train compare parity=true model=resnet50                do both layouts of a model compute the same?
 
-Writes comparison.md, .csv and .json. With folders and parity=true, pairs of a model that fails the check are not
-comparable.
+Prints the report; writes comparison.md, .csv, .json, a chart and TensorBoard events into `out`, or into the folder of a
+sweep. With folders and parity=true, pairs of a model that fails the check are not comparable.
 Exit codes: 0 done, 1 the layouts compute different results, 2 wrong usage.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from cl_train.config.schema import DEVICES, MODEL_HELP, PRECISIONS, Config, ConfigError, setting
+from cl_train.config.schema import DEVICES, MODEL_HELP, OVERWRITE_HELP, PRECISIONS, Config, ConfigError, setting
 from cl_train.config.validation import is_setting, setting_fields, settings_from_arguments, suggest
+from cl_train.system.files import output_folder
 
 
 @dataclass
@@ -23,7 +25,8 @@ class CompareSettings:
     """The report, and the check of parity."""
 
     compare_by: str | None = setting(None, "the setting whose values are compared; null = the sweep's, channels_last")
-    out: str | None = setting(None, "folder for the report; null = the sweep's folder, or the last run's")
+    out: str | None = setting(None, "folder for the report; null = a sweep's own, nowhere for other runs")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
     parity: bool = setting(False, "check that both layouts of `model` compute the same")
     model: str | None = setting(None, f"parity=true: {MODEL_HELP}")
     precision: str = setting("fp32", "parity=true: precision of the step", choices=PRECISIONS)
@@ -34,6 +37,7 @@ class CompareSettings:
     seed: int = setting(0, "parity=true: seed of the weights", minimum=0)
 
 
+MARKERS = ("comparison.json", "sweep.json")  # of folders that hold reports
 USAGE = "[FOLDER ...] [key=value ...]"
 SETTINGS = {"settings": CompareSettings}
 
@@ -53,7 +57,8 @@ def main(words: list[str]) -> int:
         from cl_train.comparison.report import compare_folders
 
         out = Path(settings.out) if settings.out else None
-        compare_folders(folders, settings.compare_by, out=out, parity_failures=failures, show_table=True)
+        with output_folder(out, overwrite=settings.overwrite, markers=MARKERS) if out else nullcontext():
+            compare_folders(folders, settings.compare_by, out=out, parity_failures=failures, show_table=True)
     return 1 if failures else 0
 
 

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cl_train.config.schema import ConfigError, setting
+from cl_train.config.schema import OVERWRITE_HELP, ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, suggest
 
 
@@ -27,12 +27,13 @@ class Tars:
     train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
     val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved")
     devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz or its folder, or a text file with the val labels")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
 
     def run(self) -> int:
         from cl_train.imagenet.archives import unpack
 
         sources = (_path(path) if path else None for path in (self.train, self.val, self.devkit))
-        for split, images in unpack(_path(self.out), *sources).items():
+        for split, images in unpack(_path(self.out), *sources, overwrite=self.overwrite).items():
             print(f"{self.out}/{split}: {images:,} images")
         return 0
 
@@ -67,28 +68,36 @@ class Resize(_Folder):
     max_side: int | None = setting(None, "longest side of a copy, pixels; 400 without short_side", minimum=8)
     short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
+    overwrite: bool = setting(False, OVERWRITE_HELP)
 
     def run(self) -> int:
         from cl_train.imagenet.resize import resize_folder
 
-        source, target = _path(self.root), _path(self.out)
-        print(resize_folder(source, target, self.max_side, self.short_side, self.quality, workers=self.workers))
+        sizes = (self.max_side, self.short_side, self.quality)
+        print(resize_folder(_path(self.root), _path(self.out), *sizes, self.workers, overwrite=self.overwrite))
         return 0
 
 
 @dataclass
 class Shards(_Folder):
-    """Copy a folder into tar shards for data=shards and WebDataset."""
+    """Copy any folder of images into tar shards for data=shards and WebDataset."""
 
     out: str = setting("", "folder for the shards", required=True)
     images_per_shard: int = setting(1000, "images in each shard", minimum=1)
     seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
+    overwrite: bool = setting(False, OVERWRITE_HELP)
 
     def run(self) -> int:
         from cl_train.imagenet.shards import write_shards
 
-        source, target, count = _path(self.root), _path(self.out), self.images_per_shard
-        images, bad = write_shards(source, target, images_per_shard=count, seed=self.seed, workers=self.workers)
+        images, bad = write_shards(
+            _path(self.root),
+            _path(self.out),
+            images_per_shard=self.images_per_shard,
+            seed=self.seed,
+            workers=self.workers,
+            overwrite=self.overwrite,
+        )
         print(f"{self.out}: {sum(images.values()):,} images in {len(images):,} shards")
         for line in bad:
             print(f"left out: {line}")
@@ -97,16 +106,19 @@ class Shards(_Folder):
 
 @dataclass
 class Parquet(_Folder):
-    """Copy the Hugging Face parquet files of ImageNet into a folder or tar shards."""
+    """Copy parquet files of Hugging Face `datasets`, with images and labels, into a folder or tar shards."""
 
-    root: str = setting("", "folder with train-*.parquet and validation-*.parquet", key="data.root", required=True)
+    root: str = setting("", "folder with *train*.parquet and *validation*.parquet", key="data.root", required=True)
     out: str = setting("", "folder to write to", required=True)
     to: str = setting("folder", "what to write", choices=("folder", "shards"))
+    overwrite: bool = setting(False, OVERWRITE_HELP)
 
     def run(self) -> int:
         from cl_train.imagenet.parquet import unpack_parquet
 
-        found = unpack_parquet(_path(self.root), _path(self.out), to=self.to, workers=self.workers)
+        found = unpack_parquet(
+            _path(self.root), _path(self.out), to=self.to, workers=self.workers, overwrite=self.overwrite
+        )
         for split, images in found.items():
             print(f"{self.out}: {images:,} {split} images")
         return 0

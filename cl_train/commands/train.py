@@ -4,92 +4,142 @@
     cl-train train -m channels_last=true,false repeats=3    compare the layouts; ends with a verdict
     cl-train train channels_last=auto model=resnet50        measure both layouts, train with the faster one
     cl-train train data=imagenet data.root=/datasets/imagenet model=resnet50 channels_last=true precision=fp16
+    cl-train train config=outputs/RUN optim.lr=0.2          the settings of a run or of a YAML file, one changed
+    cl-train train evaluate_only=true resume=outputs/RUN    evaluate a run, with its settings
+    cl-train train --config-dir=recipes experiment=mine     recipes/experiment/mine.yaml; also found in ./conf
     torchrun --standalone --nproc-per-node=8 -m cl_train train experiment=resnet50_90ep data.root=/datasets/imagenet
     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m cl_train train ...      (docs/clusters.md)
 
-`python train.py` is the same from a checkout. The training loop is `train` in cl_train/training/loop.py.
+`python train.py` is the same from a checkout, and `cl_train.train(...)` in Python. The training loop is in
+cl_train/training/loop.py.
 """
 
+import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from cl_train.config.command_line import (
-    CONF_DIR,
     GROUPS,
     CommandLine,
     check_command_line,
+    composed_text,
+    forget_files,
     group_choices,
     hydra_folder,
     quoted,
 )
 from cl_train.config.help import train_help
-from cl_train.config.schema import LAYOUT_NAMES, ConfigError
-from cl_train.config.validation import load, stop_with
+from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
+from cl_train.config.validation import show
 from cl_train.system.launcher import adopt_srun, read_launch
-from cl_train.system.run_folder import claimed_folder, safe_name
+from cl_train.system.run_folder import safe_name
+
+if TYPE_CHECKING:
+    from cl_train.training.summary import RunResult
 
 USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
-def train(raw: DictConfig) -> None:
-    """The run itself, in the folder that Hydra made for it."""
-    from cl_train.models.preprocessing import follow_published_preprocessing
-    from cl_train.system.signals import exit_without_teardown
-    from cl_train.training.loop import run_and_log_failure
-
-    context = HydraConfig.get()
-    given_keys = {word.partition("=")[0].lstrip("+") for word in context.overrides.task}
-    try:
-        cfg = load(raw)
-        if cfg.evaluate_only and cfg.weights is not None:
-            cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys))
-        exit_without_teardown(run_and_log_failure(cfg, Path(context.runtime.output_dir)))
-    except ConfigError as error:  # caught here, because Hydra would print a traceback
-        stop_with(error)
-
-
 def main(words: list[str]) -> int:
-    """Check the command line as a whole, then start the run or the sweep."""
+    """Check the command line as a whole, then start the run or the sweep. Returns the exit code."""
     if {"-h", "--help"} & set(words):
         print(train_help(USAGE, __doc__ or "", {group: group_choices(group) for group in GROUPS}))
         return 0
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
-    adopt_srun()
-    try:
-        runs = check_command_line(words)
-        with ExitStack() as claim:
-            if runs:  # no runs for --cfg and tab completion, which must not import torch
-                launch = read_launch()
-                from cl_train.system.checkpoint_store import resume_path
-                from cl_train.training import loop
-
-                loop.check_runs(runs)
-                line = CommandLine.parse(words)
-                if line.multirun:
-                    from cl_train.comparison.sweep import run_sweep
-
-                    return run_sweep(words, runs=runs)
-                folder = Path()  # only rank 0 creates a run folder: ranks would generate different timestamps
-                if launch is None or launch.rank == 0:
-                    if runs[0].resume not in (None, "auto"):
-                        resume_path(runs[0].resume)  # before the sample data is generated
-                    folder = hydra_folder(line.overrides, "run")
-                    # Before Hydra writes into the folder: a refused run must not change the files of another one.
-                    claim.enter_context(claimed_folder(folder, resume=runs[0].resume, overwrite=runs[0].overwrite))
-                words = [*words, f"hydra.run.dir={quoted(folder)}"]
-            sys.argv = ["train.py", *words]  # Hydra reads it
-            train()
+    line = CommandLine.parse(words)
+    runs = _checked(words)
+    if line.printed:
+        print(composed_text(words), end="")
         return 0
+    if line.multirun:
+        from cl_train.comparison.sweep import run_sweep
+
+        _check_runs(runs)
+        return run_sweep(words, runs=runs)
+    try:
+        return _run(words, runs, command=None).exit_code
     except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
         print("stopped before the first step", file=sys.stderr)
         return 130
+    except Exception as error:
+        from cl_train.training.run_log import describe_failure
+
+        if describe_failure(error) is None:
+            raise
+        return 1  # logged by the run
+
+
+def train(*overrides: str, **settings: Any) -> "RunResult":
+    """Train in this process, as train.py does; may be called again.
+
+    Args:
+        overrides: words of the command line, such as "channels_last=true", "optim=adamw" or "config=outputs/RUN".
+        settings: the same as Python values; they come after the words: `model="resnet50"`, `data={"root": path}`,
+            `**{"optim.lr": 0.1}`.
+
+    Raises:
+        ConfigError: wrong settings; the message has one line per problem.
+        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; a second Ctrl-C does not wait for it.
+        TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
+    """
+    words = [*overrides, *_words(settings)]
+    line = CommandLine.parse(words)
+    if line.multirun or line.printed:
+        raise ConfigError("-m and --cfg belong to the command line: call train() once for each run")
+    forget_files()
+    result = _run(words, _checked(words), command=f"cl_train.train({', '.join(map(repr, words))})")
+    if result.exit_code:
+        signal.raise_signal(result.exit_code - 128)  # Ctrl-C raises KeyboardInterrupt
+    return result
+
+
+def _words(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _words(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_word(value)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_word, value))}]"
+    return quoted(value) if isinstance(value, str | Path) else show(value)
+
+
+def _checked(words: list[str]) -> list[Config]:
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    adopt_srun()
+    return check_command_line(words)
+
+
+def _check_runs(runs: list[Config]) -> None:
+    from cl_train.training import loop
+
+    loop.check_runs(runs)
+
+
+def _run(words: list[str], runs: list[Config], command: str | None) -> "RunResult":
+    launch = read_launch()
+    _check_runs(runs)
+    from cl_train.models.preprocessing import follow_published_preprocessing
+    from cl_train.system.checkpoint_store import resume_path
+    from cl_train.training import loop
+
+    (cfg,) = runs
+    folder = Path()  # only rank 0 names the folder: ranks would generate different timestamps
+    if launch is None or launch.rank == 0:
+        if cfg.resume not in (None, "auto"):
+            resume_path(cfg.resume)  # before the sample data is generated
+        folder = hydra_folder(words, "run")
+    if cfg.evaluate_only and cfg.weights is not None and cfg.resume is None:
+        given_keys = {word.partition("=")[0].lstrip("+") for word in words}
+        cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys))
+    return loop.train(cfg, folder, command=command)
 
 
 def run_name(model: str, channels_last: object, precision: str, device: str) -> str:

@@ -47,7 +47,7 @@ class Pipeline:
 
 def with_defaults(settings: LoaderBenchmarkSettings) -> LoaderBenchmarkSettings:
     """The settings with a folder of images and at least one number of workers."""
-    root = Path(settings.root).expanduser() if settings.root else ensure_sample(DATA_DIR / "sample")
+    root = Path(settings.root).expanduser() if settings.root else ensure_sample(DATA_DIR / "sample-large")
     cores = len(os.sched_getaffinity(0))
     workers = settings.workers or [2**power for power in range(5) if 2**power <= cores]
     return replace(settings, root=str(root), workers=workers)

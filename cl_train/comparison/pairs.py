@@ -61,6 +61,11 @@ class Pair:
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
 
     @property
+    def repeats_to_decide(self) -> int | None:
+        """Runs per side that would probably decide an inconclusive pair."""
+        return repeats_to_decide(self.interval) if self.interval and self.verdict == "inconclusive" else None
+
+    @property
     def comparable_interval(self) -> Interval | None:
         """The interval, but None if the runs are not comparable."""
         return None if self.verdict == "not_comparable" else self.interval
@@ -198,11 +203,15 @@ def _most_similar(single: Sequence[list[Run]], by: str) -> list[tuple[list[Run],
 
 
 def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
-    """`contiguous` and `channels_last` for layouts, else `precision=bf16`; equal names get an A and a B."""
+    """`contiguous` and `channels_last` for layouts, else `precision=bf16`; equal names are followed by the run's."""
     layouts = LAYOUT_NAMES if by == "channels_last" else {}
     values = [f"{show(run.settings.get(by)):.200}" for run in (first, second)]
     one, other = (layouts.get(value, f"{by}={value}") for value in values)
-    return (one, other) if one != other else (f"{one} A", f"{other} B")
+    if one != other:
+        return one, other
+    depth = -1 if first.folder.name != second.folder.name else -2
+    names = ["/".join(run.folder.absolute().parts[depth:]) for run in (first, second)]
+    return f"{one} ({names[0]})", f"{other} ({names[1]})"
 
 
 # --- notes of the report ---------------------------------------------------------------------------------------------

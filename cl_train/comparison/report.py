@@ -2,22 +2,23 @@
 
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cl_train.comparison.chart import write_chart
+from cl_train.comparison.chart import Bar, write_chart
 from cl_train.comparison.dashboard import write_dashboard
 from cl_train.comparison.pairs import Pair, compare_runs, compare_two, differing
-from cl_train.comparison.run_records import read_run
+from cl_train.comparison.run_records import Run, read_run
 from cl_train.comparison.slurm import allocation_states, record_missing_outcomes
 from cl_train.comparison.sweep_plan import Job, read_sweep
 from cl_train.config.schema import ConfigError
+from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.files import write_json, write_text
 
 SCHEMA_VERSION = 1
-_VERDICTS = ("faster", "slower", "no_difference", "inconclusive", "not_comparable")
+VERDICTS = ("faster", "slower", "no_difference", "inconclusive", "not_comparable")
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ def compare_folders(
     parity_failures: Mapping[str, str] | None = None,
     show_table: bool = False,
 ) -> Report:
-    """Compare a sweep, a folder of runs, or the runs named; write the report and print its verdict.
+    """Compare a sweep, a folder of runs, or the runs named; print the verdict, and write the report.
 
     Args:
         folders: the folder of a sweep or of several runs, or two or more run folders.
         by: the setting to compare by; None = the sweep's own, else channels_last.
-        out: where to write the report; None = the folder of the sweep or of the runs, else the last run's.
+        out: where to write the report; None = the folder of a sweep, else nowhere.
         parity_failures: why the runs of a model cannot be compared, by model.
+        show_table: print the whole report, not only the verdict.
 
     Raises:
         ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
@@ -73,17 +75,21 @@ def compare_folders(
                 runs.append(replace(read_run(folders[0] / job.name), repeat=job.repeat))
             except ConfigError as error:
                 failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
+        if (folders[0] / "sweep.json").is_file():
+            out = out or folders[0]
     for model, why in (parity_failures or {}).items():
         runs = [replace(run, problems=[*run.problems, why]) if run.fact("model") == model else run for run in runs]
     pairs = [compare_two(runs[0], runs[1], by)] if len(folders) == 2 else compare_runs(runs, by)
     report = Report(pairs, failed, by, differing(runs))
-    target = out or folders[-1]
-    verdict = write_report(report, target)
+    if out:
+        write_report(report, out)
     for missing in failed:
         print(f"not finished: job {missing.job} ({missing.overrides}): {missing.why}")
+    where = f"Report: {out / 'comparison.md'}" if out else "For the report as files: out=FOLDER"
     if show_table:
-        print((target / "comparison.md").read_text(encoding="utf-8"))
-    print(f"{verdict} Report: {target / 'comparison.md'}", flush=True)
+        print(f"{as_markdown(report)}\n{where}", flush=True)
+    else:
+        print(f"{verdict_sentence(report)} {where}", flush=True)
     return report
 
 
@@ -100,43 +106,77 @@ def _read_jobs(folder: Path) -> tuple[list[Job], str]:
     return [Job(number, name, [name], status="completed") for number, name in enumerate(names)], "channels_last"
 
 
-def write_report(report: Report, folder: Path) -> str:
-    """Write all files of the report and its TensorBoard page into `folder`; returns the verdict in one sentence."""
+def write_report(report: Report, folder: Path) -> None:
+    """Write all files of the report and its TensorBoard page into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(pair) for pair in report.pairs]
     labels = [label_of(pair, report.pairs) for pair in report.pairs]
-    verdict = verdict_sentence(report)
     failed = [asdict(job) for job in report.failed]
-    document = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "pairs": rows, "failed": failed}
+    document = {"schema_version": SCHEMA_VERSION, "verdict": verdict_sentence(report), "pairs": rows, "failed": failed}
     write_json(folder / "comparison.json", document, indent=2)
     _write_csv(rows, folder / "comparison.csv")
-    has_chart = write_chart(report.pairs, labels, folder / "comparison.png")
+    bars = [
+        Bar(label, _bounds(pair), pair.verdict, _words(pair)) for label, pair in zip(labels, report.pairs, strict=True)
+    ]
+    has_chart = write_chart({"": bars}, _title(report.pairs), _sides(report.pairs), folder / "comparison.png")
     text = as_markdown(report, has_chart=has_chart)
     write_text(folder / "comparison.md", text)
     write_dashboard(report.pairs, labels, text, folder)
-    return verdict
+
+
+def _bounds(pair: Pair) -> tuple[float, float, float] | None:
+    return (pair.interval.ratio, pair.interval.low, pair.interval.high) if pair.interval else None
+
+
+def _words(pair: Pair) -> str:
+    """The ratio and the verdict, or why there is none."""
+    ratio = f"{pair.interval.ratio:.2f}x [{pair.interval.low:.2f}, {pair.interval.high:.2f}] " if pair.interval else ""
+    if pair.verdict == "not_comparable":
+        return f"{ratio and f'untrusted {ratio}'}not comparable: {pair.notes[0]}"
+    return f"{ratio}{pair.verdict.replace('_', ' ')}"
+
+
+def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
+    """The names of baseline and candidate if they are the same for all pairs."""
+    names = {(pair.baseline, pair.candidate) for pair in pairs}
+    return names.pop() if len(names) == 1 else ("baseline", "candidate")
+
+
+def _title(pairs: Sequence[Pair]) -> str:
+    """What the chart shows, and the model, precision and device if they are the same for all pairs."""
+    equal: list[str] = []
+    for name in ("model", "precision", "device_name"):
+        values = {str(pair.held_equal.get(name)) for pair in pairs}
+        equal += values if len(values) == 1 and values != {"None"} else []
+    return "Training speed: {1} against {0}\n{2}".format(*_sides(pairs), ", ".join(equal))
 
 
 def _row(pair: Pair) -> dict[str, Any]:
-    runs = {"baseline": pair.baseline_runs, "candidate": pair.candidate_runs}
-    speeds = {side: _median([run.median_images_per_s for run in runs[side]], 2) for side in runs}
-    memory = {side: _median([run.summary.get("peak_memory_gib") for run in runs[side]], 3) for side in runs}
+    """A pair as in comparison.json."""
     interval = pair.interval.to_dict() if pair.interval else {}
     return {
         **pair.held_equal,
         "baseline": pair.baseline,
         "candidate": pair.candidate,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        **{f"{side}_images_per_s": value for side, value in speeds.items()},
+        **_both(pair, "images_per_s", lambda run: run.median_images_per_s, 2),
         "ratio": interval.get("ratio"),
         "ci95": interval.get("ci95"),
         "n": len(pair.baseline_runs),
         "verdict": pair.verdict,
+        "repeats_to_decide": pair.repeats_to_decide,
         "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
+        **_both(pair, "top1", lambda run: run.top1, 2),
         "bottleneck": pair.bottleneck,
-        **{f"{side}_peak_memory_gib": value for side, value in memory.items()},
+        **_both(pair, "peak_memory_gib", lambda run: run.summary.get("peak_memory_gib"), 3),
         "notes": pair.notes,
     }
+
+
+def _both(pair: Pair, name: str, value: Callable[[Run], float | None], digits: int) -> dict[str, float | None]:
+    """The medians over the runs of both sides."""
+    sides = {"baseline": pair.baseline_runs, "candidate": pair.candidate_runs}
+    return {f"{side}_{name}": _median([value(run) for run in runs], digits) for side, runs in sides.items()}
 
 
 def _median(values: Sequence[float | None], digits: int) -> float | None:
@@ -171,28 +211,32 @@ def verdict_sentence(report: Report) -> str:
     if len(pairs) == 1:
         return f"{_pair_sentence(pairs[0])}{after}"
     parts = []
-    for verdict in _VERDICTS:
+    for verdict in VERDICTS:
         chosen = [pair for pair in pairs if pair.verdict == verdict]
         if chosen:
             parts.append(f"{verdict.replace('_', ' ')} in {len(chosen)} ({_members(chosen, pairs)})")
-    names = {(pair.candidate, pair.baseline) for pair in pairs}
-    subject = "{} against {}".format(*names.pop()) if len(names) == 1 else "The candidates"
-    return f"{subject}, {len(pairs)} pairs: {'; '.join(parts)}.{after}"
+    baseline, candidate = _sides(pairs)
+    return f"Speed of {candidate} against {baseline}, {len(pairs)} pairs: {'; '.join(parts)}.{after}"
 
 
 def _pair_sentence(pair: Pair) -> str:
-    precision, interval = pair.held_equal.get("precision"), pair.comparable_interval
+    precision, interval = pair.held_equal.get("precision"), pair.interval
     what = f"{pair.held_equal['model']}{f' ({precision})' if precision else ''}"
-    if interval is None:
-        return f"{what}: {pair.candidate} and {pair.baseline} are not comparable: {pair.notes[0]}."
+    if pair.verdict == "not_comparable" or interval is None:
+        return f"{what}: the speeds of {pair.candidate} and {pair.baseline} are not comparable: {pair.notes[0]}."
     bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
     if pair.verdict == "no_difference":
-        return f"{what}: no difference between {pair.candidate} and {pair.baseline} ({bounds})."
+        return f"{what}: no difference in speed between {pair.candidate} and {pair.baseline} ({bounds})."
     if pair.verdict == "inconclusive":
-        return f"{what}: inconclusive for {pair.candidate} against {pair.baseline}: {pair.notes[-1]}."
+        needed = f"; {_repeats(pair)} would decide" if pair.repeats_to_decide else ""
+        return f"{what}: inconclusive whether {pair.candidate} is faster than {pair.baseline} ({bounds}){needed}."
     warning = f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
     speed = f"{interval.ratio:.2f} times the speed of {pair.baseline}"
     return f"{what}: {pair.candidate} is {pair.verdict}, {speed} ({bounds}).{warning}"
+
+
+def _repeats(pair: Pair) -> str:
+    return f"about {pair.repeats_to_decide} repeats"
 
 
 def _members(chosen: Sequence[Pair], pairs: Sequence[Pair]) -> str:
@@ -220,49 +264,50 @@ def as_markdown(report: Report, *, has_chart: bool = False) -> str:
     pairs = report.pairs
     lines = ["# Comparison", "", verdict_sentence(report), ""]
     if pairs:
-        lines += _table(pairs)
-        chart = "![speed ratios with 95 % intervals](comparison.png)"
-        lines += [chart if has_chart else "For a chart, `pip install 'cl-train[plot]'` and compare again.", ""]
-        lines += _equal_for_all(pairs) + _notes(pairs)
+        lines += [markdown_table([_cells(pair, pairs) for pair in pairs]), ""]
+        lines += ["![speed ratios with 95 % intervals](comparison.png)", ""] if has_chart else []
+        lines += _equal_for_all(pairs) + _runs(pairs) + _notes(pairs)
     if report.failed:
-        lines += ["## Jobs that did not finish", "", "| job | settings | reason |", "|---|---|---|"]
-        lines += [f"| {job.job} | {_cell(job.overrides)} | {_cell(job.why)} |" for job in report.failed]
-        lines.append("")
+        failed = [{"job": job.job, "settings": job.overrides, "reason": job.why} for job in report.failed]
+        lines += ["## Jobs that did not finish", "", markdown_table(failed), ""]
     lines += [
-        "Ratio: candidate / baseline, medians of windows after warm-up. Loss gap: candidate - baseline, mean over the "
-        "last quarter of the common steps. docs/comparison.md explains verdicts and intervals.",
+        "images/s: medians of windows after warm-up. Ratio: candidate / baseline with its 95 % interval. n: runs per "
+        "side. Loss gap: candidate - baseline, mean over the last quarter of the common steps. "
+        "docs/comparison.md explains verdicts and intervals.",
         "",
     ]
     return "\n".join(lines)
 
 
-def _table(pairs: Sequence[Pair]) -> list[str]:
-    """One row per pair; the names of both sides are in the header if they are the same for all."""
-    names = {(pair.baseline, pair.candidate) for pair in pairs}
-    sides = f": {' / '.join(names.pop())}" if len(names) == 1 else ""
-    cells = [_cells(pair, pairs) for pair in pairs]
-    titles = [f"images/s{sides}" if title == "images/s" else title for title in cells[0]]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    return [*lines, *(f"| {' | '.join(map(_cell, row.values()))} |" for row in cells), ""]
-
-
 def _cells(pair: Pair, pairs: Sequence[Pair]) -> dict[str, str]:
     """A row of the table by the titles of its columns."""
-    row, interval = _row(pair), pair.comparable_interval
+    row, interval = _row(pair), pair.interval
 
     def both(name: str, digits: int) -> str:
         return " / ".join(_number(row[f"{side}_{name}"], digits) for side in ("baseline", "candidate"))
 
+    ratio = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if interval else "-"
+    has_top1 = any(run.top1 is not None for pair in pairs for run in [*pair.baseline_runs, *pair.candidate_runs])
     return {
         "": label_of(pair, pairs),
-        "images/s": both("images_per_s", 1),
-        "ratio [95 %]": f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if interval else "-",
-        "runs per side": str(row["n"]),
+        f"images/s: {' / '.join(_sides(pairs))}": both("images_per_s", 1),
+        "ratio [95 %]": f"untrusted: {ratio}" if interval and pair.verdict == "not_comparable" else ratio,
+        "n": str(row["n"]),
         "verdict": f"**{pair.verdict.replace('_', ' ')}**",
+        **({"top-1 %": both("top1", 2)} if has_top1 else {}),
         "loss gap": _number(pair.loss_gap, 4),
         "peak memory GiB": both("peak_memory_gib", 2),
         "bottleneck": pair.bottleneck,
     }
+
+
+def _runs(pairs: Sequence[Pair]) -> list[str]:
+    """The folders of two sides that are not jobs of a sweep."""
+    if len(pairs) != 1 or pairs[0].baseline_runs[0].repeat is not None:
+        return []
+    sides = ((pairs[0].baseline, pairs[0].baseline_runs), (pairs[0].candidate, pairs[0].candidate_runs))
+    folders = [f"{side}: {', '.join(run.folder.name for run in runs)}" for side, runs in sides]
+    return [f"Runs: {'; '.join(folders)}.", ""]
 
 
 def _equal_for_all(pairs: Sequence[Pair]) -> list[str]:
@@ -287,7 +332,3 @@ def _notes(pairs: Sequence[Pair]) -> list[str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

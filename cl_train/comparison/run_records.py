@@ -51,6 +51,11 @@ class Run:
         return statistics.median(self.images_per_s) if self.images_per_s else None
 
     @property
+    def top1(self) -> float | None:
+        """Accuracy of the last evaluation, percent; None = there was none."""
+        return (self.summary.get("val") or {}).get("top1")
+
+    @property
     def others_pct(self) -> float | None:
         """Share of the machine that other processes used during the run, percent; None = unknown."""
         return self.summary.get("others_pct")
@@ -137,6 +142,8 @@ def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
         except (ValueError, RecursionError):
             problems += [f"{where} cannot be read"] if number < len(lines) else []
             continue
+        if isinstance(record, dict) and "loss" in record and record["loss"] is None:
+            record["loss"] = math.nan  # which JSON does not have
         if not isinstance(record, dict) or record.get("kind", "train") == "train":
             windows.append(_checked(record, _WINDOW, where, required=("step", "images_per_s")))
     return windows, problems
@@ -173,6 +180,7 @@ _SUMMARY: dict[str, Rule] = {
     **dict.fromkeys(("images_seen", "skipped_images"), _count),
     "amp": lambda value: isinstance(value, dict) and _count(value.get("skipped_steps") or 0),
     "git": lambda value: isinstance(value, dict),
+    "val": lambda value: isinstance(value, dict) and _amount(value.get("top1") or 0),
     "environment": lambda value: isinstance(value, dict) and all(map(_is_text, map(str, [*value, *value.values()]))),
 }
 

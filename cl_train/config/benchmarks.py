@@ -56,25 +56,6 @@ class LoaderBenchmarkSettings:
 
 
 @dataclass
-class PlanSettings:
-    """The model, the speed of one GPU, and what connects and feeds the GPUs."""
-
-    images_per_s: float = setting(0.0, "training speed of one GPU without a loader", above=0, required=True)
-    model: str = setting("resnet50", MODEL_HELP)
-    gpus: list[int] = setting([1, 8, 256], "numbers of GPUs", minimum=1)
-    gpus_per_node: int = setting(8, "GPUs of a node", minimum=1)
-    batch_size: int = setting(256, "images per GPU and step", minimum=1)
-    classes: int = setting(1000, "number of classes", minimum=2)
-    node_gb_per_s: float = setting(200.0, "all-reduce bandwidth per GPU within a node, GB/s (NVLink)", above=0)
-    network_gb_per_s: float = setting(20.0, "all-reduce bandwidth per GPU between nodes, GB/s", above=0)
-    latency_us: float = setting(20.0, "latency of one message of an all-reduce, microseconds", minimum=0)
-    loader_images_per_s: float = setting(800.0, "images/s of the data loader per core", above=0)
-    cores_per_gpu: float = setting(12.0, "CPU cores per GPU", above=0)
-    image_kb: float = setting(110.0, "mean size of an image file, kB", above=0)
-    json: bool = setting(False, "print the result as JSON")
-
-
-@dataclass
 class ZooSettings:
     """Which models, and how they are measured."""
 

@@ -1,32 +1,35 @@
 """From train.py's arguments to checked settings.
 
-Everything is checked before Hydra starts, torch is imported or a file is created. Hydra's own message for
-a typo advises `+key`, which would train with the default value; it is never shown here.
+Everything is checked before torch is imported or a file is created. Hydra composes the configuration, and nothing else
+of Hydra runs: no launcher, callback, logging or plugin, so that a configuration file cannot run code. Hydra's own
+message for a typo advises `+key`, which would train with the default value; it is never shown here.
 """
 
-import copy
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError, LauncherConfig
-from cl_train.config.validation import load, setting_fields, show, suggest, suggest_key, to_mapping
+from cl_train.config.validation import flatten, load, setting_fields, show, suggest, suggest_key, to_mapping
 
 GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
 MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "compare_by")  # and those of `launcher`
@@ -35,20 +38,6 @@ _FIELDS = setting_fields(Config)
 _PACKAGE = Path(__file__).resolve().parents[1]
 # An installed wheel holds conf/ in the package, a checkout beside it.
 CONF_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
-
-
-class WorkingFolderConf(SearchPathPlugin):
-    """Hydra looks into `conf/` of the working folder first."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in conf_folders()[:-1]:
-            search_path.prepend("working folder", f"file://{folder}", "main")
-
-
-def conf_folders() -> list[Path]:
-    """Where files of settings are searched: `conf/` of the working folder, then the project's own."""
-    own = Path.cwd() / "conf"
-    return [own, CONF_DIR] if own.is_dir() and own.resolve() != CONF_DIR else [CONF_DIR]
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -60,7 +49,8 @@ class CommandLine:
 
     overrides: list[str] = field(default_factory=list)
     multirun: bool = False
-    prints_config: bool = False  # --cfg: print the settings, do not run
+    printed: str | None = None  # --cfg: print these settings, do not run
+    config_dir: Path | None = None  # holds more files of the groups
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> "CommandLine":
@@ -72,53 +62,53 @@ class CommandLine:
                 found.overrides.append(word)
             elif word in ("-m", "--multirun"):
                 found.multirun = True
-            elif option in ("-c", "--cfg"):
-                found.prints_config = True
+            elif option in ("-c", "--cfg", "--config-dir"):
                 value = value if equals else next(rest, "")
-                if value not in ("job", "hydra", "all"):
+                if option == "--config-dir":
+                    found.config_dir = Path(value).expanduser().absolute()
+                    if not value or not found.config_dir.is_dir():
+                        raise ConfigError(
+                            f"{option} {value}: no such folder; it holds files such as experiment/mine.yaml"
+                        )
+                elif value in ("job", "hydra", "all"):
+                    found.printed = value
+                else:
                     raise ConfigError(f"{option} {value}: write --cfg job")
             else:
                 key = option.lstrip("-").replace("-", "_")
                 known = typed_keys()
                 hint = f"; settings have no dashes: {key}=..." if key in known else suggest_key(key, known)
-                raise ConfigError(f"no option {option}{hint} (there are -m, --help and --cfg job)")
-        if found.multirun and found.prints_config:
+                raise ConfigError(f"no option {option}{hint} (there are -m, --help, --cfg job and --config-dir DIR)")
+        if found.multirun and found.printed:
             raise ConfigError("-m cannot be combined with --cfg")
         return found
 
 
 def check_command_line(words: Sequence[str]) -> list[Config]:
-    """Check all of train.py's arguments before Hydra runs, torch is imported or a file is created.
+    """Check all of train.py's arguments before torch is imported or a file is created.
 
-    Returns:
-        The runs asked for: one, or with --multirun one per combination in Hydra's order. Empty when the
-        arguments ask for something else than a run (--cfg).
+    Returns the runs asked for: one, or with --multirun one per combination in Hydra's order.
 
     Raises ConfigError: every problem found.
     """
-    # `conf/config.yaml` starts from the defaults: plain values, because Hydra would stop at the first wrong type of a
-    # typed node, and `load` reports all.
-    ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
-    Plugins.instance().register(WorkingFolderConf)
     line = CommandLine.parse(words)
+    folders = conf_folders(line.config_dir)
     parsed, problems = _parse_overrides(line.overrides)
-    found = [_override_problems(override, line.multirun) for override in parsed]
+    found = [_override_problems(override, line.multirun, folders) for override in parsed]
     problems += itertools.chain(*found)
     valid = [override for override, wrong in zip(parsed, found, strict=True) if not wrong]
     configs = []
-    for combination in itertools.product(*map(_alternatives, valid)):  # the last key varies fastest, as in Hydra
-        try:
-            cfg = copy.deepcopy(_composed(combination, (*conf_folders(),)))
-            configs.append(cfg)
-            problems += [
-                _write_group(word) for word in combination if cfg.optim.library == "torch" and "optim.name=" in word
-            ]
+    for combination in itertools.product(*(_alternatives(override, folders) for override in valid)):  # as Hydra: the
+        try:  # last key varies fastest
+            configs.append(cfg := _composed(combination, folders)[0])
+            if cfg.optim.library == "torch":
+                problems += [_write_group(word) for word in combination if "optim.name=" in word]
+            problems += [] if line.multirun else _multirun_problems(cfg)
         except ConfigError as error:
             problems += error.problems
-    problems += [problem for cfg in configs if not line.multirun for problem in _multirun_problems(cfg)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return [] if line.prints_config else configs
+    return configs
 
 
 def _parse_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -135,16 +125,16 @@ def _parse_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     return parsed, problems
 
 
-def _override_problems(override: Override, multirun: bool) -> list[str]:
+def _override_problems(override: Override, multirun: bool, folders: tuple[Path, ...]) -> list[str]:
     key, word = override.key_or_group, str(override.input_line)
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return _hydra_problems(override)
+        return _hydra_problems(override, folders)
     if override.is_delete():
         return [f"{word}: a setting cannot be removed; give it another value"]
     if override.is_sweep_override() and not multirun:
         return [f"{word}: several values need multirun, python train.py -m ..."]
     if key in GROUPS:
-        return _choice_problems(key, override)
+        return _choice_problems(key, override, folders)
     if key in CHOSEN_BY_GROUP:
         return [_write_group(word)]
     if key not in _FIELDS:
@@ -166,7 +156,7 @@ def typed_keys() -> list[str]:
     return [*GROUPS, *(key for key in _FIELDS if key not in CHOSEN_BY_GROUP)]
 
 
-def _hydra_problems(override: Override) -> list[str]:
+def _hydra_problems(override: Override, folders: tuple[Path, ...]) -> list[str]:
     key, word = override.key_or_group, str(override.input_line)
     if key.startswith(("hydra/launcher", "hydra.launcher")):
         return [f"{word}: Hydra's launchers are not used; launcher=slurm submits the jobs to Slurm"]
@@ -177,22 +167,25 @@ def _hydra_problems(override: Override) -> list[str]:
     if override.is_delete() or not override.value():
         return [f"{word}: needs a folder"]
     try:
-        hydra_folder([word], "run" if key == "hydra.run.dir" else "sweep")
+        _folder((word,), folders, "run" if key == "hydra.run.dir" else "sweep")
     except ConfigError as error:
         return [f"{word}: {problem}" for problem in error.problems]
     return []
 
 
-def _choice_problems(group: str, override: Override) -> list[str]:
-    choices, problems = group_choices(group), []
-    for value in _swept_values(override) if override.is_sweep_override() else [override.value()]:
+def _choice_problems(group: str, override: Override, folders: tuple[Path, ...]) -> list[str]:
+    choices, problems = group_choices(group, folders), []
+    for value in _swept_values(override, folders) if override.is_sweep_override() else [override.value()]:
         if isinstance(value, dict):
             problems.append(f"{override.input_line}: write {group}=NAME, or {group}.key=value for a single setting")
         elif not (group == "experiment" and value is None) and str(value) not in choices:
-            near = suggest(str(value), choices)
-            more = "; of timm's, optim=timm optim.name=NAME" if group == "optim" else ""
-            problems.append(f"{group}={show(value)}: no such choice{near} (there are {', '.join(choices)}{more})")
+            problems.append(_no_choice(group, value, choices))
     return problems
+
+
+def _no_choice(group: str, value: object, choices: Sequence[str]) -> str:
+    more = "; of timm's, optim=timm optim.name=NAME" if group == "optim" else ""
+    return f"{group}={show(value)}: no such choice{suggest(str(value), choices)} (there are {', '.join(choices)}{more})"
 
 
 def _multirun_problems(cfg: Config) -> list[str]:
@@ -205,84 +198,246 @@ def _multirun_problems(cfg: Config) -> list[str]:
     ]
 
 
-def group_choices(group: str) -> list[str]:
-    """The files of `conf/<group>/`, by name."""
-    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
-
-
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
 def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The overrides of a sweep that was checked already: those of every job, and those of each key that varies."""
-    alternatives = [_alternatives(override) for override in _parse_overrides(CommandLine.parse(words).overrides)[0]]
-    return [axis[0] for axis in alternatives if len(axis) == 1], [axis for axis in alternatives if len(axis) > 1]
+    """The words of a sweep that was checked already: those of every job, and those of each key that varies."""
+    line = CommandLine.parse(words)
+    folders = conf_folders(line.config_dir)
+    axes = [_alternatives(override, folders) for override in _parse_overrides(line.overrides)[0]]
+    fixed = [f"--config-dir={line.config_dir}"] if line.config_dir else []
+    return fixed + [axis[0] for axis in axes if len(axis) == 1], [axis for axis in axes if len(axis) > 1]
 
 
-def _alternatives(override: Override) -> list[str]:
+def _alternatives(override: Override, folders: tuple[Path, ...]) -> list[str]:
     """The arguments an override expands to: one, or one per value for a sweep (`epochs=1,2`)."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     as_typed = {"True": "true", "False": "false", "None": "null"}
-    return [f"{override.get_key_element()}={as_typed.get(value, value)}" for value in _swept_values(override)]
+    return [f"{override.get_key_element()}={as_typed.get(v, v)}" for v in _swept_values(override, folders)]
 
 
-def _swept_values(override: Override) -> list[str]:
+def _swept_values(override: Override, folders: tuple[Path, ...]) -> list[str]:
     """The values of `a,b`, `range(...)`, `choice(...)` or, for a group, `glob(...)`; intervals are refused."""
     value = override.value()
     if isinstance(value, Glob):
-        return value.filter(group_choices(override.get_key_element().lstrip("+~")))
+        return value.filter(group_choices(override.get_key_element().lstrip("+~"), folders))
     try:
         return list(override.sweep_string_iterator())
     except HydraException:
         raise ConfigError(f"{override.input_line}: list the values, or use range()") from None
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def conf_folders(config_dir: Path | None = None) -> tuple[Path, ...]:
+    """Where files of settings are searched: --config-dir, `conf/` of the working folder, then the project's own."""
+    users = [folder for folder in (config_dir, Path.cwd() / "conf") if folder and folder.is_dir()]
+    return (*(folder for folder in dict.fromkeys(users) if folder.resolve() != CONF_DIR), CONF_DIR)
+
+
+def group_choices(group: str, folders: Sequence[Path] | None = None) -> list[str]:
+    """The files of `conf/<group>/`, by name."""
+    return sorted({path.stem for folder in folders or conf_folders() for path in (folder / group).glob("*.yaml")})
+
+
+class UserFiles(FileConfigSource):
+    """The user's files of settings: YAML without aliases that sets no more of Hydra than the command line may."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "user"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path) / self._normalize_file_name(config_path)
+        if config_path.partition("/")[0] == "hydra":
+            raise ConfigError(f"{path} would configure Hydra; {_ONLY}")
+        _read_settings(path)
+        return super().load_config(config_path)
+
+
+_ONLY = f"a file of settings can set only {' and '.join(HYDRA_KEYS)} of Hydra, so that it cannot run code"
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The content of a user's file. Raises ConfigError: no mapping, aliases, or settings of Hydra.
+
+    Nested aliases expand to any size (a "billion laughs" file), and ${key} does the same job.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ConfigError(f"{path}: YAML aliases (*name) are not supported; refer to a setting as ${{key}}")
+        values = yaml.safe_load(text) or {}
+    except (OSError, UnicodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected settings, key: value")
+    code = [key for key, _ in flatten(values) if any(re.fullmatch("_.*_", part) for part in key.split("."))]
+    if code:
+        raise ConfigError(f"{path}: {code[0]} is no setting; a file of settings cannot name code to run")
+    hydra = values.get("hydra", {})
+    wrong = [key for key, _ in flatten({"hydra": hydra}) if key not in HYDRA_KEYS]
+    if wrong or not isinstance(hydra, dict):
+        raise ConfigError(f"{path} sets {', '.join(wrong[:3]) or 'hydra'}; {_ONLY}")
+    return values
+
+
+def _start_file(typed: Mapping[str, Any]) -> Path | None:
+    """The file of `config=`; an evaluation of a run starts from that run's."""
+    given = typed.get("config")
+    if given is not None:
+        path = Path(str(given)).expanduser()
+        path = path / "config.yaml" if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(f"config={given}: no such file, and no run folder with a config.yaml")
+        return path
+    if typed.get("evaluate_only") is not True or typed.get("experiment") or not typed.get("resume"):
+        return None
+    run = Path(str(typed.get("hydra.run.dir", ".") if typed["resume"] == "auto" else typed["resume"])).expanduser()
+    candidates = (folder / "config.yaml" for folder in (run, run.parent.parent, run.parent))
+    return next((path for path in candidates if path.is_file()), None)
+
+
 # --- composing --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)  # it takes 0.1 s, and launcher.gpus and launcher=slurm ask for each job again
-def _composed(words: tuple[str, ...], folders: tuple[Path, ...]) -> Config:
-    """The settings that the arguments and the files in `folders`, which are `conf_folders()`, give."""
-    return load(_compose(words))
+def _composed(words: tuple[str, ...], folders: tuple[Path, ...]) -> tuple[Config, DictConfig]:
+    """The settings that the words and the files in `folders` give, checked and as Hydra composed them.
+
+    The file of `config=` is applied between the files and the words. A group that a word chooses replaces its section.
+    """
+    typed = {override.key_or_group: override.value() for override in _parse_overrides(words)[0]}
+    start = _start_file(typed)
+    values = _start_values(start, typed) if start else {}
+    raw = _compose([*_start_choices(values, folders), *words], folders)
+    sections = {key: value for key, value in values.items() if key not in GROUPS or isinstance(value, dict)}
+    for key, value in flatten(sections, _FIELDS):
+        if key not in typed:
+            OmegaConf.update(raw, key, value)
+    return load(OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])), raw
 
 
-def _compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """The configuration that Hydra composes from the arguments and the files."""
+def _start_values(path: Path, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in the file of `config=`, without those that say how its run started. Raises ConfigError."""
+    if typed.get("experiment"):
+        raise ConfigError("config= and experiment= cannot be combined: both say what the run starts from")
+    values = _read_settings(path)
+    problems = [
+        f"{path}: unknown setting '{key}'{suggest_key(str(key), typed_keys())}"
+        for key, _ in flatten(values, _FIELDS)
+        if key not in (*_FIELDS, *GROUPS, *HYDRA_KEYS) or key == "experiment"
+    ]
+    if problems:
+        raise ConfigError(problems)
+    how_started = ("config", "resume", "overwrite", *(["weights"] if typed.get("evaluate_only") else []))
+    return {key: value for key, value in values.items() if key not in typed and key not in how_started}
+
+
+def _start_choices(values: Mapping[str, Any], folders: tuple[Path, ...]) -> list[str]:
+    """The choices that the sections of a file mean: `optim: adamw`, or `optim: {name: adamw, ...}`."""
+    words = []
+    for group, section in ((group, values[group]) for group in GROUPS if group in values):
+        name = section
+        if isinstance(section, dict):
+            name = "timm" if section.get("library") == "timm" else section.get("name")
+        choices = group_choices(group, folders)
+        if name is not None and str(name) not in choices:
+            raise ConfigError(_no_choice(group, name, choices))
+        words += [f"{group}={name}"] if name is not None else []
+    return words
+
+
+class UserFolders(SearchPathPlugin):
+    """Hydra looks into the user's folders first."""
+
+    folders: tuple[Path, ...] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in self.folders:
+            search_path.prepend("user", f"{UserFiles.scheme()}://{folder}", "main")
+
+
+def _compose(words: Sequence[str], folders: tuple[Path, ...]) -> DictConfig:
+    """What Hydra composes from the words and the files; its node `hydra` is as in the project's own files."""
+    _prepare_hydra()
+    UserFolders.folders = folders[-2::-1]
     try:
-        _check_files()
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-            return compose("config", overrides=list(words), return_hydra_config=with_hydra)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raw = compose("config", overrides=list(words), return_hydra_config=True)
+        wrong = [key for key, value in _hydra_settings(raw).items() if value != _own_hydra_settings().get(key)]
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
+    if wrong:
+        raise ConfigError(f"conf/ sets hydra.{wrong[0]}; {_ONLY}")
+    return raw
 
 
-def _check_files() -> None:
-    """Refuse YAML aliases: nested ones expand to any size (a "billion laughs" file), and ${key} does the same job."""
-    for folder in conf_folders()[:-1]:
-        for path in [folder / "config.yaml", *(file for group in GROUPS for file in (folder / group).glob("*.yaml"))]:
-            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-            if re.search(r"\*\w", text) and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-                raise ConfigError(f"{path}: YAML aliases (*name) are not supported; refer to a setting as ${{key}}")
+@functools.cache
+def _prepare_hydra() -> None:
+    """Hydra imports every module `hydra_plugins.*`, also of the working folder; none is used here."""
+    plugins = sys.modules.get("hydra_plugins")
+    sys.modules["hydra_plugins"] = None  # type: ignore[assignment]  # an import of it fails
+    try:
+        for plugin in (UserFiles, UserFolders):
+            Plugins.instance().register(plugin)
+    finally:
+        if plugins is None:
+            del sys.modules["hydra_plugins"]
+        else:
+            sys.modules["hydra_plugins"] = plugins
+    # `conf/config.yaml` starts from the defaults: plain values, because Hydra would stop at the first wrong type of a
+    # typed node, and `load` reports all.
+    ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
+
+
+def _hydra_settings(raw: DictConfig) -> dict[str, Any]:
+    """What would configure Hydra, by key; without the folders, and what Hydra notes about the run itself."""
+    values: dict[str, Any] = OmegaConf.to_container(raw.hydra, resolve=False)  # type: ignore[assignment]
+    for kind in ("run", "sweep"):
+        values[kind].pop("dir")
+    for noted in ("runtime", "overrides"):
+        del values[noted]
+    values["job"].pop("override_dirname")
+    return values
+
+
+@functools.cache
+def _own_hydra_settings() -> dict[str, Any]:
+    UserFolders.folders = ()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        return _hydra_settings(compose("config", return_hydra_config=True))
+
+
+def forget_files() -> None:
+    """Read the files again: a program that composes several runs may have changed them."""
+    _composed.cache_clear()
 
 
 def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
-    """The folder that Hydra creates for a run or a sweep with these arguments.
+    """The folder of a run or a sweep with these arguments. Raises ConfigError: its name cannot be resolved."""
+    line = CommandLine.parse(words)
+    return _folder(tuple(line.overrides), conf_folders(line.config_dir), kind)
 
-    Raises ConfigError: its name cannot be resolved, or a file in conf/ chooses what sweeps do not use.
-    """
-    hydra = _compose([*words], with_hydra=True).hydra
-    if kind == "sweep":
-        if not str(hydra.launcher._target_).endswith("BasicLauncher"):
-            raise ConfigError("conf/ chooses a hydra/launcher, which is not used; use launcher=slurm for Slurm")
-        if "subdir: ${hydra.job.num}\n" not in OmegaConf.to_yaml(hydra.sweep):
-            raise ConfigError("conf/ sets hydra.sweep.subdir, but the folder of a job is named after its settings")
+
+def _folder(words: tuple[str, ...], folders: tuple[Path, ...], kind: Literal["run", "sweep"]) -> Path:
     try:
-        return Path(str(hydra[kind].dir))
-    except OmegaConfBaseException as error:  # its name cannot be resolved
+        return Path(str(_composed(words, folders)[1].hydra[kind].dir))
+    except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from None
 
 
-def quoted(path: Path) -> str:
-    """A path as the value of a setting, quoted so that commas and equal signs are literal."""
+def composed_text(words: Sequence[str]) -> str:
+    """What `--cfg` prints: the settings as YAML."""
+    line = CommandLine.parse(words)
+    raw = _composed(tuple(line.overrides), conf_folders(line.config_dir))[1]
+    keys = [str(key) for key in raw if line.printed == "all" or (key == "hydra") == (line.printed == "hydra")]
+    return OmegaConf.to_yaml(OmegaConf.masked_copy(raw, keys))
+
+
+def quoted(path: Path | str) -> str:
+    """A text as the value of a setting, quoted so that commas and equal signs are literal."""
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

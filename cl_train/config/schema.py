@@ -68,7 +68,7 @@ loss_setting = partial(setting, affects="loss")  # changes the losses of a run, 
 neutral_setting = partial(setting, affects="nothing")  # changes neither
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """Where images come from and how they are loaded."""
 
@@ -84,7 +84,7 @@ class DataConfig:
     val_fraction: float | None = setting(None, "share of the training images used for validation", above=0, maximum=0.9)
     extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff")
     image_size: int = setting(
-        224, "side of the training crop, pixels; data=sample and imagenette set 128", minimum=8, maximum=4096
+        224, "side of the training crop, pixels; data=sample sets 64, imagenette 128", minimum=8, maximum=4096
     )
     size_schedule: list[list[int]] = setting(
         [], "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32"
@@ -99,7 +99,9 @@ class DataConfig:
     val_interpolation: str = loss_setting(
         "bilinear", "validation: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
     )
-    workers: int | None = setting(None, "loader workers per process; null = cores / ranks, at most 16", minimum=0)
+    workers: int | None = setting(
+        None, "loader workers per process; null = cores / ranks, at most 16", minimum=0, maximum=256
+    )
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
     prefetch: int = setting(3, "batches prepared in advance by all workers together", minimum=1, maximum=64)
     worker_timeout_s: float = setting(60.0, "stop if no worker finishes an image for this many seconds", above=0)
@@ -114,7 +116,7 @@ class DataConfig:
     synthetic_classes: int = setting(1000, "data=synthetic: number of classes", minimum=2)
 
 
-@dataclass
+@dataclass(frozen=True)
 class AugmentConfig:
     """Augmentation of the training images. Defaults: large random crops, no flips (augment=imagenet has ImageNet's)."""
 
@@ -135,7 +137,7 @@ class AugmentConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimConfig:
     """The optimizer: torch's, or one of timm's with optim=timm optim.name=lamb."""
 
@@ -158,7 +160,7 @@ class OptimConfig:
     clip_norm: float | None = setting(None, "clip gradients to this norm, after unscaling; null = off", above=0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate over the run: a linear warm-up, then the curve `name`."""
 
@@ -174,7 +176,7 @@ class ScheduleConfig:
     final_lr_ratio: float = loss_setting(0.0, "cosine and linear: final learning rate / lr", minimum=0, maximum=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class AmpConfig:
     """Dynamic loss scaling (fp16 and fp16_o2 only)."""
 
@@ -183,7 +185,7 @@ class AmpConfig:
     min_scale: float = loss_setting(1.0, "stop the run when the loss scale falls below this", above=0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, and when. A checkpoint is always saved at the end, and on SIGTERM, SIGINT, SIGHUP
     and SIGUSR1."""
@@ -196,7 +198,7 @@ class CheckpointConfig:
     background: bool = setting(True, "write to disk in another thread")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LauncherConfig:
     """Multirun: where the jobs of a sweep run."""
 
@@ -216,7 +218,7 @@ class LauncherConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """One run. The settings that most people change come first."""
 
@@ -273,12 +275,16 @@ class Config:
     evaluate_every: int = neutral_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_flip: bool = loss_setting(False, "evaluation averages the logits of each image and of its mirror image")
     evaluate_only: bool = setting(
-        False, "evaluate `weights` or `resume` and stop; weights by name with their published preprocessing"
+        False,
+        "evaluate `resume`, with the settings of its run, or `weights`, if by name with their published preprocessing",
     )
     report: bool = neutral_setting(
         False, "evaluation: also write per-class accuracy, confusions and the worst images into the run folder"
     )
 
+    config: str | None = neutral_setting(
+        None, "start from the settings of a run folder or a YAML file; the other words change them"
+    )
     log_every: int = neutral_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
     warmup_steps: int = neutral_setting(10, "initial steps excluded from throughput averages", minimum=0)
     overwrite: bool = neutral_setting(False, "delete the records and checkpoints of an earlier run in the run folder")

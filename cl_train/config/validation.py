@@ -5,7 +5,6 @@ Every problem is reported at once, one line each. Nothing here imports torch or 
 
 import dataclasses
 import difflib
-import functools
 import math
 import os
 import re
@@ -19,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.combinations import combination_problems
+from cl_train.config.rules import combination_problems
 from cl_train.config.schema import Config, ConfigError
 
 T = TypeVar("T")
@@ -80,20 +79,31 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
 
     Raises ConfigError: with every problem found, not only the first, after `earlier_problems`.
     """
-    known, settings, problems = setting_fields(schema), schema(), list(earlier_problems)
+    known, problems = setting_fields(schema), list(earlier_problems)
+    checked: dict[tuple[str, ...], Any] = {}
     for key, value in flatten(values, known):
         if key not in known:
             few = f" (there are {', '.join(known)})" if len(known) <= 12 else ""
             problems.append(f"unknown setting '{key}'{suggest_key(key, known) or few}")
             continue
-        *groups, name = known[key].path
         try:
-            setattr(functools.reduce(getattr, groups, settings), name, checked_value(value, known[key]))
+            checked[known[key].path] = checked_value(value, known[key])
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return settings
+    return _built(schema, checked)
+
+
+def _built(schema: type[T], checked: Mapping[tuple[str, ...], Any], parents: tuple[str, ...] = ()) -> T:
+    """The dataclass, and those in its fields, with these values by path; others have their defaults."""
+    values: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint):
+            values[name] = _built(typing.cast(type, hint), checked, (*parents, name))
+        elif (*parents, name) in checked:
+            values[name] = checked[*parents, name]
+    return schema(**values)
 
 
 def flatten(
@@ -123,7 +133,7 @@ def checked_value(value: Any, setting: Setting) -> Any:
     try:
         return _converted(value, setting, setting.list_depth)
     except (ValueError, OverflowError):
-        text = show(value)
+        text = str(value) if isinstance(value, float) else show(value)  # 1.0, which is no whole number
         shown = text if len(text) <= 80 else f"{text[:80]}..."
         raise ConfigError(f"{setting.key}={shown}: expected {kind_of(setting)}{suggest(text[:80], choices)}") from None
 
@@ -212,6 +222,8 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             problems.append(f"{word}: write {f'{name}=' if name in known else f'key=value{suggest_key(name, known)}'}")
         elif word == "channels_last=auto" and key in known:
             problems.append(f"{word}: only train measures which layout is faster; write true or false")
+        elif not text and key in known and not known[key].optional and known[key].default:
+            problems.append(f"{word} is empty: give a value, or leave it out for {show(known[key].default)}")
         elif key in known and known[key].list_depth and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
@@ -243,11 +255,10 @@ def to_yaml(cfg: object) -> str:
     return yaml.safe_dump(to_mapping(cfg), sort_keys=False)
 
 
-def stop_with(error: ConfigError) -> typing.NoReturn:
-    """Print the problems, one line each, and exit with code 2. Of several ranks only rank 0 prints."""
+def print_problems(error: ConfigError) -> None:
+    """The problems, one line each. Of several ranks only rank 0 prints."""
     is_other_rank = "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
     if not is_other_rank:
         print(f"configuration error{'s' if len(error.problems) > 1 else ''}:", file=sys.stderr)
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)
-    raise SystemExit(2)

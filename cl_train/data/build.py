@@ -7,12 +7,11 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.data.folder import check_files, read_folder
+from cl_train.data.folder import read_folder, read_images
 from cl_train.data.image_reader import ImageReader
-from cl_train.data.imagenette import ensure_imagenette
 from cl_train.data.loader import BadImages, HostLoader, Reader
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
-from cl_train.data.sample import ensure_sample
+from cl_train.data.sample import FIRST_RUN, ensure_imagenette, ensure_sample
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.splits import Data, ImageData, SyntheticData
@@ -59,8 +58,9 @@ def image_data(
     seed: int,
     dist: Dist,
     bad_images: BadImages,
+    source: ImageSource | None = None,
 ) -> ImageData:
-    """The images of a folder, of shards, or of the user's datasets."""
+    """The images of a folder, of shards, of the user's datasets, or of `source`."""
     val_size = cfg.val_size or cfg.image_size
     train_images: Any
     val_images: Any
@@ -68,7 +68,7 @@ def image_data(
     if cfg.name == "dataset":
         train_images, val_images, classes, fingerprint = load_datasets(cfg.dataset, cfg.image_size, val_size)
     else:
-        source = _source(cfg, dist)
+        source = source or _source(cfg, dist)
         train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
         if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
             shards = source.train.by_shard()
@@ -103,21 +103,28 @@ def image_data(
     return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
 
 
+def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int, dist: Dist) -> ImageData:
+    """For predictions: all images below `data.root`, or of its folder of validation images, as `validation`."""
+    assert cfg.root is not None
+    images = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
+    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=len(images))
+    sizes, source = SizeSchedule(((0, cfg.image_size),)), ImageSource(classes, images, images, "")
+    return image_data(cfg, AugmentConfig(), sizes, batch_size, 0, dist, bad_images, source)
+
+
 def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
     if cfg.name == "imagenette":
         root = ensure_imagenette(Path(cfg.root or DATA_DIR / "imagenette").expanduser(), download=cfg.download)
     elif cfg.name == "sample" and cfg.root is None:
-        root = ensure_sample(DATA_DIR / "sample")
+        root = ensure_sample(DATA_DIR / "sample", FIRST_RUN)
     else:
-        assert cfg.root is not None, "config/combinations.py requires data.root"
+        assert cfg.root is not None, "config/rules.py requires data.root"
         root = Path(cfg.root).expanduser()
     if cfg.name == "shards":
         source = read_shards(root)
     else:
         assert cfg.name in ("folder", "imagenet", "imagenette", "sample"), cfg.name
         source = read_folder(root, cfg)
-    if cfg.on_bad_image == "skip":
-        check_files(source, cfg.max_bad_images)
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)
     return source

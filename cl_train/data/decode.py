@@ -44,10 +44,11 @@ def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(FORMATS[extension.lower()] for extension in extensions))
 
 
-def read_file(path: str | bytes | Path) -> bytes:
-    """The whole file. Raises BadImage unless it is a regular file that is readable, not empty and not too large.
+def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
+    """The whole file, or its `first` bytes.
 
-    It is opened without blocking, because opening a FIFO without a writer would block forever.
+    Raises BadImage unless it is a regular file that is readable, not empty and not too large. It is opened without
+    blocking, because opening a FIFO without a writer would block forever.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
@@ -58,7 +59,7 @@ def read_file(path: str | bytes | Path) -> bytes:
                 raise BadImage("the file is empty")
             if status.st_size > MAX_FILE_BYTES:
                 raise BadImage(f"{status.st_size} bytes, more than the limit of {MAX_FILE_BYTES}")
-            return file.read()
+            return file.read(first)
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
 

@@ -1,32 +1,36 @@
-"""Folders of images: `root/train/<class>/*` and `root/val/<class>/*`, or one folder of classes that is split in two.
-
-Lists them, and for `data.on_bad_image=skip` finds files that are not images by their first bytes.
-"""
+"""Folders of images: `root/train/<class>/*` and `root/val/<class>/*`, or one folder of classes that is split in two."""
 
 import hashlib
 import os
 import re
-import stat
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import AnyStr
 
 import numpy as np
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data import index_cache
-from cl_train.data.decode import FORMATS, JPEG_MAGIC, PNG_MAGIC, read_file
-from cl_train.data.source import ImageSource, Split, fingerprint, listed, packed
+from cl_train.data.decode import FORMATS, read_file
+from cl_train.data.source import (
+    ImageSource,
+    Split,
+    cache_path,
+    fingerprint,
+    listed,
+    load_index,
+    packed,
+    save_index,
+)
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 _CACHED_FROM = 50_000  # images; listing fewer takes less than a second
 _SETTLED_NS = 2_000_000_000  # a second change within the resolution of modification times would not be noticed
 _SHOWN = 5  # kinds of ignored files in a message
-_CHECKED = 10_000  # files of a split: less than a second on a local disk, ten seconds over a network
-_STARTS = (JPEG_MAGIC, PNG_MAGIC, b"BM", b"II*\0", b"MM\0*", b"RIFF")  # BMP, TIFF in both byte orders, WEBP
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,47 @@ class _Listing:
 def read_folder(root: Path, cfg: DataConfig | None = None) -> ImageSource:
     """List the images below `root`; `val_split`, `val_fraction` and `extensions` of `cfg` determine which.
 
-    The list of a large folder is kept in the user's cache folder. Raises ConfigError for a missing folder, no classes,
-    different classes in the splits, or classes without images.
+    The list of a large folder is kept in the user's cache folder. Raises ConfigError for a missing folder or one that
+    cannot be read, no classes, different classes in the splits, or classes without images.
     """
     cfg = cfg or DataConfig()
-    base, val = _split_folders(root, cfg)
     layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions)
-    stored_at = index_cache.cache_path("folder", f"{root.resolve()}{layout}")
-    splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
-    return index_cache.load(stored_at, *splits) or _index(base, val, cfg, stored_at)
+    stored_at = cache_path("folder", f"{root.resolve()}{layout}")
+    try:
+        base, val = _split_folders(root, cfg)
+        splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
+        return load_index(stored_at, *splits) or _index(base, val, cfg, stored_at)
+    except OSError as error:
+        raise _unreadable(error) from None
+
+
+def files_below(folder: AnyStr) -> Iterator[tuple[AnyStr, list[AnyStr]]]:
+    """`folder` and each folder below it, with the names of its files. Raises ConfigError if one cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise _unreadable(error) from None
+
+    for below, _, names in os.walk(folder, onerror=fail):
+        yield below, names
+
+
+def _unreadable(error: OSError) -> ConfigError:
+    return ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}")
+
+
+def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> FolderSplit:
+    """All images below `root`, or below its folder of validation images if it has one, sorted by name. An image below
+    the folder of a class has its label, others -100. Raises ConfigError: no folder, or no images.
+    """
+    folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
+    suffixes, top = tuple(os.fsencode(extension.lower()) for extension in extensions), os.fsencode(folder)
+    paths = (os.path.join(below, name) for below, names in files_below(top) for name in names)
+    names = sorted(os.path.relpath(path, top) for path in paths if path.lower().endswith(suffixes))
+    if not names:
+        raise ConfigError(f"data.root '{root}' has no images ({', '.join(extensions)}) in it or in a folder below")
+    label_of = {os.fsencode(name): label for label, name in enumerate(classes)}
+    labels = [label_of.get(name.partition(b"/")[0], -100) for name in names]
+    return FolderSplit(*packed(names), np.array(labels, np.int64), folder)
 
 
 def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSource:
@@ -93,7 +129,7 @@ def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSour
     source = ImageSource(tuple(classes), *splits, fingerprint(classes, splits, ("names", "starts", "labels")), notes)
     if sum(map(len, splits)) >= _CACHED_FROM:
         folders = [folder for listing in listings.values() for folder in listing.folders]
-        index_cache.save(stored_at, source, folders, settled_ns)
+        save_index(stored_at, source, folders, settled_ns)
     return source
 
 
@@ -112,7 +148,9 @@ def _split_folders(root: Path, cfg: DataConfig) -> tuple[Path, Path]:
         return (train, train) if train.is_dir() else (root, root)
     if val is not None and train.is_dir():
         return train, val
-    missing = ["'train'"] * (not train.is_dir()) + [" or ".join(f"'{name}'" for name in val_names)] * (val is None)
+    missing = ["'train'"] if not train.is_dir() else []
+    if val is None:
+        missing.append(" or ".join(f"'{name}'" for name in val_names))
     found = listed(sorted(entry.name for entry in os.scandir(root)))
     raise ConfigError(
         f"data.root '{root}' has no folder {' and no folder '.join(missing)}. Found: {found}. Classes without a split:"
@@ -143,18 +181,14 @@ def _list(folder: Path, classes: list[str], cfg: DataConfig) -> _Listing:
     listing = _Listing(folder, folders=[root])
     for name in classes:
         files: list[bytes] = []
-        pending = [os.fsencode(name)]
-        while pending:
-            below = pending.pop()
-            listing.folders.append(os.path.join(root, below))
-            for entry in os.scandir(listing.folders[-1]):
-                path = os.path.join(below, entry.name)
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(path)
-                elif entry.name.lower().endswith(suffixes):
+        for below, file_names in files_below(os.path.join(root, os.fsencode(name))):
+            listing.folders.append(below)
+            for file_name in file_names:
+                path = os.path.join(below, file_name)[len(root) + 1 :]
+                if file_name.lower().endswith(suffixes):
                     files.append(path)
-                elif not entry.name.startswith(b"."):
-                    listing.ignored[os.fsdecode(os.path.splitext(entry.name)[1].lower())] += 1
+                elif not file_name.startswith(b"."):
+                    listing.ignored[os.fsdecode(os.path.splitext(file_name)[1].lower())] += 1
                     listing.example = listing.example or os.fsdecode(path)
         listing.files.append(sorted(files))
     least = 1 if cfg.val_fraction is None else 2
@@ -180,48 +214,3 @@ def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[by
 def _split(files: list[list[bytes]], folder: Path) -> FolderSplit:
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
     return FolderSplit(*packed([name for of_class in files for name in of_class]), labels, folder)
-
-
-# --- files that are not images ----------------------------------------------------------------------------------------
-
-
-def check_files(source: ImageSource, max_bad_images: int) -> None:
-    """For on_bad_image=skip, before training. Of a large folder a random part is checked.
-
-    Raises ConfigError if more than `max_bad_images` files are not images, or if a class has no image at all.
-    """
-    for split in (source.train, source.val):
-        if not isinstance(split, FolderSplit):  # shards are checked when they are written
-            continue
-        count = len(split)
-        checked = np.sort(np.random.default_rng(0).permutation(count)[:_CHECKED])
-        bad = {int(index): reason for index in checked if (reason := why_no_image(split.path(int(index))))}
-        problems = []
-        if len(bad) > max_bad_images:
-            problems.append(
-                f"{len(bad)} of {len(checked)} files are not images, more than data.max_bad_images={max_bad_images}"
-            )
-        if bad and len(checked) == count:
-            left = np.delete(split.labels, list(bad))
-            lost = [source.classes[label] for label in np.setdiff1d(split.labels, left)]
-            problems += [f"no file of {listed(lost)} is an image"] if lost else []
-        if problems:
-            first, reason = next(iter(bad.items()))
-            raise ConfigError(
-                f"'{split.folder}': {'; '.join(problems)}; the first: '{split.name(first)}': {reason}. cl-train "
-                "prepare_imagenet verify lists them"
-            )
-
-
-def why_no_image(path: str | bytes, starts: tuple[bytes, ...] = _STARTS) -> str | None:
-    """The reason why a file is not an image, from its kind and first bytes; None if it may be one."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return "not a regular file"
-        with open(path, "rb", buffering=0) as file:
-            start = file.read(8)
-    except OSError as error:
-        return error.strerror
-    if not start:
-        return "the file is empty"
-    return None if start.startswith(starts) else "not an image: its first bytes are of another format"

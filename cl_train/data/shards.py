@@ -6,7 +6,8 @@ the same images in the same order as the folder. The order of the members in a s
 
 `shards.json`, which `prepare_imagenet shards` writes, lists the classes and the number of images of every shard. With
 it, missing shards and members and wrong labels are errors. In other shards, a wrong label is detected if it is outside
-the range or contradicts the WordNet id in the key, and a missing sample if only a part of it is missing.
+the range or contradicts the WordNet id in the key, and a missing sample if only a part of it is missing. A shard with
+the same samples as another is an error: it would count twice.
 """
 
 import glob
@@ -14,29 +15,39 @@ import json
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from cl_train.config.schema import ConfigError
-from cl_train.data import index_cache
 from cl_train.data.decode import BadImage
-from cl_train.data.source import ImageSource, Indices, Split, fingerprint, listed, packed
+from cl_train.data.source import (
+    ImageSource,
+    Indices,
+    Split,
+    cache_path,
+    fingerprint,
+    listed,
+    load_index,
+    packed,
+    save_index,
+)
 from cl_train.data.tar import open_tar, read_member, regular_files
 from cl_train.system.process_pool import map_in_processes
 
 MANIFEST = "shards.json"
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
-_SPLIT_NAME = re.compile(r"(?:.*[-_.])?(train|val|valid|validation)(?:[-_.].*)?\.tar")
+_SPLIT_NAME = re.compile(r"(?:.*[-_.])?(train|val|valid|validation)(?:[-_.].*)?\.\w+")
 _WORDNET_ID = re.compile(r"(?:.*/)?(n\d{8})[_/]")
 _SHOWN = 10
 _MAX_LABEL = 1_000_000
+_MAX_SHARDS = 100_000
 
 
 @dataclass(frozen=True)
@@ -93,28 +104,51 @@ def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
     manifest = Path(paths[0]).parent / MANIFEST
     if manifest.is_file():
         paths.append(str(manifest))
-    stored_at, started_ns = index_cache.cache_path("shards", paths[0]), time.time_ns()
+    stored_at, started_ns = cache_path("shards", paths[0]), time.time_ns()
     train, val = (partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val"))
-    source = index_cache.load(stored_at, train, val, paths)
+    source = load_index(stored_at, train, val, paths)
     if source is None:
         source = _index(shards, manifest if manifest.is_file() else None, workers)
-        index_cache.save(stored_at, source, paths, started_ns)
+        save_index(stored_at, source, paths, started_ns)
     return replace(source, notes=notes)
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
 
 
+def split_of(file_name: str) -> str:
+    """train, val, or nothing."""
+    match = _SPLIT_NAME.fullmatch(file_name)
+    return _SPLITS[match[1]] if match else ""
+
+
 def expand_braces(pattern: str) -> list[str]:
-    """`a-{00..02}.tar` and `{x,y}.tar`, nested, as the shell expands them; sorted."""
-    match = re.search(r"\{([^{}]*)\}", pattern)  # the innermost
-    if match is None:
-        return [pattern]
-    words = match[1].split(",")
-    if span := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
-        words = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
-    before, after = pattern[: match.start()], pattern[match.end() :]
-    return sorted({path for word in words for path in expand_braces(before + word + after)})
+    """`a-{00..02}.tar` and `{x,y}.tar`, nested, as the shell expands them; sorted. Raises ConfigError if too many."""
+    paths = list(islice(_expansions(pattern), _MAX_SHARDS + 1))
+    if len(paths) > _MAX_SHARDS:
+        raise ConfigError(f"data.root={pattern}: more than {_MAX_SHARDS:,} shards")
+    return sorted(set(paths))
+
+
+def _expansions(pattern: str) -> Iterator[str]:
+    depth, cuts = 0, [pattern.find("{")]  # the first brace, the commas of its group, and the brace that closes it
+    for position in range(cuts[0], len(pattern)) if cuts[0] >= 0 else ():
+        depth += (pattern[position] == "{") - (pattern[position] == "}")
+        if depth == 0 or (depth == 1 and pattern[position] == ","):
+            cuts.append(position)
+        if depth == 0:
+            break
+    else:
+        yield pattern  # no group, or one that is not closed
+        return
+    parts = [pattern[start + 1 : end] for start, end in pairwise(cuts)]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", parts[0]) if len(parts) == 1 else None
+    words: Iterator[str] = (word for part in parts for word in _expansions(part))
+    if span:
+        words = (f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1))
+    for word in words:
+        for end in _expansions(pattern[cuts[-1] + 1 :]):
+            yield pattern[: cuts[0]] + word + end
 
 
 def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
@@ -126,8 +160,7 @@ def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
         raise ConfigError(f"data.root={root}: {len(absent)} of {len(paths)} shards do not exist: {listed(absent)}")
     found: dict[str, list[str]] = {"train": [], "val": [], "": []}
     for path in paths:
-        match = _SPLIT_NAME.fullmatch(os.path.basename(path))
-        found[_SPLITS[match[1]] if match else ""].append(os.path.abspath(path))
+        found[split_of(os.path.basename(path))].append(os.path.abspath(path))
     others = found.pop("")
     problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name, files in found.items() if not files]
     _raise_all(problems + ([] if explicit else _gaps(found["train"] + found["val"])))
@@ -164,9 +197,19 @@ def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | N
     contents = list(map_in_processes(index_shard, paths, workers, description="index shards", unit="shard"))
     _raise_all([problem for content in contents for problem in content.problems])
     count = len(shards["train"])
+    _raise_all([*_copies(contents[:count]), *_copies(contents[count:])])
     train, val = _split(contents[:count]), _split(contents[count:])
     classes = _checked_classes(train.labels, contents, manifest)
     return ImageSource(classes, train, val, fingerprint(classes, (train, val), ("names", "labels", "sizes")))
+
+
+def _copies(contents: list[_Content]) -> Iterator[str]:
+    """Shards with the same samples as another one; the order of their members may differ."""
+    first: dict[frozenset[tuple[int, str, int]], str] = {}
+    for content in contents:
+        samples = frozenset((label, name, size) for label, name, _, size in content.images)
+        if (other := first.setdefault(samples, content.path)) != content.path:
+            yield f"{content.path} has the samples of {other}, which would count twice: move one away"
 
 
 def index_shard(path: str) -> _Content:
@@ -214,8 +257,8 @@ def _label(text: bytes, extension: str, what: str) -> int:
         label = json.loads(text)["label"] if extension == "json" else int(text) if text.strip().isdigit() else None
     except (ValueError, KeyError, TypeError, RecursionError):
         label = None
-    if not isinstance(label, int) or not 0 <= label < _MAX_LABEL:
-        raise ConfigError(f"{what}: {text[:40]!r} is not a label")
+    if type(label) is not int or not 0 <= label < _MAX_LABEL:  # true is an int, too
+        raise ConfigError(f"{what}: {text[:40]!r} is not a label: expected a number from 0")
     return label
 
 
@@ -245,12 +288,15 @@ def _checked_classes(train_labels: Indices, contents: list[_Content], manifest: 
     wrong: list[str] = []
     if manifest is not None:
         classes, problems = _check_manifest(manifest, contents)
-        labels = {name: label for label, name in enumerate(classes)}
-        wrong = [f"{sample} has label {label}" for (name, label), sample in pairs.items() if labels.get(name) != label]
-    elif all(_WORDNET_ID.match(f"{name}/") for name, _ in pairs):
-        classes = [name for _, name in sorted((label, name) for name, label in pairs)]
-        uses = Counter(word for pair in pairs for word in pair)
-        wrong = [f"{sample} has label {pair[1]}" for pair, sample in pairs.items() if uses[pair[0]] + uses[pair[1]] > 2]
+        known = {(name, label) for label, name in enumerate(classes)}
+        wrong = [f"{sample} has label {pair[1]}" for pair, sample in pairs.items() if pair not in known]
+    elif all(name for name, _ in pairs):
+        by_name: dict[str, int] = {}
+        by_label: dict[int, str] = {}
+        for (name, label), sample in pairs.items():
+            if by_name.setdefault(name, label) != label or by_label.setdefault(label, name) != name:
+                wrong.append(f"{sample} has label {label}")
+        classes = [by_label[label] for label in sorted(by_label)]
     else:
         classes = [str(label) for label in sorted({label for _, label in pairs})]
     if wrong:

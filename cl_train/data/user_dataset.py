@@ -44,7 +44,7 @@ def load_datasets(name: str | None, image_size: int, val_size: int) -> UserDatas
 
     Raises ConfigError if the function is missing or fails, or its results have no length, no samples or no classes.
     """
-    assert name is not None, "config/combinations.py requires data.dataset"
+    assert name is not None, "config/rules.py requires data.dataset"
     function = user_function("data.dataset", name)
     built = []
     for split, size in (("train", image_size), ("val", val_size)):

@@ -7,12 +7,14 @@ Nothing is extracted to a path that an archive names: a member must be a regular
 is written to a path computed here. Anything else is an error.
 """
 
+import gzip
 import os
 import re
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
+from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -20,27 +22,28 @@ from tqdm import tqdm
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.tar import open_tar, read_member, regular_files
-from cl_train.imagenet.devkit import validation_labels
-from cl_train.imagenet.output_folder import write_image
-from cl_train.system.locks import lock_file
+from cl_train.imagenet.resumable import SETTINGS, record_settings, resumable_folder, write_image
 
-CLASSES, TRAIN_IMAGES, VAL_IMAGES = 1000, 1_281_167, 50_000
-DONE = ".done"  # in a completed class folder and in a completed val/; its content is the number of images
 _PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it
-
 _CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 _TRAIN_IMAGE = re.compile(r"(n\d{8})_\d+\.JPEG")
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+_GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_MAX_KIT_BYTES = 64 * 2**20  # unpacked, 2 MB; more is a decompression bomb
+_WNID = re.compile(r"n\d{8}")
 Members = list[tuple[tarfile.TarInfo, re.Match[str]]]
 
 
-def unpack(out: Path, train: Path | None, val: Path | None, devkit: Path | None) -> dict[str, int]:
+def unpack(
+    out: Path, train: Path | None, val: Path | None, devkit: Path | None, *, overwrite: bool = False
+) -> dict[str, int]:
     """Make `out/train` and `out/val`. After an interruption, call it again to continue.
 
     Args:
         train: ILSVRC2012_img_train.tar.
         val: ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved.
         devkit: see `validation_labels`; needed for val.
+        overwrite: `out` may hold other files, but no classes of the training images.
 
     Returns:
         The number of images in each requested split.
@@ -54,36 +57,21 @@ def unpack(out: Path, train: Path | None, val: Path | None, devkit: Path | None)
         problems.append("nothing to do: give train=ILSVRC2012_img_train.tar or val=ILSVRC2012_img_val.tar, or both")
     if val is not None and devkit is None:
         problems.append("val=... needs devkit=ILSVRC2012_devkit_t12.tar.gz: the validation archive has no labels")
+    unknown = [] if train is None or (out / SETTINGS).exists() else sorted(out.glob("train/n????????"))
+    if unknown:
+        problems.append(f"{unknown[0]} was made by another program and may lack images: move the classes away")
     if problems:
         raise ConfigError(problems)
+    labels = validation_labels(devkit) if devkit is not None else []
     counts = {}
-    if train is not None:
-        with _folder(out / "train") as folder:
-            counts["train"] = _unpack_train(train, folder)
-    if val is not None and devkit is not None:
-        labels = validation_labels(devkit)
-        with _folder(out / "val") as folder:
-            counts["val"] = done_count(folder) or _place_val(val, labels, folder)
+    sorts_in_place = val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
+    with resumable_folder(out, overwrite=overwrite or sorts_in_place):
+        record_settings(out, {"task": "tars"})
+        if train is not None:
+            counts["train"] = _unpack_train(train, out / "train")
+        if val is not None:
+            counts["val"] = _place_val(val, labels, out / "val")
     return counts
-
-
-def done_count(folder: Path) -> int | None:
-    """The number of images of a folder that this program completed; None for an incomplete or a foreign folder."""
-    try:
-        return int((folder / DONE).read_text(encoding="ascii"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-
-
-@contextmanager
-def _folder(folder: Path) -> Iterator[Path]:
-    """Create and lock the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock_file(folder.parent / f".{folder.name}.lock", waiting_for=str(folder)):
-            yield folder
-    except PermissionError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
 
 
 def _unpack_train(archive: Path, folder: Path) -> int:
@@ -91,25 +79,20 @@ def _unpack_train(archive: Path, folder: Path) -> int:
         members = _official_members(outer, str(archive), _CLASS_TAR)
         if not members:
             raise ConfigError(f"{archive}: no class archives (n01440764.tar, ...); is it ILSVRC2012_img_train.tar?")
-        waiting = [(member, match[1]) for member, match in members if done_count(folder / match[1]) is None]
-        if unknown := [wnid for _, wnid in waiting if (folder / wnid).exists()]:
-            raise ConfigError(
-                f"{folder} already has {len(unknown)} class folders that this program did not complete, such as"
-                f" {unknown[0]}. They may lack images: move them away, or leave out train= and run verify"
-            )
-        _check_space(folder, sum(member.size for member, _ in waiting))
+        waiting = [(member, match[1]) for member, match in members if not (folder / match[1]).exists()]
+        _check_space(folder.parent, sum(member.size for member, _ in waiting))
         for member, wnid in tqdm(waiting, "train", unit="class", disable=None):
             stream = outer.extractfile(member)
             assert stream is not None
             _unpack_class(stream, f"{archive}: {member.name}", wnid, folder)
-    return sum(done_count(folder / match[1]) or 0 for _, match in members)
+    return sum(len(os.listdir(folder / match[1])) for _, match in members)
 
 
 def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None:
     """Unpack one class; `folder/wnid` is created only when it is complete."""
     partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial.mkdir(parents=True)
     try:
         with open_tar(stream, what) as archive:
             members = _official_members(archive, what, _TRAIN_IMAGE)
@@ -119,45 +102,40 @@ def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None
                 (partial / match[0]).write_bytes(read_member(archive, member, what))
         if not members:
             raise ConfigError(f"{what}: no images")
-        (partial / DONE).write_text(f"{len(members)}\n", encoding="ascii")
         os.replace(partial, folder / wnid)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # after an error; the disk may be full
+    finally:  # after an error; the disk may be full
+        shutil.rmtree(partial, ignore_errors=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _place_val(source: Path, labels: list[str], folder: Path) -> int:
     """Sort the flat validation images into class folders: copied from the archive, or moved from a folder."""
-    for wnid in set(labels):
-        (folder / wnid).mkdir(exist_ok=True)
-    paths = [folder / wnid / f"ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1)]
 
     def target(match: re.Match[str]) -> Path:
         number = int(match[1])
-        if not 1 <= number <= len(paths):
-            raise ConfigError(f"{source}: image number {number}, but there are {len(paths)} labels")
-        return paths[number - 1]
+        if not 1 <= number <= len(labels):
+            raise ConfigError(f"{source}: image number {number}, but there are {len(labels)} labels")
+        return folder / labels[number - 1] / match[0]
 
     if source.is_dir():
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
             match = _VAL_IMAGE.fullmatch(entry.name)
             if match and entry.is_file(follow_symlinks=False):
-                os.rename(entry.path, target(match))
+                path = target(match)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(entry.path, path)
     else:
-        _unpack_val(source, target, folder)
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise ConfigError(f"{source}: {len(missing)} of {len(paths)} images are missing, such as {missing[0]}")
-    (folder / DONE).write_text(f"{len(labels)}\n", encoding="ascii")
-    return len(labels)
-
-
-def _unpack_val(source: Path, target: Callable[[re.Match[str]], Path], folder: Path) -> None:
-    with open_tar(source, str(source)) as archive:
-        members = _official_members(archive, str(source), _VAL_IMAGE)
-        _check_space(folder, sum(member.size for member, _ in members))
-        for member, match in tqdm(members, "val", unit="image", disable=None):
-            path = target(match)
-            if not path.exists():
+        with open_tar(source, str(source)) as archive:
+            members = _official_members(archive, str(source), _VAL_IMAGE)
+            waiting = [(member, path) for member, match in members if not (path := target(match)).exists()]
+            _check_space(folder.parent, sum(member.size for member, _ in waiting))
+            for member, path in tqdm(waiting, "val", unit="image", disable=None):
                 write_image(path, read_member(archive, member, str(source)))
+    names = (f"{wnid}/ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ConfigError(f"{source}: {len(missing)} of {len(labels)} images are missing, such as {missing[0]}")
+    return len(labels)
 
 
 def _official_members(archive: tarfile.TarFile, what: str, pattern: re.Pattern[str]) -> Members:
@@ -176,3 +154,51 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(f"{folder}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed")
+
+
+# --- the development kit ----------------------------------------------------------------------------------------------
+
+
+def synsets() -> list[str]:
+    """The 1,000 WordNet ids; ILSVRC2012_ID 1 comes first. This is not their alphabetical order."""
+    return (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
+
+
+def validation_labels(source: Path) -> list[str]:
+    """The WordNet id of validation image 1, 2, 3, ...
+
+    Args:
+        source: ILSVRC2012_devkit_t12.tar.gz, the folder it was unpacked to, or a text file with one label per line:
+            ILSVRC2012_ID (1 to 1000) or WordNet id.
+
+    Raises ConfigError if it is none of these, or damaged.
+    """
+    try:
+        lines = _ground_truth(source).decode("ascii").split()
+    except (OSError, EOFError, zlib.error, UnicodeError) as error:
+        raise ConfigError(f"devkit={source}: cannot be read ({type(error).__name__}: {error})") from error
+    if not lines:
+        raise ConfigError(f"devkit={source}: no labels")
+    known = synsets()
+    labels = [known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines]
+    bad = next((label for label in labels if not _WNID.fullmatch(label)), None)
+    if bad is not None:
+        raise ConfigError(f"devkit={source}: {bad[:40]!r} is neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id")
+    return labels
+
+
+def _ground_truth(source: Path) -> bytes:
+    if source.is_file() and source.suffix == ".txt":
+        return source.read_bytes()
+    if source.is_dir():
+        inner = source / "ILSVRC2012_devkit_t12"
+        return ((inner if inner.is_dir() else source) / _GROUND_TRUTH).read_bytes()
+    with gzip.open(source) as packed:
+        content = packed.read(_MAX_KIT_BYTES + 1)
+    if len(content) > _MAX_KIT_BYTES:
+        raise ConfigError(f"devkit={source}: more than {_MAX_KIT_BYTES >> 20} MiB unpacked: not the official kit")
+    with open_tar(BytesIO(content), f"devkit={source}") as archive:
+        for member in regular_files(archive, f"devkit={source}"):
+            if member.name.endswith("/" + _GROUND_TRUTH):
+                return read_member(archive, member, f"devkit={source}")
+    raise ConfigError(f"devkit={source}: has no {_GROUND_TRUTH}; expected ILSVRC2012_devkit_t12.tar.gz")

@@ -1,9 +1,10 @@
-"""From the Hugging Face parquet copy of ImageNet to a folder of images or to tar shards. Needs pyarrow.
+"""From Hugging Face parquet files, of ImageNet or of an own data set, to a folder of images or to tar shards.
 
-Columns: `image`, a struct of `bytes` and `path`, and `label`. Files: `train-*.parquet` and `validation-*.parquet`;
-`test-*.parquet` has no labels and is skipped.
+Columns: an image, a struct of `bytes` and `path`, and an integer label. `datasets` writes the bytes of downloaded
+images, and only the paths of local ones. Needs pyarrow.
 """
 
+import json
 import os
 import re
 from collections import Counter
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.decode import PNG_MAGIC
-from cl_train.data.shards import MANIFEST
-from cl_train.imagenet.output_folder import output_folder, write_image
-from cl_train.imagenet.shards import sample_name, write_shard
+from cl_train.data.decode import PNG_MAGIC, BadImage, Encoded, read_file
+from cl_train.data.shards import MANIFEST, split_of
+from cl_train.data.source import listed
+from cl_train.imagenet.resumable import record_settings, resumable_folder, write_image
+from cl_train.imagenet.shards import sample_name, shard_name, write_shard
 from cl_train.system.files import write_json
 from cl_train.system.process_pool import map_in_processes
 
@@ -24,31 +27,46 @@ _ROWS = 64  # read at once
 
 
 @dataclass(frozen=True)
+class _Table:
+    """What a file holds beside the pixels: `label_names` is empty if the file has no names for its labels."""
+
+    image_column: str
+    label_column: str
+    label_names: tuple[str, ...]
+    labels: list[int]
+    names: list[str]
+
+
+@dataclass(frozen=True)
 class _File:
-    """A parquet file with the rows of its split that come before it, and its labels and image names."""
+    """A parquet file and the rows of its split that come before it."""
 
     path: Path
     split: str
     shard: str
     first_row: int
-    labels: list[int]
-    names: list[str]
+    table: _Table
 
 
-def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None) -> dict[str, int]:
+def unpack_parquet(
+    root: Path, out: Path, *, to: str, workers: int | None = None, overwrite: bool = False
+) -> dict[str, int]:
     """Write `out/{train,val}/<class>/<name>.JPEG` (`to="folder"`), or one shard for each parquet file (`to="shards"`),
     with the same bytes; returns the number of images in each split.
 
-    Classes are WordNet ids if the image names end in them, else numbers. Call it again to continue after an
-    interruption.
+    Classes are named by the WordNet ids that image names end in, else by the file's ClassLabel, else by number. Call it
+    again to continue after an interruption.
 
     Raises:
-        ConfigError: pyarrow or the files are missing, a file is damaged or has other columns, duplicate names.
+        ConfigError: pyarrow or the files are missing, a file is damaged or has other columns, duplicate names, labels
+            without images, or an unusable `out`.
         RuntimeError: a worker process died.
     """
-    files = _files(root, workers)
-    classes = _class_names(files)
-    with output_folder(out, {"parquet": [[file.path.name, len(file.labels)] for file in files], "to": to}):
+    with resumable_folder(out, overwrite=overwrite):
+        files = _files(root, workers)
+        classes = _class_names(files)
+        names = [[file.path.name, len(file.table.labels)] for file in files]
+        record_settings(out, {"task": "parquet", "files": names, "to": to})
         write = partial(_write_shard if to == "shards" else _write_images, out, classes)
         counts = list(map_in_processes(write, files, workers, description=to, unit="file"))
         if to == "shards":
@@ -62,51 +80,77 @@ def unpack_parquet(root: Path, out: Path, *, to: str, workers: int | None = None
 
 def _files(root: Path, workers: int | None) -> list[_File]:
     files: list[_File] = []
-    for split, pattern in (("train", r"train\b"), ("val", r"val(idation)?\b")):
-        paths = sorted(path for path in root.rglob("*.parquet") if re.match(pattern, path.name))
+    for split in ("train", "val"):
+        paths = sorted(path for path in root.rglob("*.parquet") if split_of(path.name) == split)
         expected = re.search(r"-of-(\d+)", paths[0].name) if paths else None
         if expected and int(expected[1]) != len(paths):
             raise ConfigError(f"'{root}' has {len(paths)} of {int(expected[1])} {split} files")
-        contents = map_in_processes(_labels_and_names, paths, workers, description=f"{split} labels", unit="file")
         row = 0
-        for number, (path, (labels, names)) in enumerate(zip(paths, contents, strict=True)):
-            files.append(_File(path, split, f"imagenet-{split}-{number:06d}.tar", row, labels, names))
-            row += len(labels)
+        tables = map_in_processes(_read_table, paths, workers, description=f"{split} labels", unit="file")
+        for number, (path, table) in enumerate(zip(paths, tables, strict=True)):
+            files.append(_File(path, split, shard_name(root, split, number), row, table))
+            row += len(table.labels)
     if not files:
-        raise ConfigError(f"'{root}' has no files train-*.parquet or validation-*.parquet")
+        raise ConfigError(f"'{root}' has no files *train*.parquet or *validation*.parquet")
     return files
 
 
-def _labels_and_names(path: Path) -> tuple[list[int], list[str]]:
+def _read_table(path: Path) -> _Table:
     try:
+        import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise ConfigError("reading parquet files needs pyarrow: pip install 'cl-train[parquet]'") from None
     try:
-        table = pq.ParquetFile(path).read(columns=["label", "image.path"], use_threads=False).to_pydict()
-        labels, names = table["label"], [image["path"] or "" for image in table["image"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not a file with the columns image and label, or damaged ({error})") from None
+        file = pq.ParquetFile(path)
+        metadata = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features", {})
+        image, label = _column(features, "Image", "image"), _column(features, "ClassLabel", "label")
+        if not pa.types.is_integer(file.schema_arrow.field(label).type):
+            raise ValueError(f"its column {label} holds no integers")
+        table = file.read(columns=[label, f"{image}.path"], use_threads=False)
+        labels, names = table[label].to_pylist(), [row["path"] or "" for row in table[image].to_pylist()]
+        label_names = tuple(map(str, features.get(label, {}).get("names") or ()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a file with columns for image and label, or damaged ({error})") from None
     if None in labels or min(labels, default=0) < 0:
         raise ConfigError(f"{path}: rows without a label")
-    return labels, names
+    if label_names and max(labels, default=0) >= len(label_names):
+        raise ConfigError(f"{path}: label {max(labels)}, but only {len(label_names)} labels have a name")
+    return _Table(image, label, label_names, labels, names)
+
+
+def _column(features: dict[str, Any], kind: str, default: str) -> str:
+    """The name of the first column of this kind in the metadata that `datasets` writes."""
+    return next((name for name, feature in features.items() if feature.get("_type") == kind), default)
 
 
 def _class_names(files: list[_File]) -> list[str]:
     """By label. Raises ConfigError if a label has images of two WordNet ids, or an id two labels."""
-    names: dict[int, str] = {}
-    places: Counter[str] = Counter()
+    wnids: dict[int, str] = {}
+    used: set[int] = set()
+    label_names = files[0].table.label_names
     for file in files:
-        for label, name in zip(file.labels, file.names, strict=True):
-            wnid = re.search(r"(n\d{8})\.\w+$", name)
-            known = names.setdefault(label, wnid[1] if wnid else f"{label:04d}")
-            if wnid and known != wnid[1]:
-                raise ConfigError(f"{file.path}: {name} has label {label}, as have images of {known}")
-            if name:
-                places[f"{file.split}/{known}/{_stem(name, known)}"] += 1
-    classes = [names.get(label, f"{label:04d}") for label in range(1 + max(names))]
-    if len(set(classes)) < len(classes):
-        raise ConfigError("images of one WordNet id have several labels")
+        if file.table.label_names != label_names:
+            raise ConfigError(f"{file.path}: its labels have other names than those of {files[0].path}")
+        used.update(file.table.labels)
+        for label, name in zip(file.table.labels, file.table.names, strict=True):
+            if wnid := re.search(r"(n\d{8})\.\w+$", name):
+                known = wnids.setdefault(label, wnid[1])
+                if known != wnid[1]:
+                    raise ConfigError(f"{file.path}: {name} has label {label}, as have images of {known}")
+    if not label_names and max(used, default=0) >= len(used):
+        raise ConfigError(f"labels go up to {max(used, default=0)}, but only {len(used)} different ones occur")
+    names = [re.sub(r"[^\w ,()+-]", "_", name).strip() for name in label_names]
+    classes = [wnids.get(label, names[label] if names else f"{label:04d}") for label in range(len(names or used))]
+    if twice := [name for name, count in Counter(classes).items() if count > 1 or not name]:
+        raise ConfigError(f"several labels have one name: {listed(twice)}")
+    places = Counter(
+        f"{file.split}/{classes[label]}/{_stem(name, classes[label])}"
+        for file in files
+        for label, name in zip(file.table.labels, file.table.names, strict=True)
+        if name
+    )
     if twice := [place for place, count in places.items() if count > 1]:
         raise ConfigError(f"{len(twice)} names belong to two images, such as {twice[0]}")
     return classes
@@ -116,17 +160,27 @@ def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
     """(row in the split, label, file name, encoded image)"""
     import pyarrow.parquet as pq
 
-    row = 0
+    image, row = file.table.image_column, 0
     try:
-        for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=["image", "label"], use_threads=False):
+        for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=[image], use_threads=False):
             for record in batch.to_pylist():
-                data = record["image"]["bytes"]
-                if not data:
-                    raise ValueError(f"row {row} has no image")
-                yield file.first_row + row, record["label"], file.names[row], data
+                data = record[image]["bytes"] or _local_image(file.path.parent, file.table.names[row])
+                yield file.first_row + row, file.table.labels[row], file.table.names[row], data
                 row += 1
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file.path}: damaged ({error})") from None
+    except (OSError, ValueError, TypeError, KeyError, BadImage) as error:
+        raise ConfigError(f"{file.path}: damaged (row {row}: {error})") from None
+
+
+def _local_image(folder: Path, name: str) -> bytes:
+    """Raises BadImage. The content is checked, because the file was chosen by whoever wrote the table."""
+    if not name:
+        raise BadImage("no image")
+    try:
+        data = read_file(folder / name)
+        Encoded(data)
+    except BadImage as error:
+        raise BadImage(f"{name}: {error}") from None
+    return data
 
 
 def _write_shard(out: Path, classes: list[str], file: _File) -> int:
@@ -139,7 +193,7 @@ def _write_images(out: Path, classes: list[str], file: _File) -> int:
         suffix = ".png" if data.startswith(PNG_MAGIC) else ".JPEG"
         stem = _stem(name, classes[label]) or f"{row:08d}"
         write_image(out / file.split / classes[label] / f"{stem}{suffix}", data)
-    return len(file.labels)
+    return len(file.table.labels)
 
 
 def _stem(name: str, class_name: str) -> str:

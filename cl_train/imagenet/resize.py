@@ -4,6 +4,7 @@ Decoding is most of the loader's time and grows with the number of pixels, so a 
 second lossy compression, and small crops are enlarged from fewer pixels, so that training images are less sharp.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +15,9 @@ import simplejpeg
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
-from cl_train.data.folder import EXTENSIONS
+from cl_train.data.folder import EXTENSIONS, files_below
 from cl_train.data.transforms import resized
-from cl_train.imagenet.output_folder import output_folder, write_image
+from cl_train.imagenet.resumable import record_settings, resumable_folder, write_image
 from cl_train.system.process_pool import map_in_processes
 
 _DEFAULT_MAX_SIDE = 400
@@ -48,6 +49,7 @@ def resize_folder(
     short_side: int | None = None,
     quality: int = 90,
     workers: int | None = None,
+    overwrite: bool = False,
 ) -> ResizeReport:
     """Copy every image below `root` to the same name below `out`, smaller, in parallel.
 
@@ -60,7 +62,7 @@ def resize_folder(
         workers: processes; None = as many as cores.
 
     Raises:
-        ConfigError: no such folder, `out` inside it, or `out` started with other settings.
+        ConfigError: no such folder, a part of it that cannot be read, or an unusable `out`.
         RuntimeError: a worker process died.
     """
     problems = []
@@ -68,16 +70,15 @@ def resize_folder(
         problems.append("give either max_side or short_side, not both")
     if not root.is_dir():
         problems.append(f"'{root}' is not a folder")
-    elif out.resolve().is_relative_to(root.resolve()):
-        problems.append(f"out='{out}' lies inside '{root}'")
     if problems:
         raise ConfigError(problems)
     if not short_side:
         max_side = max_side or _DEFAULT_MAX_SIDE
     report = ResizeReport()
-    with output_folder(out, {"max_side": max_side, "short_side": short_side, "quality": quality}):
-        files = (path for path in root.rglob("*") if path.name.lower().endswith(EXTENSIONS))
-        names = sorted(str(path.relative_to(root)) for path in files)
+    with resumable_folder(out, overwrite=overwrite, outside=[root]):
+        record_settings(out, {"task": "resize", "max_side": max_side, "short_side": short_side, "quality": quality})
+        files = (os.path.join(below, name) for below, names in files_below(str(root)) for name in names)
+        names = sorted(os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS))
         copy = partial(_copy, root, out, partial(_smaller, max_side=max_side, short_side=short_side, quality=quality))
         for result in map_in_processes(copy, names, workers, description="resize", unit="img"):
             if result is None:

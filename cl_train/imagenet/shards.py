@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from cl_train.data.decode import PNG_MAGIC, BadImage
-from cl_train.data.folder import read_folder
+from cl_train.data.folder import VAL_NAMES, read_folder
 from cl_train.data.shards import MANIFEST, index_shard
 from cl_train.data.source import Indices, Split
-from cl_train.imagenet.output_folder import output_folder
+from cl_train.imagenet.resumable import record_settings, resumable_folder
 from cl_train.system.files import write_json
 from cl_train.system.process_pool import map_in_processes
 
@@ -22,9 +22,15 @@ Sample = tuple[str, int, bytes]  # name without suffix, label, encoded image
 
 
 def write_shards(
-    root: Path, out: Path, *, images_per_shard: int = 1000, seed: int = 0, workers: int | None = None
+    root: Path,
+    out: Path,
+    *,
+    images_per_shard: int = 1000,
+    seed: int = 0,
+    workers: int | None = None,
+    overwrite: bool = False,
 ) -> tuple[dict[str, int], list[str]]:
-    """Write `out/imagenet-{train,val}-NNNNNN.tar` and `shards.json` from the images of `root/train` and `root/val`.
+    """Write `out/<name of root>-{train,val}-NNNNNN.tar` and `shards.json` from the images of `root/{train,val}`.
 
     The classes are mixed over the shards. A shard gets its name when it is complete, and `shards.json` is written
     last; after an interruption, call it again to continue.
@@ -33,18 +39,20 @@ def write_shards(
         Images in each shard; files that cannot be read and were left out, with the reason.
 
     Raises:
-        ConfigError: `root` is not such a folder, or `out` was started with other images or settings.
+        ConfigError: `root` is not such a folder, or `out` cannot be used.
         RuntimeError: a worker process died.
     """
-    source = read_folder(root)
     images: dict[str, int] = {}
     bad: list[str] = []
-    settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}
-    with output_folder(out, settings):
+    outside = [root / name for name in ("train", *VAL_NAMES)]  # a new folder there would become a class
+    with resumable_folder(out, overwrite=overwrite, outside=outside):
+        source = read_folder(root)
+        settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}
+        record_settings(out, {"task": "shards", **settings})
         for name, split in (("train", source.train), ("val", source.val)):
             order = np.random.default_rng(seed).permutation(len(split))
             count = -(-len(split) // images_per_shard)
-            shares = [(f"imagenet-{name}-{number:06d}.tar", order[number::count]) for number in range(count)]
+            shares = [(shard_name(root, name, number), order[number::count]) for number in range(count)]
             write = partial(_write_share, out, split, source.classes)
             results = map_in_processes(write, shares, workers, description=name, unit="shard")
             for (shard, _), (written, unreadable) in zip(shares, results, strict=True):
@@ -70,6 +78,11 @@ def _write_share(
                 yield sample_name(classes[label], index, split.name(index)), label, data
 
     return write_shard(out / share[0], samples()), bad
+
+
+def shard_name(root: Path, split: str, number: int) -> str:
+    """Named after the folder that the images come from."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', root.resolve().name)}-{split}-{number:06d}.tar"
 
 
 def sample_name(class_name: str, index: int, file_name: str) -> str:

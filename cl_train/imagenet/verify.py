@@ -8,11 +8,11 @@ from pathlib import Path
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
-from cl_train.data.folder import EXTENSIONS, why_no_image
+from cl_train.data.folder import EXTENSIONS, files_below
 from cl_train.data.source import listed
-from cl_train.imagenet.archives import CLASSES, DONE, TRAIN_IMAGES, VAL_IMAGES, done_count
 from cl_train.system.process_pool import map_in_processes
 
+CLASSES, TRAIN_IMAGES, VAL_IMAGES = 1000, 1_281_167, 50_000
 _SHOWN = 10
 
 
@@ -31,12 +31,11 @@ class Report:
 
 @dataclass(frozen=True)
 class _Class:
-    """One class folder. bad: files with the reason. missing: files deleted since the folder was created."""
+    """One class folder. bad: files with the reason."""
 
     name: str
     images: int
     bad: list[str]
-    missing: int
 
 
 def verify(root: Path, *, deep: bool = False, official_counts: bool = True, workers: int | None = None) -> Report:
@@ -47,7 +46,7 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
         official_counts: 1,000 classes, 1,281,167 and 50,000 images are expected.
         workers: processes; None = as many as cores.
 
-    Raises ConfigError if there is no such folder, RuntimeError if a worker process died.
+    Raises ConfigError if there is no such folder or one cannot be read, RuntimeError if a worker process died.
     """
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
     if absent:
@@ -65,26 +64,24 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
 
 def _check_class(path: str, deep: bool) -> _Class:
     images, bad = 0, []
-    for folder, folders, names in os.walk(path):
-        folders.sort()
-        for file in (os.path.join(folder, name) for name in sorted(names) if name != DONE):
-            if reason := _why_unusable(file, deep):
-                bad.append(f"{file}: {reason}")
-            else:
+    for folder, names in files_below(path):
+        for file in (os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")):
+            try:
+                _check_image(file, deep)
                 images += 1
-    return _Class(os.path.basename(path), images, bad, max(0, (done_count(Path(path)) or 0) - images - len(bad)))
+            except BadImage as error:
+                bad.append(f"{file}: {error}")
+    return _Class(os.path.basename(path), images, sorted(bad))
 
 
-def _why_unusable(path: str, deep: bool) -> str | None:
+def _check_image(path: str, deep: bool) -> None:
+    """Raises BadImage."""
     if not path.lower().endswith(EXTENSIONS):
-        return f"its name does not end in {', '.join(EXTENSIONS)}"
-    if not deep:
-        return why_no_image(path, (JPEG_MAGIC, PNG_MAGIC))
-    try:
+        raise BadImage(f"its name does not end in {', '.join(EXTENSIONS)}")
+    if deep:
         Encoded(read_file(path)).decode()
-    except BadImage as error:
-        return str(error)
-    return None
+    elif not read_file(path, first=8).startswith((JPEG_MAGIC, PNG_MAGIC)):
+        raise BadImage("not an image: its first bytes are of another format")
 
 
 def _problems(found: dict[str, list[_Class]], images: dict[str, int], official_counts: bool) -> Iterator[str]:
@@ -98,8 +95,5 @@ def _problems(found: dict[str, list[_Class]], images: dict[str, int], official_c
             yield f"{len(only)} classes are in {split} only: {listed(only)}"
         if empty := [item.name for item in classes if not item.images]:
             yield f"{split}: {len(empty)} classes have no image: {listed(empty)}"
-        if lost := [item for item in classes if item.missing]:
-            count = sum(item.missing for item in lost)
-            yield f"{split}: {count} files were deleted after unpacking, for example in {lost[0].name}"
         if bad := [file for item in classes for file in item.bad]:
             yield "\n  ".join([f"{split}: {len(bad)} files are not usable images:", *bad[:_SHOWN]])

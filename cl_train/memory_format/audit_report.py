@@ -163,7 +163,7 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 
     def cell(value: object) -> str:
         text = "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
-        return text.replace("|", "\\|")
+        return text.replace("|", "\\|").replace("\n", " ")
 
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

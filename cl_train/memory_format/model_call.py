@@ -94,18 +94,54 @@ def random_state_restored(device: torch.device) -> Iterator[None]:
 
 
 class BufferBackup:
-    """Copies of the models' buffers (BatchNorm statistics) on their device.
+    """The last good values of the models' buffers (BatchNorm statistics), on their device.
 
     A skipped update does not change the weights, but NaN activations have already changed the running statistics.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         self._models = nn.ModuleList(models)
-        self.update()
+        self._copy()
 
     @torch.no_grad()
-    def update(self) -> None:
-        self._copies = {name: buffer.clone() for name, buffer in self._models.named_buffers()}
+    def _copy(self) -> None:
+        """By dtype and device: the names of buffers, their good values, and room for their present ones."""
+        self._copies: dict[str, torch.Tensor] = {}
+        self._groups: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
+        by_kind: dict[object, dict[str, torch.Tensor]] = {}
+        for name, buffer in self._models.named_buffers():
+            if _is_dense(buffer):
+                by_kind.setdefault((buffer.dtype, buffer.device), {})[name] = buffer
+            else:
+                self._copies[name] = buffer.clone()
+        for buffers in by_kind.values():
+            good = torch.cat([buffer.flatten() for buffer in buffers.values()])
+            self._copies |= zip(buffers, _views(good, list(buffers.values())), strict=True)
+            self._groups.append((list(buffers), good, torch.empty_like(good)))
+
+    @torch.no_grad()
+    def settle(self, is_bad: torch.Tensor) -> None:
+        """Restore the good values if the bool [] `is_bad`, else the present ones become good.
+
+        The device decides; the host waits for it only if a buffer was replaced by one of another shape or dtype.
+        """
+        buffers = dict(self._models.named_buffers())
+        names_to_write = {name for names, *_ in self._groups for name in names}
+        if any(
+            name not in buffers
+            or not _is_alike(buffers[name], copy)
+            or (name in names_to_write and not _is_dense(buffers[name]))
+            for name, copy in self._copies.items()
+        ):
+            if is_bad:
+                self.restore()
+            self._copy()
+            return
+        for names, good, present in self._groups:  # a launch for each, instead of one for each buffer
+            own = [buffers[name] for name in names]
+            torch._foreach_copy_(_views(present, own), own)
+            torch.where(is_bad, good, present, out=good)
+            torch._foreach_copy_(own, _views(good, own))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -117,11 +153,26 @@ class BufferBackup:
             copy = self._copies.get(name)
             if copy is None or buffer.is_meta:
                 continue
-            if (buffer.shape, buffer.dtype, buffer.device) != (copy.shape, copy.dtype, copy.device):
+            if not _is_alike(buffer, copy):
                 module, _, attribute = name.rpartition(".")
                 setattr(self._models.get_submodule(module), attribute, copy.clone())
             elif buffer.layout != torch.strided or not torch.equal(buffer, copy):
                 buffer.copy_(copy)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it can be written: not expanded, not sparse, and with values."""
+    return tensor.layout == torch.strided and not tensor.is_meta and 0 not in tensor.stride()
+
+
+def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+
+
+def _views(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive parts of `flat` in the shapes of `tensors`."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 @contextmanager

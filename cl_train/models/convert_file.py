@@ -98,13 +98,27 @@ def load_model(
 
     Raises ConfigError: see `read_weights` and `read_program`; weights without a model.
     """
-    saved = read_saved(file_or_run, model, trust=trust)
-    found = _runnable(saved)
-    if found is None:
-        raise ConfigError(f"{file_or_run}: holds weights only: {_NO_MODEL}")
+    found, card, _ = load_saved(file_or_run, model, trust=trust)
+    return found, card.preprocessing, card.classes
+
+
+def load_saved(
+    source: str | Path,
+    model_name: str | None = None,
+    weights: str | None = None,
+    *,
+    memory_format: torch.memory_format | None = None,
+    trust: bool = False,
+) -> tuple[nn.Module, ModelCard, torch.memory_format]:
+    """As `load_model`, in `memory_format` (None: the recorded one); also the zoo's model `source` with `weights`."""
+    saved = read_saved(source, model_name, weights, trust=trust)
+    model = _runnable(saved)
+    if model is None:
+        raise ConfigError(f"{source}: holds weights only: {_NO_MODEL}")
     named = {name: memory_format for memory_format, name in MEMORY_FORMAT_NAMES.items()}
-    convert(found, memory_format=named.get(str(saved.card.memory_format), torch.contiguous_format))
-    return found, saved.card.preprocessing, saved.card.classes
+    memory_format = memory_format or named.get(str(saved.card.memory_format), torch.contiguous_format)
+    convert(model, memory_format=memory_format)
+    return model, saved.card, memory_format
 
 
 def convert_file(

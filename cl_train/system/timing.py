@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -33,3 +34,29 @@ def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -
         event.record()
     events[-1].synchronize()
     return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]
+
+
+class DeviceClock:
+    """Marks in the work that a device was given, and the seconds between them.
+
+    A GPU reaches a mark (a CUDA event) later than the host sets it. On a CPU a mark is a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # blocking: a waiting host leaves its core free
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """Block the host until the device has reached `mark`."""
+        if self._is_cuda:
+            mark.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks that the device has reached."""
+        return start.elapsed_time(end) / 1000 if self._is_cuda else end - start

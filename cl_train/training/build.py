@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cl_train.comparison.auto import choose_memory_format
-from cl_train.config.combinations import graph_conflict
+from cl_train.config.rules import graph_conflict
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import size_schedule

@@ -79,6 +79,21 @@ def predictions(
         whatever `loss=` is), and 1 if the target is among the five most probable classes.
     """
     rows = [torch.empty(0, 5, dtype=torch.float64, device=device)]
+    for logits, targets in outputs(model, batches, precision, flip=flip):
+        loss = nn.functional.cross_entropy(logits, targets, reduction="none")
+        labels, best = labels_and_top5(logits, targets)
+        probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
+        in_top5 = (best == labels.unsqueeze(1)).any(1)
+        columns = (labels, best[:, 0], probability, loss, in_top5)
+        rows.append(torch.stack([column.double() for column in columns], 1))
+    return torch.cat(rows)
+
+
+@torch.no_grad()
+def outputs(
+    model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The logits, float32 [N, classes], and the targets of each batch, with `model` in eval mode; see `predictions`."""
     was_training = model.training
     model.eval()
     largest = 0
@@ -87,19 +102,12 @@ def predictions(
             continue
         largest = max(largest, len(batch.images))
         selection = nullcontext() if len(batch.images) == largest else without_autotuning()  # the last, partial batch
-        with autocast(precision, device), selection:
+        with autocast(precision, batch.images.device), selection:
             logits = logits_of(model(batch.images))
             if flip:
                 logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
-        logits = logits.float()
-        loss = nn.functional.cross_entropy(logits, batch.targets, reduction="none")
-        labels, best = labels_and_top5(logits, batch.targets)
-        probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
-        in_top5 = (best == labels.unsqueeze(1)).any(1)
-        columns = (labels, best[:, 0], probability, loss, in_top5)
-        rows.append(torch.stack([column.double() for column in columns], 1))
+        yield logits.float(), batch.targets
     model.train(was_training)
-    return torch.cat(rows)
 
 
 def _until_signal(

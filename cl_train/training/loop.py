@@ -5,7 +5,6 @@ After each step: log, save, stop, in this order. An epoch ends with a save and a
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
@@ -43,10 +42,10 @@ from cl_train.training.nonfinite import (
     find_nonfinite_steps,
 )
 from cl_train.training.profiling import profile
-from cl_train.training.records import read_records
-from cl_train.training.run_log import RunLog, console_line, describe_failure, duration, mean, progress_bar
-from cl_train.training.setup import Run, prepare_torch, set_up
-from cl_train.training.summary import best_evaluation, closing_lines, end_time, peak_memory_gib, speed
+from cl_train.training.records import finite_or_null, read_records
+from cl_train.training.run_log import RunLog, console_line, duration, mean, progress_bar
+from cl_train.training.setup import Run, Submitted, prepare_torch, set_up
+from cl_train.training.summary import RunResult, best_evaluation, closing_lines, end_time, peak_memory_gib, speed
 from cl_train.training.throughput import without_warmup
 from cl_train.training.trackers import build_tracker
 
@@ -75,18 +74,8 @@ def check_runs(runs: list[Config]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def run_and_log_failure(cfg: Config, folder: Path) -> int:
-    """`train`, with exit code 1 for the errors that it has logged in one line."""
-    try:
-        return train(cfg, folder)
-    except Exception as error:
-        if describe_failure(error) is None:
-            raise
-        return 1
-
-
-def train(cfg: Config, folder: Path) -> int:
-    """Run `cfg` with its records in `folder` (rank 0's). Returns the exit code: 0, or 128 + n after signal n.
+def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
+    """Run `cfg` with its records in `folder` (rank 0's), which name the `command` instead of the process's.
 
     Raises:
         ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
@@ -107,6 +96,7 @@ def train(cfg: Config, folder: Path) -> int:
         prepare_torch(dist, deterministic=cfg.deterministic)
         cfg = resolve_batch_size(cfg, dist)
         run = set_up(cfg, folder, dist, signals, stack)
+        run.summary["command"] = command or run.summary["command"]
         stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
         signals.__enter__()  # exited last (pushed first); until here, a signal ends the process at once
@@ -122,20 +112,20 @@ def train(cfg: Config, folder: Path) -> int:
             records: list[dict[str, Any]] = []  # of this epoch
             run.meter.start(plan.image_size_at(progress))
             while not plan.is_epoch_end(progress):
-                waiting_since = time.perf_counter()
-                micro_batches = list(islice(batches, plan.accumulate_steps))
-                wait_s = time.perf_counter() - waiting_since
-                set_lr(state.parts.optimizer, plan.lr_at(progress))
+                with run.meter.waiting():
+                    micro_batches = list(islice(batches, plan.accumulate_steps))
+                lr = plan.lr_at(progress)
+                set_lr(state.parts.optimizer, lr)
                 run.unlogged_steps.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
                     state.ema.update(state.model, state.parts.masters)
-                run.meter.tick(plan.global_batch_size, wait_s)
+                run.meter.tick(plan.global_batch_size)
                 profile_step()
                 bar.update(progress.step - bar.n)
 
                 if plan.is_log_due(progress):
-                    log_window(run, records, cfg.amp.min_scale)
+                    log_window(run, records, lr)
 
                 save_due = signals.save_requested or plan.is_save_due(progress, run.checkpoints.minutes_since_save())
                 # All ranks must stop or save at the same step. The cost: one all-reduce on the host per step.
@@ -143,6 +133,7 @@ def train(cfg: Config, folder: Path) -> int:
                 save_due = bool(save_flag)
                 if run.stop_signal or (save_due and not plan.is_epoch_end(progress)):
                     with run.meter.paused():
+                        log_submitted(run)
                         run.checkpoints.save(progress, run.unlogged_steps)
                 if run.stop_signal:
                     break
@@ -150,7 +141,8 @@ def train(cfg: Config, folder: Path) -> int:
             if not run.stop_signal:
                 end_epoch(run, records, save_due=save_due)
         bar.close()
-        return finish(run, evaluate_only=cfg.evaluate_only)
+        finish(run, evaluate_only=cfg.evaluate_only)
+        return RunResult(folder, finite_or_null(run.summary), 128 + run.stop_signal if run.stop_signal else 0)
 
 
 @contextmanager
@@ -159,6 +151,9 @@ def failure_in_summary(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if run.dist.world_size == 1:  # the other ranks may not take part
+            with suppress(RuntimeError):
+                log_submitted(run)
         run.summary["why"] = str(error).partition("\n")[0]
         with suppress(RuntimeError):  # after an error of the device, the loss scale cannot be read
             run.summary |= results(run) | end_time(run.summary["started"])
@@ -170,63 +165,93 @@ def failure_in_summary(run: Run) -> Iterator[None]:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-def log_window(run: Run, records: list[dict[str, Any]], min_loss_scale: float) -> None:
-    """Log the steps since the last log line, and decide on the non-finite ones.
+def log_window(run: Run, records: list[dict[str, Any]], lr: float) -> None:
+    """Submit the steps since the last log line for reading, and log those that were submitted before.
 
-    `records`: those of the epoch, to which the new one is added.
+    A GPU continues meanwhile: the numbers reach the host one line late. At the end of an epoch, before a checkpoint and
+    on a CPU the host waits for them.
+
+    Args:
+        records: those of the epoch, to which the new one will be added.
+        lr: of the last step.
 
     Raises TrainingFault: the run cannot continue.
     """
-    record, nonfinite = read_unlogged_steps(run)
-    run.unlogged_steps.clear()
-    run.records.append(record)
-    records.append(record)
-    run.writer.write("train", run.progress.step, record)
-    steps_left = run.plan.last_step - run.progress.step
-    log.info("%s", console_line(records, run.progress.step_in_epoch, run.plan.steps_per_epoch, steps_left))
-    check_loss_scale(record["loss_scale"], min_loss_scale, run.progress.step)
-    run.nonfinite.check(nonfinite)
-    if nonfinite:
-        run.buffer_backup.restore()
-    else:
-        run.buffer_backup.update()
+    submitted = submit_window(run, records, lr)
+    log_submitted(run)
+    run.submitted = submitted
+    if not reads_late(run.dist.device) or run.plan.is_epoch_end(run.progress):
+        log_submitted(run)
 
 
-def read_unlogged_steps(run: Run) -> tuple[dict[str, Any], list[NonFiniteStep]]:
-    """Read the steps since the last log line; the host waits for the device here.
+def reads_late(device: torch.device) -> bool:
+    """Whether the host would wait for the device by reading a log line at once."""
+    return device.type != "cpu"
 
-    One reduction over the ranks has the results of all of them.
 
-    Returns:
-        The record of the steps since the last log line, and the non-finite steps of every rank.
-    """
-    steps, dist, progress, scaler = run.unlogged_steps, run.dist, run.progress, run.state.parts.scaler
+def submit_window(run: Run, records: list[dict[str, Any]], lr: float) -> Submitted:
+    """Add up the steps since the last log line on the device, in one reduction over all ranks."""
+    steps, progress, scaler = run.unlogged_steps, run.progress, run.state.parts.scaler
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
-    bad_images = torch.tensor([run.data.bad_images.skipped], dtype=torch.float64)
-    bad_images = bad_images.to(dist.device, non_blocking=True)
-    totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), dist)
-    loss, correct1, correct5, skipped, skipped_images = totals.tolist()  # the host waits for the device
-    window = run.meter.window()
-    progress.skipped_steps += round(skipped / dist.world_size)
-    images = len(steps) * run.plan.global_batch_size
-    nonfinite: list[NonFiniteStep] = []
-    if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
-        losses, _, _, skips = rows.T.tolist()
-        first_step = progress.step - len(steps) + 1
-        own_steps = find_nonfinite_steps(losses, skips, first_step, dist.rank, scales_loss=scaler.is_enabled())
-        nonfinite = [step for steps_of_rank in gather_objects(own_steps, dist) for step in steps_of_rank]
+    bad_images = rows.new_full((1,), run.data.bad_images.skipped)
+    totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), run.dist)
+    is_bad = ~totals[0].isfinite()  # as `find_nonfinite_steps` decides, but without waiting for the device
+    run.buffer_backup.settle(is_bad if scaler.is_enabled() else is_bad | (totals[3] > 0))
+    if scaler.is_enabled():  # private, but `get_scale` waits for the device
+        scale = scaler._get_scale_async()
+        assert scale is not None
+        totals = torch.cat([totals, scale.double().view(1)])
+    totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
+    run.unlogged_steps = []
     record = {
         # Values that a resumed run may change; a comparison refuses runs in which they changed.
         **{name: run.summary[name] for name in ("memory_format", "precision", "world_size", "device_name")},
         "step": progress.step,
         "epoch": progress.epoch,
-        "loss": loss / (len(steps) * dist.world_size),
+        "lr": lr,
+    }
+    window, copied = run.meter.close(), run.meter.clock.mark()
+    return Submitted(record, records, progress.step_in_epoch, rows, totals, copied, window)
+
+
+def log_submitted(run: Run) -> None:
+    """Log the submitted window, if there is one, and decide on its non-finite steps; the host waits for its end.
+
+    Raises TrainingFault: the run cannot continue.
+    """
+    submitted, run.submitted = run.submitted, None
+    if submitted is None:
+        return
+    record, nonfinite = read_window(run, submitted)
+    run.records.append(record)
+    submitted.records.append(record)
+    run.writer.write("train", record["step"], record)
+    steps_left = run.plan.last_step - record["step"]
+    log.info("%s", console_line(submitted.records, submitted.step_in_epoch, run.plan.steps_per_epoch, steps_left))
+    check_loss_scale(record["loss_scale"], run.min_loss_scale, record["step"])
+    run.nonfinite.check(nonfinite)
+
+
+def read_window(run: Run, submitted: Submitted) -> tuple[dict[str, Any], list[NonFiniteStep]]:
+    """The record of a submitted window, and its non-finite steps on every rank."""
+    dist, steps = run.dist, len(submitted.rows)
+    run.meter.clock.wait(submitted.copied)
+    loss, correct1, correct5, skipped, skipped_images, *scale = submitted.totals.tolist()
+    run.progress.skipped_steps += round(skipped / dist.world_size)
+    nonfinite: list[NonFiniteStep] = []
+    if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
+        losses, _, _, skips = submitted.rows.T.tolist()
+        first_step = submitted.record["step"] - steps + 1
+        own_steps = find_nonfinite_steps(losses, skips, first_step, dist.rank, scales_loss=bool(scale))
+        nonfinite = [step for steps_of_rank in gather_objects(own_steps, dist) for step in steps_of_rank]
+    images = steps * run.plan.global_batch_size
+    record = submitted.record | {
+        "loss": loss / (steps * dist.world_size),
         "top1": 100 * correct1 / images,
         "top5": 100 * correct5 / images,
-        "lr": float(run.state.parts.optimizer.param_groups[0]["lr"]),  # a tensor if the step is a CUDA graph
-        **window,
-        "loss_scale": scaler.get_scale() if scaler.is_enabled() else None,
-        "skipped_steps": progress.skipped_steps,
+        **run.meter.measured(submitted.window),
+        "loss_scale": scale[0] if scale else None,
+        "skipped_steps": run.progress.skipped_steps,
         "skipped_images": int(skipped_images),
         "peak_memory_gib": peak_memory_gib(dist.device),
     }
@@ -319,8 +344,8 @@ def warn_if_loader_bound(run: Run, records: list[dict[str, Any]]) -> None:
 # --- at the end -------------------------------------------------------------------------------------------------------
 
 
-def finish(run: Run, *, evaluate_only: bool) -> int:
-    """Wait for the last checkpoint, write the summary, and return the exit code.
+def finish(run: Run, *, evaluate_only: bool) -> None:
+    """Wait for the last checkpoint and write the summary.
 
     Raises:
         CheckpointError: the last checkpoint could not be written.
@@ -344,7 +369,6 @@ def finish(run: Run, *, evaluate_only: bool) -> int:
     on_main(lambda: run.writer.finish(run.summary), run.dist)  # a launcher may kill rank 0 when others end
     for line in closing_lines(run.summary, run.folder):
         log.info("%s", line)
-    return 128 + run.stop_signal if run.stop_signal else 0
 
 
 def read_earlier_results(run: Run) -> None:

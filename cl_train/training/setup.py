@@ -38,6 +38,7 @@ from cl_train.system.environment import describe_environment, device_name, git_s
 from cl_train.system.launcher import cores_of_process
 from cl_train.system.machine_load import MachineLoad
 from cl_train.system.signals import StopRequest
+from cl_train.system.timing import DeviceClock
 from cl_train.training.build import build_train_state
 from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import NonFinitePolicy
@@ -45,10 +46,23 @@ from cl_train.training.progress import Plan, Progress
 from cl_train.training.records import RecordWriter, read_records
 from cl_train.training.run_state import TrainState
 from cl_train.training.summary import SCHEMA_VERSION
-from cl_train.training.throughput import ThroughputMeter
+from cl_train.training.throughput import ThroughputMeter, Window
 from cl_train.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """Steps between two log lines whose sums are on their way from the device to the host."""
+
+    record: dict[str, Any]  # the part that the host knows
+    records: list[dict[str, Any]]  # of the epoch
+    step_in_epoch: int
+    rows: torch.Tensor  # float64 [steps, 4] of this rank, on the device: loss, correct1, correct5, skipped
+    totals: torch.Tensor  # float64 [5 or 6] on the host: sums over steps and ranks, bad images, loss scale
+    copied: Any  # mark of the meter's clock: `totals` can be read
+    window: Window
 
 
 @dataclass
@@ -69,9 +83,11 @@ class Run:
     nonfinite: NonFinitePolicy
     buffer_backup: BufferBackup
     progress: Progress
-    unlogged_steps: list[StepResult]  # since the last log line
+    unlogged_steps: list[StepResult]  # not yet submitted for a log line
+    min_loss_scale: float
     summary: dict[str, Any]  # becomes summary.json
     records: list[dict[str, Any]] = field(default_factory=list)  # of this process; empty if nothing was trained
+    submitted: Submitted | None = None
     stop_signal: int = 0  # ends the run
     is_loader_checked: bool = False  # once per run, after the first epoch
 
@@ -122,12 +138,13 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         checkpoints=checkpoints,
         writer=writer,
         signals=signals,
-        meter=ThroughputMeter(cfg.warmup_steps),
+        meter=ThroughputMeter(cfg.warmup_steps, DeviceClock(dist.device)),
         machine_load=machine_load,
         nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
         buffer_backup=BufferBackup(state.model, *([state.ema.module] if state.ema else [])),
         progress=progress,
         unlogged_steps=unlogged_steps,
+        min_loss_scale=cfg.amp.min_scale,
         summary=summary,
     )
 

@@ -4,6 +4,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,25 @@ from cl_train.training.run_log import duration
 from cl_train.training.throughput import without_warmup
 
 SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended, and where it left its records."""
+
+    folder: Path
+    summary: dict[str, Any]  # the content of summary.json, or of evaluation.json
+    exit_code: int  # 0, or 128 + n if signal n stopped the run
+
+    @property
+    def top1(self) -> float | None:
+        """Percent of the validation images; None without an evaluation."""
+        return (self.summary["val"] or {}).get("top1")
+
+    @property
+    def images_per_s(self) -> float | None:
+        """The median over the windows after warm-up, with loading; None if nothing was trained."""
+        return (self.summary["images_per_s"]["end_to_end"] or {}).get("median")
 
 
 def peak_memory_gib(device: torch.device) -> float:

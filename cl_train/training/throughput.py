@@ -1,71 +1,132 @@
-"""Throughput in windows between log lines, without pauses.
+"""Throughput in windows between log lines, without pauses, on the device's clock.
+
+The host runs ahead of a GPU: its clock says when work was submitted, not when it was done.
 
 `images_per_s` in a summary keeps three speeds apart: `end_to_end` (real loader; what this meter measures), `compute`
 (one fixed batch on the device: data=synthetic) and `loader` (no model: always null, see cl-train loader_benchmark).
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cl_train.system.timing import DeviceClock
+
+LEAD_STEPS = 2  # that the device may be behind the host: enough to keep it busy; each holds a batch in memory
+
+
+@dataclass
+class Window:
+    """Steps between two log lines. Marks are those of `DeviceClock`."""
+
+    image_size: int
+    warmup: bool
+    start: Any
+    end: Any
+    steps: int = 0
+    images: int = 0
+    waited_s: float = 0.0  # without the steps that are still unsettled
+    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class _Step(NamedTuple):
+    """A step that the device may not have done yet, and the marks around the wait for its batch and at its end."""
+
+    window: Window
+    host_waited_s: float
+    idle_from: Any
+    begin: Any
+    end: Any
 
 
 class ThroughputMeter:
-    """Counts images between calls of `window`. Before each, the caller waits for the device.
+    """Counts images between calls of `close`.
 
     Args:
         warmup_steps: windows that begin within this many first steps, or first steps with another image size (which
             select other kernels or compile), are marked as warm-up.
-        clock: seconds, monotonic.
+        clock: of the device.
+        host_clock: seconds, monotonic.
     """
 
-    def __init__(self, warmup_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._warmup_steps = warmup_steps
+    def __init__(
+        self, warmup_steps: int, clock: DeviceClock, host_clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.clock, self._host_clock, self._warmup_steps = clock, host_clock, warmup_steps
         self._steps_before = self._image_size = 0
+        self._unsettled: deque[_Step] = deque()
         self.start(0)
 
     def start(self, image_size: int) -> None:
         """Begin a window where training starts or continues."""
         if image_size != self._image_size:
             self._image_size, self._steps_before = image_size, 0
-        self._started_at = self._clock()
-        self._paused_s = self._wait_s = 0.0
-        self._steps = self._images = 0
+        self._begin_window(self.clock.mark())
 
-    def tick(self, images: int, wait_s: float) -> None:
-        """Count one optimizer step over `images` (of all ranks) that waited `wait_s` seconds for its batches."""
-        self._steps += 1
-        self._images += images
-        self._wait_s += wait_s
+    def _begin_window(self, mark: Any) -> None:
+        self._idle_from = mark
+        self._window = Window(self._image_size, self._steps_before < self._warmup_steps, mark, mark)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for the batches of a step. Before it the host waits until the device is near enough."""
+        while len(self._unsettled) >= LEAD_STEPS:
+            self._settle(self._unsettled.popleft())
+        since = self._host_clock()
+        yield
+        self._host_waited_s, self._begin = self._host_clock() - since, self.clock.mark()
+
+    def tick(self, images: int) -> None:
+        """Count one optimizer step over `images` (of all ranks), which has been submitted."""
+        end = self.clock.mark()
+        self._unsettled.append(_Step(self._window, self._host_waited_s, self._idle_from, self._begin, end))
+        self._idle_from = self._window.end = end
+        self._window.steps += 1
+        self._window.images += images
+
+    def _settle(self, step: _Step) -> None:
+        """Count the wait for data of a step: the time in which the host waited and the device had nothing to do."""
+        self.clock.wait(step.end)
+        step.window.waited_s += min(step.host_waited_s, self.clock.seconds(step.idle_from, step.begin))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the block, such as saving a checkpoint."""
-        since = self._clock()
+        since = self.clock.mark()
         yield
-        self._paused_s += self._clock() - since
+        self._idle_from = self.clock.mark()
+        self._window.pauses.append((since, self._idle_from))
 
-    def window(self) -> dict[str, Any]:
-        """Close the window and begin the next. Returns this part of a training record:
+    def close(self) -> Window:
+        """Close the window and begin the next. The host does not wait."""
+        assert self._window.steps > 0, "an empty window"
+        closed = self._window
+        self._steps_before += closed.steps
+        self._begin_window(closed.end)
+        return closed
+
+    def measured(self, window: Window) -> dict[str, Any]:
+        """The part of a training record about a closed window; the host waits for its last step.
 
         `image_size` in pixels, `images` and `images_per_s` of all ranks, `seconds` without pauses, `step_ms`,
-        `data_wait_pct` (0-100, the share of the time in which this process waited for a batch), `warmup`.
+        `data_wait_pct` (0-100, the share of the time in which this process had no batch for an idle device), `warmup`.
         """
-        assert self._steps > 0, "an empty window"
-        seconds = max(self._clock() - self._started_at - self._paused_s, 1e-9)
-        window = {
-            "image_size": self._image_size,
-            "images": self._images,
+        while self._unsettled and self._unsettled[0].window is window:
+            self._settle(self._unsettled.popleft())
+        paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
+        seconds = max(self.clock.seconds(window.start, window.end) - paused_s, 1e-9)
+        return {
+            "image_size": window.image_size,
+            "images": window.images,
             "seconds": seconds,
-            "images_per_s": self._images / seconds,
-            "step_ms": 1000 * seconds / self._steps,
-            "data_wait_pct": 100 * min(self._wait_s / seconds, 1.0),
-            "warmup": self._steps_before < self._warmup_steps,
+            "images_per_s": window.images / seconds,
+            "step_ms": 1000 * seconds / window.steps,
+            "data_wait_pct": 100 * min(window.waited_s / seconds, 1.0),
+            "warmup": window.warmup,
         }
-        self._steps_before += self._steps
-        self.start(self._image_size)
-        return window
 
 
 def without_warmup(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

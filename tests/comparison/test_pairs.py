@@ -174,7 +174,7 @@ def test_a_loader_bound_pair_is_never_no_difference(tmp_path: Path) -> None:
 def test_equal_runs_can_be_compared(tmp_path: Path) -> None:
     pair = compare_two(run_of(tmp_path), run_of(tmp_path), "channels_last")
     assert pair.verdict == "inconclusive", "one run per side cannot show that there is no difference"
-    assert (pair.baseline, pair.candidate) == ("contiguous A", "contiguous B")
+    assert (pair.baseline, pair.candidate) == ("contiguous (run0)", "contiguous (run1)")
     pair = compare_pair([run_of(tmp_path)] * 5, [run_of(tmp_path, 100.5, channels_last="true")] * 5)
     assert pair.verdict == "no_difference"
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.comparison.chart import write_chart
+from cl_train.comparison.chart import Bar, write_chart
 from cl_train.comparison.pairs import compare_runs
 from cl_train.comparison.report import FailedJob, Report, as_markdown, compare_folders, verdict_sentence, write_report
 from cl_train.config.schema import ConfigError
@@ -74,21 +74,26 @@ def test_the_markdown_page(report: Report) -> None:
     text = as_markdown(report)
     assert "**faster**" in text and "**slower**" in text and "**not comparable**" in text
     assert "batch_size differs" in text
-    assert "| 3 | model=vgg11 | killed by SIGKILL |" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["3", "model=vgg11", "killed by SIGKILL"] in rows
     assert "precision bf16" in text
-    assert "cl-train[plot]" in text and "comparison.png" not in text
+    assert "comparison.png" not in text
     assert "comparison.png" in as_markdown(report, has_chart=True)
     table = [line.split("|") for line in text.splitlines() if line.startswith("| ") and "**" in line]
     assert [cells[4].strip() for cells in table] == ["1", "1", "1"], "runs per side, of a pair without a verdict too"
+    assert [("untrusted" in cells[3]) for cells in table] == [False, False, True], "the ratio is shown all the same"
+    assert [cells[6].strip() for cells in table] == ["90.00 / 91.00"] * 3, "the accuracy of both sides"
 
 
-def test_the_chart_shows_each_verdict_in_its_colour(report: Report, tmp_path: Path) -> None:
+def test_the_chart_shows_each_verdict_in_its_colour(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert write_chart(report.pairs, ["resnet18", "vit_b_16", "alexnet"], tmp_path / "chart.png")
+    bars = [Bar("resnet18", (1.5, 1.4, 1.6), "faster", "1.50x"), Bar("vit", (0.8, 0.7, 0.9), "slower", "0.80x")]
+    sides = ("contiguous", "channels_last")
+    assert write_chart({"": bars, "bf16": bars}, "Speed", sides, tmp_path / "chart.png")
     with Image.open(tmp_path / "chart.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(maxcolors=1_000_000) or []}
-    assert (0, 0x72, 0xB2) in colours and (0xD5, 0x5E, 0) in colours
-    assert not write_chart([], [], tmp_path / "none.png")
+    assert {(0x1B, 0x78, 0x37), (0x76, 0x2A, 0x83)} <= colours
+    assert not write_chart({"": []}, "Speed", sides, tmp_path / "none.png")
 
 
 def test_without_matplotlib_the_tables_are_written(
@@ -121,30 +126,47 @@ def test_tensorboard_has_one_run_per_side_the_text_the_chart_and_a_table(report:
     assert {"custom_scalars__config__", "comparison/text_summary"} <= set(root.Tags()["tensors"])
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
         events = EventAccumulator(str(tmp_path / side)).Reload()
-        points = events.Scalars("sides/speed/resnet18/median")
+        points = events.Scalars("versus/speed/resnet18/median")
         assert [point.step for point in points] == list(range(20, 140, 10))
         assert points[0].value == pytest.approx(speed, rel=0.01)
-        [low, high] = [events.Scalars(f"sides/speed/resnet18/{part}")[0].value for part in ("low", "high")]
+        [low, high] = [events.Scalars(f"versus/speed/resnet18/{part}")[0].value for part in ("low", "high")]
         assert low <= points[0].value <= high and low < high
-        assert events.Scalars("sides/loss/resnet18/median")
-    run = EventAccumulator(str(tmp_path / "run1")).Reload()
-    assert run.Scalars("summary/speed_up")[0].value == pytest.approx(1.5, rel=0.01)
+        assert events.Scalars("versus/loss/resnet18/median")
+    for name, speed_up in (("run1", 1.5), ("run5", None)):  # run5 has no partner
+        run = EventAccumulator(str(tmp_path / name)).Reload()
+        assert run.Scalars("whole_run/top1")[0].value == 91.0
+        found = [
+            round(point.value, 1) for tag in run.Tags()["scalars"] if "speed_up" in tag for point in run.Scalars(tag)
+        ]
+        assert found == ([speed_up] if speed_up else [])
+        assert not any(tag < "train" for tag in [*run.Tags()["scalars"], *root.Tags()["images"]])
 
 
 def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = folder_of(100.0).write(tmp_path / "a")
     second = folder_of(150.0, channels_last="true").write(tmp_path / "b")
-    assert [pair.verdict for pair in compare_folders([first, second], out=tmp_path / "out").pairs] == ["faster"]
-    assert capsys.readouterr().out.splitlines()[-1].endswith("comparison.md")
-    assert (tmp_path / "out" / "comparison.json").is_file()
+    before = sorted(tmp_path.rglob("*"))
+    assert [pair.verdict for pair in compare_folders([first, second], show_table=True).pairs] == ["faster"]
+    printed = capsys.readouterr().out
+    assert printed.count("1.50 times the speed") == 1 and "contiguous: a; channels_last: b" in printed
     assert [pair.verdict for pair in compare_folders([tmp_path]).pairs] == ["faster"], "a folder of runs"
+    [pair] = compare_folders([first, second], parity_failures={"resnet18": "layer1 differs"}).pairs
+    assert (pair.verdict, pair.notes[0]) == ("not_comparable", "layer1 differs")
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written without out="
+    compare_folders([first, second], out=tmp_path / "out")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("comparison.md")
+    assert (tmp_path / "out" / "comparison.json").is_file() and len(list(first.iterdir())) == 3
     (folder_of().write(tmp_path / "c") / "metrics.jsonl").write_text("")
     report = compare_folders([tmp_path])
     assert [pair.verdict for pair in report.pairs] == ["faster"]
     assert [job.overrides for job in report.failed] == ["c"]
-    [pair] = compare_folders([first, second], parity_failures={"resnet18": "layer1 differs"}).pairs
-    assert (pair.verdict, pair.notes[0]) == ("not_comparable", "layer1 differs")
     with pytest.raises(ConfigError):
         compare_folders([first, first])
     with pytest.raises(ConfigError):
         compare_folders([tmp_path / "nothing"])
+
+
+def test_runs_with_equal_settings_are_named_by_their_folders(tmp_path: Path) -> None:
+    folders = [folder_of().write(tmp_path / name / "run") for name in ("x", "y")]
+    [pair] = compare_folders(folders).pairs
+    assert {pair.baseline, pair.candidate} == {"contiguous (x/run)", "contiguous (y/run)"}

@@ -103,7 +103,7 @@ WRONG = [
     (["hydra.run.dir="], "needs a folder"),
     (["hydra.run.dir=${nosuch}"], "hydra.run.dir=${nosuch}: "),
     (["--experimental-rerun=file.pickle"], "no option --experimental-rerun"),
-    (["--config-dir=/tmp"], "no option --config-dir"),
+    (["--config-dir=/no/such"], "no such folder"),
     (["--epochs=3"], "settings have no dashes: epochs="),
     (["--modle=vgg11"], "did you mean model"),
     (["--modle"], "did you mean model"),

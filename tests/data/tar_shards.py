@@ -132,7 +132,7 @@ def silent_losses(root: Path) -> list[str]:
         for (name, content), (_, label) in zip(members[::2], members[1::2], strict=True)
     }
     try:
-        with patch("cl_train.data.index_cache.cache_folder", lambda: root / "cache"):
+        with patch("cl_train.data.source.cache_folder", lambda: root / "cache"):
             source = read_shards(root, workers=1)
     except ConfigError as error:
         return [] if str(root) in str(error) else [f"the message does not name the shard: {error}"]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cl_train.config.schema import DataConfig
-from cl_train.data import folder, index_cache
+from cl_train.data import folder
 from cl_train.data.folder import read_folder
+from cl_train.data.source import load_index
 from cl_train.system.files import cache_folder
 from tests.data.image_folders import write_folder
 
@@ -27,7 +28,7 @@ def stored():
 
 def loaded(path):
     split = partial(folder.FolderSplit, folder=path)
-    return index_cache.load(path, split, split)
+    return load_index(path, split, split)
 
 
 def fresh(root):

@@ -1,15 +1,16 @@
-"""The generated sample: always the same, like ImageNet's files, and not learnable from colour."""
+"""The generated sample: always the same, of ImageNet's proportions, not learnable from colour. Imagenette is found."""
 
 import multiprocessing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+import torchvision
 
+from cl_train.config.schema import ConfigError
 from cl_train.data.decode import Encoded
 from cl_train.data.folder import read_folder
-from cl_train.data.sample import PATTERNS, SampleSpec, ensure_sample, write_sample
+from cl_train.data.sample import FIRST_RUN, PATTERNS, SampleSpec, ensure_imagenette, ensure_sample, write_sample
 from tests.processes import LIMIT_S
 
 SMALL = SampleSpec(train_per_class=12, val_per_class=4, scale=0.25)
@@ -58,35 +59,32 @@ def test_an_unfinished_or_older_sample_is_made_again(tmp_path):
     assert (folder / "VERSION").stat().st_mtime_ns == marker
 
 
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+    (tmp_path / "sample/train/mine").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is not the sample data"):
+        ensure_sample(tmp_path / "sample", SMALL)
+    assert (tmp_path / "sample/train/mine").is_dir()
+
+
 @pytest.fixture(scope="module")
 def sample(cache_home):
-    return ensure_sample(cache_home / "cl_train" / "data" / "sample")
+    return ensure_sample(cache_home / "cl_train" / "data" / "sample", FIRST_RUN)
 
 
-@pytest.mark.slow
-def test_the_sample_has_imagenets_sizes_and_oddities(sample):
-    folder = read_folder(sample)
-    assert (len(folder.classes), len(folder.train), len(folder.val)) == (10, 1100, 220)
-    kinds: dict[str, int] = {}
-    sides, sizes = [], []
-    for index in range(len(folder.train)):
-        path = folder.train.name(index)
-        assert path.endswith(".JPEG")
-        with Image.open(path) as image:
-            kinds[f"{image.format} {image.mode}"] = kinds.get(f"{image.format} {image.mode}", 0) + 1
-            sides.append(image.size)
-        sizes.append(Path(path).stat().st_size)
-    assert kinds["PNG RGB"] == 1 and kinds["JPEG CMYK"] == 11 and kinds["JPEG L"] == 27
-    assert kinds["JPEG RGB"] == 1100 - 1 - 11 - 27
-    assert 80_000 < np.mean(sizes) < 120_000
-    widths, heights = np.array(sides).T
-    assert 440 < widths.mean() < 520 and 340 < heights.mean() < 430 and len(set(sides)) >= 9
+@pytest.mark.parametrize(("scale", "least", "most", "width"), [(1.0, 70_000, 120_000, 480), (0.32, 8_000, 14_000, 153)])
+def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, width):
+    write_sample(tmp_path, SampleSpec(train_per_class=3, val_per_class=0, scale=scale))
+    files = list(tmp_path.rglob("*.JPEG"))
+    assert len(files) == 30 and least < np.mean([path.stat().st_size for path in files]) < most
+    widths = [Encoded(path.read_bytes()).width for path in files]
+    assert len(set(widths)) >= 3 and abs(np.mean(widths) / width - 1) < 0.1
 
 
 @pytest.mark.slow
 def test_the_mean_colour_says_nothing_about_the_class(sample):
     """Least squares on the mean of each channel, of every other image: under 20 % of val (chance is 10 %)."""
     folder = read_folder(sample)
+    assert (len(folder.classes), len(folder.train), len(folder.val)) == (10, 1100, 220)
 
     def features(split):
         rows = []
@@ -98,3 +96,31 @@ def test_the_mean_colour_says_nothing_about_the_class(sample):
     weights, *_ = np.linalg.lstsq(features(folder.train), np.eye(10)[folder.train.labels[::2]], rcond=None)
     guesses = (features(folder.val) @ weights).argmax(axis=1)
     assert (guesses == folder.val.labels[::2]).mean() < 0.2
+
+
+# --- Imagenette -------------------------------------------------------------------------------------------------------
+
+
+def test_found_directly_or_in_the_archives_folder(tmp_path):
+    (tmp_path / "a" / "train").mkdir(parents=True)
+    (tmp_path / "b" / "imagenette2-320" / "train").mkdir(parents=True)
+    assert ensure_imagenette(tmp_path / "a", download=False) == tmp_path / "a"
+    assert ensure_imagenette(tmp_path / "b", download=False) == tmp_path / "b" / "imagenette2-320"
+
+
+def test_missing_says_how_to_get_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.download=true fetches it"):
+        ensure_imagenette(tmp_path, download=False)
+
+
+def test_fetching_asks_torchvision_and_failure_is_a_message(tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(root, split, size, download):
+        asked.append((root, size, download))
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(torchvision.datasets, "Imagenette", fetch)
+    with pytest.raises(ConfigError, match=r"could not be fetched into .*: no network"):
+        ensure_imagenette(tmp_path / "new", download=True)
+    assert asked == [(str(tmp_path / "new"), "320px", True)]

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 
 import numpy as np
 import pytest
@@ -73,6 +74,8 @@ def test_labels_from_json_and_classes_without_wordnet_ids(tmp_path):
 def test_brace_patterns(tmp_path):
     assert expand_braces("a{00..02}b{x,y}") == [f"a0{n}b{c}" for n in range(3) for c in "xy"]
     assert expand_braces("{a-{1..2},b}.tar") == ["a-1.tar", "a-2.tar", "b.tar"]
+    for literal in ("{a", "a}", "a,b", "{a{b}"):
+        assert expand_braces(literal) == [literal]
     root = write(tmp_path / "s", sound_shards(), manifest=False)
     assert len(read_shards(f"{root}/im-{{train-{{0000..0001}},val-0000}}.tar", workers=1).train) == 12
     with pytest.raises(ConfigError, match=r"im-train-0003\.tar"):
@@ -115,6 +118,33 @@ def test_without_a_manifest_labels_must_agree_with_wordnet_ids_and_start_at_0(tm
     }
     with pytest.raises(ConfigError, match="start at 0"):
         read_shards(write(tmp_path / "from_1", from_1, manifest=False), workers=1)
+
+
+def test_a_copied_shard_is_refused_also_with_its_members_in_another_order(tmp_path):
+    shards = sound_shards()
+    members = shards["im-train-0001.tar"]
+    shards["im-train-0003.tar"] = [*members[2:], *members[:2]]
+    with pytest.raises(ConfigError, match=r"0003\.tar has the samples of .*0001\.tar"):
+        read_shards(write(tmp_path / "s", shards, manifest=False), workers=1)
+
+
+@pytest.mark.parametrize("label", ["true", "1.0", '"1"', "null", "[1]", "-1", "1e3", "10000000"])
+@pytest.mark.parametrize("extension", ["cls", "json"])
+def test_labels_that_are_no_integers_are_refused(tmp_path, extension, label):
+    shards = sound_shards()
+    name, _ = shards["im-train-0000.tar"][1]
+    content = label if extension == "cls" else f'{{"label": {label}}}'
+    shards["im-train-0000.tar"][1] = (name.replace("cls", extension), content.encode())
+    with pytest.raises(ConfigError, match="is not a label"):
+        read_shards(write(tmp_path / "s", shards, manifest=False), workers=1)
+
+
+@pytest.mark.parametrize("pattern", ["{0..3000000}", "{0..99999}{0..99999}", "{" * 3 + "0..999999999" + "}" * 3])
+def test_a_pattern_of_millions_is_refused_at_once(tmp_path, pattern):
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="more than 100,000 shards"):
+        read_shards(f"{tmp_path}/x-train-{pattern}.tar")
+    assert time.monotonic() - started < 5
 
 
 def test_a_shard_cut_after_the_start_gives_named_bad_images(tmp_path):

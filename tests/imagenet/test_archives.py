@@ -15,8 +15,7 @@ from cl_train.commands.prepare_imagenet import main
 from cl_train.config.schema import ConfigError
 from cl_train.data.folder import read_folder
 from cl_train.imagenet import archives as imagenet
-from cl_train.imagenet.archives import unpack
-from cl_train.imagenet.devkit import synsets, validation_labels
+from cl_train.imagenet.archives import synsets, unpack, validation_labels
 from cl_train.imagenet.verify import verify
 from tests.imagenet_archives import HOSTILE, WNIDS, devkit, jpeg, make_archives, tar_of, val_wnid
 
@@ -82,7 +81,7 @@ def test_damaged_kits_are_named(tmp_path: Path) -> None:
 def test_a_kit_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cl_train.imagenet.devkit._MAX_KIT_BYTES", 1000)
+    monkeypatch.setattr("cl_train.imagenet.archives._MAX_KIT_BYTES", 1000)
     (tmp_path / "kit.tar.gz").write_bytes(devkit(9))
     with pytest.raises(ConfigError, match="not the official kit"):
         validation_labels(tmp_path / "kit.tar.gz")
@@ -174,7 +173,7 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
     with pytest.raises(ConfigError, match="GB needed"):
         prepare(tmp_path / "out", train=archives["train"])
-    assert snapshot(tmp_path / "out/train") == {}
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", list(HOSTILE))
@@ -189,14 +188,10 @@ def test_hostile_archives_write_nothing_outside(tmp_path: Path, kind: str) -> No
         prepare(sandbox / "out", train=sandbox / "train.tar")
     after = snapshot(tmp_path)
     created = set(after) - set(before)
-    assert all(path.startswith("a/b/c/out") for path in created)
+    assert not created
     assert {path: after[path] for path in before} == before
     assert "n01440764_2.JPEG" not in set(os.listdir("/tmp")) - outside_before
-    written = [path for path in (sandbox / "out").rglob("*") if not path.is_dir()]
-    assert all(path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1 for path in written)
-    assert all(path.name in (".done", ".train.lock") or path.read_bytes() == jpeg(1) for path in written)
-    assert not list((sandbox / "out").rglob(".partial"))
-    assert not (sandbox / "out/train/n01440764").exists()
+    assert not (sandbox / "out").exists(), "what was begun is removed"
 
 
 def test_after_a_damaged_archive_a_good_one_continues(tmp_path: Path) -> None:
@@ -253,11 +248,6 @@ def test_bad_files_are_named(prepared: Path) -> None:
         "fifo.JPEG: not a regular file",
     ):
         assert text in problems
-
-
-def test_files_that_went_missing_are_noticed_by_the_marker(prepared: Path) -> None:
-    (prepared / "train/n01440764/n01440764_3.JPEG").unlink()
-    assert "train: 1 files were deleted" in check(prepared)[1]
 
 
 def test_deep_finds_what_only_decoding_finds(prepared: Path) -> None:

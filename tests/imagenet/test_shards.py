@@ -1,19 +1,16 @@
 """Shards from a folder and from parquet files: the same images, order and losses."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from cl_train.commands.prepare_imagenet import main
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.data.folder import read_folder
 from cl_train.data.shards import ShardSplit, read_shards
-from cl_train.imagenet.parquet import unpack_parquet
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.distributed import Dist
 from cl_train.system.process_pool import map_in_processes
@@ -89,13 +86,13 @@ def test_an_interrupted_writer_continues(folder: Path, tmp_path: Path, monkeypat
         write_shards(folder, out, images_per_shard=7, workers=1)
     assert len(list(out.glob("*.tar"))) == 2 and not (out / "shards.json").exists()
     monkeypatch.undo()
-    (out / ".imagenet-train-000002.tar.part").write_bytes(b"half")
-    kept = (out / "imagenet-train-000000.tar").stat().st_mtime_ns
+    (out / ".folder-train-000002.tar.part").write_bytes(b"half")
+    kept = (out / "folder-train-000000.tar").stat().st_mtime_ns
     write_shards(folder, out, images_per_shard=7, workers=1)
     for path in (tmp_path / "reference").glob("[!.]*"):
         assert (out / path.name).read_bytes() == path.read_bytes()
-    assert (out / "imagenet-train-000000.tar").stat().st_mtime_ns == kept
-    with pytest.raises(ConfigError, match="images_per_shard"):
+    assert (out / "folder-train-000000.tar").stat().st_mtime_ns == kept
+    with pytest.raises(ConfigError, match="images_per_shard=7"):
         write_shards(folder, out, images_per_shard=8, workers=1)
 
 
@@ -104,63 +101,3 @@ def test_unreadable_files_are_reported_and_left_out(folder: Path, tmp_path: Path
     images, bad = write_shards(folder, tmp_path / "shards", workers=1)
     assert sum(images.values()) == 31 and len(bad) == 1 and "empty.jpg" in bad[0]
     assert len(read_shards(tmp_path / "shards").train) == 24
-
-
-# --- parquet ----------------------------------------------------------------------------------------------------------
-
-WNIDS = ("n01440764", "n01443537")
-
-
-def write_parquet(root: Path, labels: tuple[int, ...] = (0, 1)) -> dict[str, bytes]:
-    """Two train files and one validation file as on the Hugging Face hub. Returns the images by official name."""
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    root.mkdir(parents=True, exist_ok=True)
-    images = {}
-    for file, count in (("train-00000-of-00002", 5), ("train-00001-of-00002", 4), ("validation-00000-of-00001", 4)):
-        rows = []
-        for number in range(count):
-            label = number % 2
-            wnid, stem = WNIDS[label], f"{file[:5]}{file[10]}_{number}"
-            data = jpeg(20 + number, 30, seed=number)
-            images[f"{wnid}/{stem}"] = data
-            rows.append({"image": {"bytes": data, "path": f"{stem}_{wnid}.JPEG"}, "label": labels[label]})
-        pq.write_table(pa.Table.from_pylist(rows), root / f"{file}.parquet", row_group_size=2)
-    return images
-
-
-def test_parquet_files_become_a_folder_with_the_official_names(tmp_path: Path) -> None:
-    images = write_parquet(tmp_path / "data")
-    for _ in range(2):
-        assert unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=2) == {"train": 9, "val": 4}
-    found = {f"{p.parent.name}/{p.stem}": p.read_bytes() for p in (tmp_path / "out").rglob("*.JPEG")}
-    assert found == images
-    assert read_folder(tmp_path / "out").classes == WNIDS
-
-
-def test_parquet_files_become_shards(tmp_path: Path) -> None:
-    images = write_parquet(tmp_path / "data")
-    assert main(["parquet", f"data.root={tmp_path}", f"out={tmp_path / 'out'}", "to=shards"]) == 0
-    source = read_shards(tmp_path / "out")
-    assert source.classes == WNIDS and (len(source.train), len(source.val)) == (9, 4)
-    found = {split.read(index) for split in (source.train, source.val) for index in range(len(split))}
-    assert found == set(images.values())
-    assert json.loads((tmp_path / "out/shards.json").read_text())["images"]["imagenet-train-000001.tar"] == 4
-
-
-def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no files"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder")
-    write_parquet(tmp_path / "data", labels=(0, 0))
-    with pytest.raises(ConfigError, match="label 0"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
-    write_parquet(tmp_path / "data")
-    (tmp_path / "data/train-00000-of-00002.parquet").rename(tmp_path / "kept")
-    with pytest.raises(ConfigError, match="1 of 2 train"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
-    (tmp_path / "kept").rename(tmp_path / "data/train-00000-of-00002.parquet")
-    damaged = tmp_path / "data/train-00001-of-00002.parquet"
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="train-00001"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
-    assert not (tmp_path / "out").exists()

@@ -21,10 +21,10 @@ def test_batchnorm_statistics_are_restored_after_nan_activations() -> None:
     assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
     assert all(buffer.isfinite().all() for buffer in ema.module.buffers())
     model(torch.randn(4, 3, 32, 32))
-    backup.update()
+    backup.settle(torch.tensor(False))
     expected = [buffer.clone() for buffer in model.buffers()]
     model(torch.randn(4, 3, 32, 32))
-    backup.restore()
+    backup.settle(torch.tensor(True))
     assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), expected, strict=True))
 
 
@@ -42,6 +42,12 @@ def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
     model()
     backup.restore()
     assert model.calls.item() == 0
+    for shape in ((), (2,), (1,)):
+        model.calls = torch.full(shape, 5.0)
+        backup.settle(torch.tensor(False))
+        model.calls = torch.zeros(3)
+        backup.settle(torch.tensor(True))
+        assert model.calls.shape == shape and (model.calls == 5).all()
 
 
 def test_gradients_buffers_and_random_numbers_are_restored() -> None:

@@ -37,7 +37,7 @@ def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_s
     (tmp_path / "one").mkdir()
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
     (cfg,) = check_command_line([*TINY, "batch_size=32", *shared])
-    assert loop.train(cfg, tmp_path / "one") == 0
+    assert loop.train(cfg, tmp_path / "one").exit_code == 0
     two = train(2, tmp_path / "two", "batch_size=16", "log_to=[tensorboard]", *shared)
     assert two.returncode == 0, two.stdout + two.stderr
     words = [*TINY, f"hydra.run.dir={tmp_path}/accumulated", "batch_size=8", "global_batch_size=32", *shared]

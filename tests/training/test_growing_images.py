@@ -24,7 +24,7 @@ GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epo
 def train_to_the_end(values: dict[str, Any], folder: str) -> None:
     from cl_train.training.loop import train
 
-    sys.exit(train(load(values), Path(folder)))
+    sys.exit(train(load(values), Path(folder)).exit_code)
 
 
 def forked(server: ForkServer, cfg: Config, folder: Path, kill_at: str) -> int | None:

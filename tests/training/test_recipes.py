@@ -130,7 +130,7 @@ SMALL += " data.size_schedule=[] data.val_size=null data.val_resize=null checkpo
 def test_two_steps_of_each_recipe(name: str, image_folder: Path, tmp_path: Path) -> None:
     words = [f"experiment={name}", f"data.root={image_folder}", "global_batch_size=null", *SMALL.split()]
     (cfg,) = check_command_line(words)
-    assert train(cfg, tmp_path) == 0
+    assert train(cfg, tmp_path).exit_code == 0
     done = Run(tmp_path, 0)
     assert done.summary["status"] == "completed" and done.summary["model"] == recipe(name).model
     assert len(done.losses) == 2 and all(map(math.isfinite, done.losses))

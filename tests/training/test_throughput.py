@@ -1,78 +1,98 @@
-"""Windows and averages, with a clock that only moves when told."""
+"""Windows and averages, with a clock that only moves when told. A device behind the host: tests/cuda_without_gpu."""
 
 import pytest
+import torch
 
+from cl_train.system.timing import DeviceClock
 from cl_train.training.summary import speed, spread
 from cl_train.training.throughput import ThroughputMeter
 
 
-class Clock:
-    now = 100.0
+class Clock(DeviceClock):
+    """The time of host and device."""
 
-    def __call__(self) -> float:
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now = 100.0
+
+    def mark(self) -> float:
         return self.now
 
 
-def test_a_window_counts_images_waits_and_no_pauses() -> None:
+def meter_of(warmup_steps: int) -> tuple[ThroughputMeter, Clock]:
     clock = Clock()
-    meter = ThroughputMeter(warmup_steps=0, clock=clock)
-    for _ in range(4):
-        clock.now += 0.5
-        meter.tick(images=32, wait_s=0.1)
+    return ThroughputMeter(warmup_steps, clock, clock.mark), clock
+
+
+def steps(meter: ThroughputMeter, clock: Clock, count: int, seconds: float, wait_s: float = 0.0, images: int = 10):
+    for _ in range(count):
+        with meter.waiting():
+            clock.now += wait_s
+        clock.now += seconds - wait_s
+        meter.tick(images)
+
+
+def test_a_window_counts_images_waits_and_no_pauses() -> None:
+    meter, clock = meter_of(0)
+    steps(meter, clock, 2, 0.5, wait_s=0.1, images=32)
     with meter.paused():
         clock.now += 60
-    window = meter.window()
+    steps(meter, clock, 2, 0.5, wait_s=0.1, images=32)
+    window = meter.measured(meter.close())
     assert (window["images"], window["seconds"]) == (128, pytest.approx(2.0))
     assert window["images_per_s"] == pytest.approx(64)
     assert window["step_ms"] == pytest.approx(500)
     assert window["data_wait_pct"] == pytest.approx(20)
 
 
+def test_windows_that_are_read_late_keep_their_own_steps() -> None:
+    meter, clock = meter_of(0)
+    closed = []
+    for wait_s in (0.1, 0.4):
+        steps(meter, clock, 3, 0.5, wait_s)
+        closed.append(meter.close())
+        with meter.paused():
+            clock.now += 7
+    assert [meter.measured(window)["data_wait_pct"] for window in closed] == pytest.approx([20, 80])
+    assert [meter.measured(window)["seconds"] for window in closed] == pytest.approx([1.5, 1.5])
+
+
 def test_warmup_is_left_out_of_what_was_measured() -> None:
-    clock = Clock()
-    meter = ThroughputMeter(warmup_steps=3, clock=clock)
+    meter, clock = meter_of(3)
     windows = []
     for seconds in (9.0, 5.0, 1.0, 1.0):
-        for _ in range(2):
-            clock.now += seconds
-            meter.tick(images=10, wait_s=0)
-        windows.append(meter.window())
+        steps(meter, clock, 2, seconds)
+        windows.append(meter.measured(meter.close()))
     assert [window["warmup"] for window in windows] == [True, True, False, False]
     end_to_end = speed(windows)["images_per_s"]["end_to_end"]
     assert (end_to_end["median"], end_to_end["windows"]) == (10, 2)
 
 
 def test_a_run_of_warmup_alone_is_still_reported() -> None:
-    clock = Clock()
-    meter = ThroughputMeter(warmup_steps=100, clock=clock)
-    clock.now += 1
-    meter.tick(images=10, wait_s=0)
-    assert speed([meter.window()])["images_per_s"]["end_to_end"]["windows"] == 1
+    meter, clock = meter_of(100)
+    steps(meter, clock, 1, 1.0)
+    assert speed([meter.measured(meter.close())])["images_per_s"]["end_to_end"]["windows"] == 1
 
 
 def test_the_first_steps_of_a_new_image_size_are_warmup() -> None:
-    clock = Clock()
-    meter = ThroughputMeter(warmup_steps=2, clock=clock)
+    meter, clock = meter_of(2)
     windows = []
     for size in (64, 64, 96):
         meter.start(size)
         for _ in range(2):
-            clock.now += 1
-            meter.tick(images=size, wait_s=0)
-            windows.append(meter.window())
+            steps(meter, clock, 1, 1.0)
+            windows.append(meter.measured(meter.close()))
     assert [(window["image_size"], window["warmup"]) for window in windows] == [
         (64, True), (64, True), (64, False), (64, False), (96, True), (96, True)
     ]  # fmt: skip
 
 
 def test_start_drops_what_lay_between() -> None:
-    clock = Clock()
-    meter = ThroughputMeter(warmup_steps=0, clock=clock)
+    meter, clock = meter_of(0)
     clock.now += 1000  # an evaluation
     meter.start(0)
-    clock.now += 1
-    meter.tick(images=10, wait_s=0)
-    assert meter.window()["images_per_s"] == pytest.approx(10)
+    steps(meter, clock, 1, 1.0)
+    assert meter.measured(meter.close())["images_per_s"] == pytest.approx(10)
 
 
 def test_spread() -> None:

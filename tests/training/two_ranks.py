@@ -17,8 +17,7 @@ from cl_train.config.validation import load
 from cl_train.data.batch import Batch
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import gather_objects, processes
-from cl_train.training import build, checkpoints, preflight
-from cl_train.training.loop import train
+from cl_train.training import build, checkpoints, loop, preflight
 from tests.processes import LIMIT_S
 
 RANK = int(os.environ["RANK"])
@@ -53,6 +52,10 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
             equal.append(sums[0] == sums[1])
     preflight.copy_model = original
     return equal
+
+
+def train(cfg: Config, folder: Path) -> int:
+    return loop.train(cfg, folder).exit_code
 
 
 def dropout_differs(folder: Path) -> Any:

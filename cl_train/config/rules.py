@@ -1,15 +1,45 @@
-"""Combinations of settings that cannot work, or in which one setting has no effect."""
+"""Combinations of settings that cannot work, contradict each other, or in which one setting has no effect."""
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, AugmentConfig, Config, DataConfig, LauncherConfig
 
 _EXAMPLE = "[[0,128],[6,160],[12,192]]"
+_FOLDERS = ("folder", "imagenet", "imagenette", "sample")
+
+
+def _has_folders(cfg: Config) -> bool:
+    return cfg.data.name in _FOLDERS
+
+
+def _optimizer_is(*names: str) -> Callable[[Config], bool]:
+    return lambda cfg: cfg.optim.library == "timm" or cfg.optim.name in names
+
+
+# Settings that have an effect only if the function says so, and what the user would have to write for it.
+_NEEDS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    ("bce_threshold", lambda cfg: cfg.loss == "bce", "loss=bce"),
+    ("data.val_fraction", _has_folders, "data=folder"),
+    ("data.val_split", _has_folders, "data=folder"),
+    ("data.extensions", _has_folders, "data=folder"),
+    ("augment.timm_policy", lambda cfg: cfg.augment.policy == "timm", "augment.policy=timm"),
+    ("optim.momentum", _optimizer_is("sgd", "rmsprop"), "optim=sgd"),
+    ("optim.nesterov", _optimizer_is("sgd"), "optim=sgd"),
+    ("optim.beta1", _optimizer_is("adamw"), "optim=adamw"),
+    ("optim.beta2", _optimizer_is("adamw"), "optim=adamw"),
+    ("optim.alpha", _optimizer_is("rmsprop"), "optim=rmsprop"),
+)
 
 
 def combination_problems(cfg: Config) -> Iterator[str]:
     """One line per problem."""
+    for key, has_effect, remedy in _NEEDS:
+        value, default = (functools.reduce(getattr, key.split("."), settings) for settings in (cfg, Config()))
+        if value != default and not has_effect(cfg):
+            hint = f"write {key}={default} if a recipe sets it"
+            yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
     yield from _data_problems(cfg.data)
     yield from _augment_problems(cfg.augment)
     yield from _run_problems(cfg)
@@ -42,16 +72,11 @@ def _augment_problems(augment: AugmentConfig) -> Iterator[str]:
         yield "augment.crop_ratio_min is above augment.crop_ratio_max"
     if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
         yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
-    if augment.policy != "timm" and augment.timm_policy != AugmentConfig.timm_policy:
-        yield (
-            f"augment.timm_policy={augment.timm_policy} has no effect with augment.policy={augment.policy}: use "
-            f"augment.policy=timm, or write augment.timm_policy={AugmentConfig.timm_policy} if a recipe sets it"
-        )
 
 
 def _run_problems(cfg: Config) -> Iterator[str]:
-    if cfg.loss != "bce" and cfg.bce_threshold is not None:
-        yield f"bce_threshold={cfg.bce_threshold} has no effect with loss={cfg.loss}; use loss=bce"
+    if cfg.resume == "auto" and cfg.overwrite:
+        yield "resume=auto continues the run in the folder and overwrite=true deletes it: leave out one of them"
     if cfg.schedule.warmup_epochs > cfg.epochs:
         yield f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}"
     if (cfg.conversion == "select") != bool(cfg.select):

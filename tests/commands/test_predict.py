@@ -1,0 +1,110 @@
+"""cl-train predict: the predictions of an evaluation, as a table."""
+
+import csv
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from cl_train.commands import predict
+from cl_train.config.schema import ConfigError
+from cl_train.models.convert_file import convert_file, load_model
+from tests.conftest import Run
+
+SMALL = "tests.networks:small"
+
+
+@pytest.fixture
+def run(train: Callable[..., Run]) -> Run:
+    return train("max_steps=2", "optim.lr=0.05", "channels_last=true", "data.val_resize=36", "data.mean=[0.4,0.5,0.6]")
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[str, str]]:
+    words = (f"weights={weights}", f"data.root={images}", f"out={out}", f"model={SMALL}", *words)
+    assert predict.main([*words, "data.workers=0", "device=cpu"]) == 0
+    return table(out)
+
+
+@pytest.mark.parametrize("suffix", ["run", ".pth", ".safetensors"])
+def test_predictions_equal_the_evaluation_of_the_run(
+    suffix: str, run: Run, image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = run.folder if suffix == "run" else tmp_path / f"weights{suffix}"
+    if suffix != "run":
+        assert convert_file(run.folder, weights, model_name=SMALL).passed
+    rows = predicted(weights, image_folder, tmp_path / "out.csv", "batch_size=5")
+    top1 = 100 * sum(row["label"] == row["class1"] for row in rows) / len(rows)
+    assert (len(rows), top1) == (run.summary["val"]["images"], pytest.approx(run.summary["val"]["top1"]))
+    assert 0 < top1 < 100, "a test of nothing"
+    assert f"{top1:.3f} % of 21 with a label are correct" in capsys.readouterr().out
+    assert [Path(row["file"]).parent.name for row in rows] == [row["label"] for row in rows]
+    shares = [float(rows[0][f"probability{rank}"]) for rank in (1, 2, 3)]
+    assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1, abs=1e-5)
+
+
+def test_torchvision_code_with_the_recorded_preprocessing_predicts_alike(
+    run: Run, image_folder: Path, tmp_path: Path
+) -> None:
+    rows = predicted(run.folder, image_folder, tmp_path / "out.csv")
+    model, preprocess, classes = load_model(run.folder, SMALL)
+    assert preprocess is not None
+    transform = v2.Compose([
+        v2.PILToTensor(),
+        v2.Resize(preprocess.resize, v2.InterpolationMode(preprocess.interpolation), antialias=True),
+        v2.CenterCrop(preprocess.crop),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(preprocess.mean, preprocess.std),
+    ])  # fmt: skip
+    for row in rows:
+        image = Image.open(row["file"])
+        ours, theirs = preprocess(image), transform(image)
+        assert torch.allclose(ours, theirs, atol=1.01 / 255 / min(preprocess.std))
+        with torch.no_grad():
+            assert {classes[int(model(x[None]).argmax())] for x in (ours, theirs)} == {row["class1"]}
+
+
+def test_a_flat_folder_has_no_labels(run: Run, image_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "flat").mkdir()
+    for index, path in enumerate(sorted(image_folder.glob("val/*/*"))):
+        shutil.copy(path, tmp_path / "flat" / f"{index:02d}.jpg")
+    (tmp_path / "flat/03.jpg").write_bytes(b"damaged")
+    labelled = predicted(run.folder, image_folder, tmp_path / "a.csv")
+    rows = predicted(run.folder, tmp_path / "flat", tmp_path / "b.csv", "data.on_bad_image=skip")
+    del labelled[3]
+    assert {row["label"] for row in rows} == {""} and "03.jpg" not in {Path(row["file"]).name for row in rows}
+    assert [row["class1"] for row in rows] == [row["class1"] for row in labelled]
+
+
+def test_what_cannot_be_predicted(
+    run: Run, image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    state = run.checkpoint()["model"]
+    torch.save(state, tmp_path / "plain.pth")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/image.jpg").write_bytes(b"damaged")
+    where = {"weights": run.folder, "data.root": image_folder, "out": tmp_path / "out.csv", "model": SMALL}
+    where |= {"data.workers": 0}
+    for change, problem in (
+        ({"data.root": tmp_path / "empty"}, "no images"),
+        ({"weights": tmp_path / "plain.pth"}, "data.image_size=224"),
+        ({"weights": tmp_path / "empty"}, "without a checkpoint"),
+        ({"out": tmp_path / "plain.pth"}, "overwrite=true"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            predict.main([f"{name}={value}" for name, value in (where | change).items()])
+    state["0.weight"].fill_(torch.nan)
+    torch.save(state, tmp_path / "nan.pth")
+    for failing in ({"weights": tmp_path / "nan.pth", "data.image_size": 32}, {"data.root": tmp_path / "bad"}):
+        assert predict.main([f"{name}={value}" for name, value in (where | failing).items()]) == 1
+        assert "failed: " in capsys.readouterr().err
+    assert not (tmp_path / "out.csv").exists()

@@ -1,0 +1,142 @@
+"""Files of settings from a stranger: none of them runs code, and each attempt is refused in one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cl_train.config.command_line import check_command_line, forget_files, hydra_folder
+from cl_train.config.schema import ConfigError
+from tests.processes import LIMIT_S
+
+CALL = "{_target_: os.mkdir, path: planted}"
+RECIPE = "conf/experiment/recipe.yaml"
+GLOBAL = "# @package _global_\n"
+LOG = "{version: 1, handlers: {x: {(): os.mkdir, path: planted}}, root: {handlers: [x]}}"
+
+# name: files, and the words of the command line (default: experiment=recipe)
+PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
+    "callback": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: {{x: {CALL}}}}}"}, []),
+    "callback by package": ({RECIPE: f"# @package hydra.callbacks\nx: {CALL}"}, []),
+    "package hydra": ({RECIPE: f"# @package hydra\ncallbacks: {{x: {CALL}}}"}, []),
+    "package of a default": (
+        {RECIPE: "defaults:\n- /optim@hydra.callbacks: evil", "conf/optim/evil.yaml": f"x: {CALL}"},
+        [],
+    ),
+    "own group hydra/callbacks": (
+        {RECIPE: f"{GLOBAL}defaults:\n- /hydra/callbacks: evil", "conf/hydra/callbacks/evil.yaml": f"x: {CALL}"},
+        [],
+    ),
+    "own hydra/config": ({"conf/hydra/config.yaml": f"callbacks: {{x: {CALL}}}"}, ["epochs=1"]),
+    "own launcher": (
+        {RECIPE: f"{GLOBAL}defaults:\n- override /hydra/launcher: evil", "conf/hydra/launcher/evil.yaml": CALL},
+        [],
+    ),
+    "own sweeper": (
+        {RECIPE: f"{GLOBAL}defaults:\n- override /hydra/sweeper: evil", "conf/hydra/sweeper/evil.yaml": CALL},
+        [],
+    ),
+    "launcher": ({RECIPE: f"{GLOBAL}hydra: {{launcher: {CALL}}}"}, []),
+    "sweeper": ({RECIPE: f"{GLOBAL}hydra: {{sweeper: {CALL}}}"}, []),
+    "partial": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: {{x: {{_target_: os.mkdir, _partial_: true}}}}}}"}, []),
+    "nested target": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: {{x: {{_target_: builtins.list, y: {CALL}}}}}}}"}, []),
+    "job logging": ({RECIPE: f"{GLOBAL}hydra: {{job_logging: {LOG}}}"}, []),
+    "hydra logging": ({RECIPE: f"{GLOBAL}hydra: {{hydra_logging: {LOG}}}"}, []),
+    "own job_logging": (
+        {RECIPE: f"{GLOBAL}defaults:\n- override /hydra/job_logging: evil", "conf/hydra/job_logging/evil.yaml": LOG},
+        [],
+    ),
+    "log file": ({RECIPE: f"{GLOBAL}hydra: {{job_logging: {{handlers: {{file: {{filename: planted}}}}}}}}"}, []),
+    "environment": ({RECIPE: f"{GLOBAL}hydra: {{job: {{env_set: {{PYTHONSTARTUP: planted}}}}}}"}, []),
+    "chdir": ({RECIPE: f"{GLOBAL}hydra: {{job: {{chdir: true}}}}"}, []),
+    "output folder": ({RECIPE: f"{GLOBAL}hydra: {{output_subdir: ../planted}}"}, []),
+    "sweep subfolder": ({RECIPE: f"{GLOBAL}hydra: {{sweep: {{subdir: ../planted}}}}"}, []),
+    "verbose": ({RECIPE: f"{GLOBAL}hydra: {{verbose: true}}"}, []),
+    "search path in a recipe": ({RECIPE: f"{GLOBAL}hydra: {{searchpath: ['pkg://evil']}}", "evil.py": ""}, []),
+    "search path": (
+        {"conf/config.yaml": "defaults: [schema]\nhydra: {searchpath: ['pkg://evil']}", "evil.py": ""},
+        ["epochs=1"],
+    ),
+    "search path of a package": (
+        {
+            "conf/config.yaml": "hydra: {searchpath: ['pkg://evil.conf']}",
+            "evil/__init__.py": "",
+            "evil/conf/x.yaml": "",
+        },
+        ["epochs=1"],
+    ),
+    "own config.yaml": ({"conf/config.yaml": f"defaults: [schema]\nhydra: {{callbacks: {{x: {CALL}}}}}"}, ["epochs=1"]),
+    "target of a group": ({"conf/optim/sgd.yaml": f"name: sgd\nx: {CALL}"}, ["epochs=1"]),
+    "target at the top": ({RECIPE: f"{GLOBAL}_target_: os.mkdir\npath: planted"}, []),
+    "target of a setting": ({RECIPE: f"{GLOBAL}model: {CALL}"}, []),
+    "yaml object": ({RECIPE: f"{GLOBAL}model: !!python/object/apply:os.mkdir [planted]"}, []),
+    "yaml module": ({RECIPE: f"{GLOBAL}model: !!python/module:evil", "evil.py": ""}, []),
+    "unknown resolver": ({RECIPE: f'{GLOBAL}model: ${{eval:\'__import__("os").mkdir("planted")\'}}'}, []),
+    "unknown resolver in the folder": ({RECIPE: f"{GLOBAL}hydra: {{run: {{dir: '${{sh:mkdir planted}}'}}}}"}, []),
+    "decode": ({RECIPE: f'{GLOBAL}seed: ${{oc.decode:\'__import__("os").mkdir("planted")\'}}'}, []),
+    "interpolated target": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: ${{oc.create:'{{x: {CALL}}}'}}}}"}, []),
+    "alias": ({RECIPE: f"{GLOBAL}x: &x {CALL}\nhydra: {{callbacks: {{x: *x}}}}"}, []),
+    "bomb": (
+        {RECIPE: GLOBAL + "a0: &a0 [x,x,x]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 12))},
+        [],
+    ),
+    "config=FILE": ({"f.yaml": f"hydra: {{callbacks: {{x: {CALL}}}}}"}, ["config=f.yaml"]),
+    "config=FILE with an object": ({"f.yaml": "model: !!python/object/apply:os.mkdir [planted]"}, ["config=f.yaml"]),
+    "config=FILE with defaults": ({"f.yaml": "defaults: [{hydra/launcher: evil}]"}, ["config=f.yaml"]),
+    "config=RUN": ({"run/config.yaml": f"model: {CALL}"}, ["config=run"]),
+    "resume=RUN": ({"run/config.yaml": f"hydra: {{callbacks: {CALL}}}"}, ["evaluate_only=true", "resume=run"]),
+    "--config-dir": (
+        {"dir/experiment/recipe.yaml": f"{GLOBAL}hydra: {{callbacks: {{x: {CALL}}}}}"},
+        ["--config-dir=dir", "experiment=recipe"],
+    ),
+    "--config-dir with config.yaml": (
+        {"dir/config.yaml": f"defaults: [schema]\nhydra: {{callbacks: {{x: {CALL}}}}}"},
+        ["--config-dir=dir"],
+    ),
+}
+PLUGIN = "import os\nos.mkdir('planted')\n"
+
+
+def plant(files: dict[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(PLUGIN if name.endswith(".py") else text)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_file_is_refused_and_runs_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, words = PLANTED[name]
+    plant(files, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m cl_train` does
+    forget_files()
+    with pytest.raises(ConfigError) as caught:
+        check_command_line(words or ["experiment=recipe"])
+        hydra_folder(words or ["experiment=recipe"], "run")
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert not list(tmp_path.rglob("planted")) and "evil" not in sys.modules
+
+
+def test_what_is_harmless_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = f"{GLOBAL}seed: ${{oc.env:SEED}}\nhydra: {{run: {{dir: 'runs/${{model}}'}}, sweep: {{dir: sweeps}}}}"
+    plant({RECIPE: recipe, "conf/experiment/other.yaml": "x: &x 1\ny: *x"}, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SEED", "7")
+    forget_files()
+    (cfg,) = check_command_line(["experiment=recipe"])
+    assert cfg.seed == 7, "an alias in a file that is not used blocks nothing"
+    assert [str(hydra_folder(["experiment=recipe"], kind)) for kind in ("run", "sweep")] == ["runs/resnet18", "sweeps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["callback", "job logging", "a plugin"])
+def test_the_program_runs_nothing_that_was_planted(name: str, tmp_path: Path) -> None:
+    plugin = {"hydra_plugins/evil/__init__.py": "", "hydra_plugins/evil.py": "", "hydra_plugins/x/y.py": ""}
+    files, words = PLANTED.get(name, (plugin, ["--cfg", "job"]))
+    plant(files, tmp_path)
+    program = [sys.executable, "-m", "cl_train", "train", *(words or ["experiment=recipe"])]
+    done = subprocess.run(program, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == (0 if name == "a plugin" else 2), done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.rglob("planted"))

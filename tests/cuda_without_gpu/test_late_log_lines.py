@@ -1,0 +1,79 @@
+"""Log lines that are read one window late, as on a GPU, are those that are read at once, whatever ends the run."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from cl_train.training import loop
+from cl_train.training.nonfinite import TrainingFault
+from tests import networks
+from tests.conftest import Run
+from tests.faults.tiny import CLOCK_FIELDS
+
+Train = Callable[..., Run]
+SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # two epochs of twelve steps
+
+
+def records(run: Run) -> list[dict[str, Any]]:
+    found = run.records("train") + run.records("val")
+    return [{name: value for name, value in one.items() if name not in CLOCK_FIELDS} for one in found]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(loop, "reads_late", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["precision=fp16", "checkpoint.every_steps=7"],
+        ["model=tests.networks:nan_at_third_step", "on_nonfinite=skip"],
+        ["model=tests.networks:terminated_in_training"],
+        ["model=tests.networks:terminated_in_evaluation"],
+        ["max_steps=7"],
+    ],
+)
+def test_the_records_are_the_same(train: Train, late: Callable[[], None], words: list[str]) -> None:
+    at_once = train(*SHARED, *words)
+    late()
+    one_line_late = train(*SHARED, *words)
+    assert records(one_line_late) == records(at_once)
+    assert one_line_late.exit_code == at_once.exit_code
+    steps = [record["step"] for record in one_line_late.records("train")]
+    assert steps == sorted(set(steps)), "one record per window, in order"
+
+
+@pytest.mark.parametrize("stop_at", [5, 7, 12])
+def test_a_resumed_run_logs_the_same_lines(
+    train: Train, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    """A signal at a log line, between two of them, and at the end of an epoch."""
+    words = [*SHARED, "model=tests.networks:terminated_in_training"]
+
+    def signal_at(step: int) -> None:
+        network = partial(networks._Signalling, signum=signal.SIGTERM, in_training=True, at_call=step)
+        monkeypatch.setattr(networks, "terminated_in_training", network)
+
+    signal_at(1000)
+    whole = train(*words)
+    late()
+    signal_at(stop_at)
+    part = train(*words)
+    assert part.exit_code == 143 and part.summary["steps"] == stop_at
+    signal_at(1000)
+    assert records(train(*words, "resume=auto", folder=part.folder)) == records(whole)
+
+
+def test_a_fault_is_named_with_its_step_and_the_lines_before_it_are_there(
+    train: Train, late: Callable[[], None], tmp_path: Any
+) -> None:
+    late()
+    with pytest.raises(TrainingFault, match="at step 3 on rank 0"):
+        train(*SHARED, "model=tests.networks:nan_at_third_step", folder=tmp_path)
+    assert [record["step"] for record in Run(tmp_path, 1).records("train")] == [5]
+    assert Run(tmp_path, 1).summary["status"] == "failed"

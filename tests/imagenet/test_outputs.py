@@ -1,0 +1,77 @@
+"""Every task refuses an output that holds something else, and changes nothing in it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cl_train.commands.prepare_imagenet import main
+from cl_train.config.schema import ConfigError
+from tests.data.image_folders import write_folder
+from tests.imagenet.test_archives import snapshot
+from tests.imagenet.test_parquet import write_parquet
+from tests.imagenet_archives import make_archives
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    root = tmp_path / "in"
+    write_folder(root / "images", train=6, val=4)
+    write_parquet(root / "parquet")
+    make_archives(root / "archives")
+    (root / "file").write_text("kept")
+    (root / "notes").mkdir()
+    (root / "notes" / "a.txt").write_text("kept")
+    return root
+
+
+def words(task: str, root: Path) -> list[str]:
+    if task == "tars":
+        names = {"train": "img_train.tar", "val": "img_val.tar", "devkit": "devkit_t12.tar.gz"}
+        return [task, *(f"{key}={root}/archives/ILSVRC2012_{name}" for key, name in names.items())]
+    return [task, f"data.root={root}/{'parquet' if task == 'parquet' else 'images'}"]
+
+
+TASKS = ("tars", "resize", "shards", "parquet")
+FOREIGN = ("file", "notes", "images", "images/train", "images/train/class_0", "parquet", "archives", "file/below")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_foreign_outputs_are_refused_unchanged(inputs: Path, task: str) -> None:
+    before = snapshot(inputs)
+    inside = {"resize": ["images/new"], "shards": ["images/train/new", "images/val/new"]}.get(task, [])
+    for out in [*FOREIGN, *inside]:
+        with pytest.raises(ConfigError, match="out="):
+            main([*words(task, inputs), f"out={inputs / out}"])
+        assert snapshot(inputs) == before, out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs: Path, task: str) -> None:
+    out = inputs / "notes"
+    assert main([*words(task, inputs), f"out={out}", "overwrite=true"]) == 0
+    done = snapshot(out)
+    assert (out / "a.txt").read_text() == "kept" and len(done) > 5
+    assert main([*words(task, inputs), f"out={out}"]) == 0
+    assert snapshot(out) == done
+    other = next(name for name in TASKS if name != task)
+    with pytest.raises(ConfigError, match="was started with"):
+        main([*words(other, inputs), f"out={out}"])
+    assert snapshot(out) == done
+
+
+FAILURES: list[tuple[str, str, Callable[[Path], object]]] = [
+    ("tars", "archives/ILSVRC2012_img_train.tar", lambda path: path.write_bytes(path.read_bytes()[:1000])),
+    ("resize", "images", lambda path: path.rename(path.with_name("moved"))),
+    ("shards", "images/val", lambda path: path.rename(path.with_name("moved"))),
+    ("parquet", "parquet/train-00000-of-00002.parquet", lambda path: path.write_bytes(b"PAR1")),
+]
+
+
+@pytest.mark.parametrize(("task", "name", "damage"), FAILURES)
+def test_a_failure_leaves_nothing_behind(inputs: Path, task: str, name: str, damage: Callable[[Path], object]) -> None:
+    damage(inputs / name)
+    before = snapshot(inputs)
+    with pytest.raises(ConfigError):
+        main([*words(task, inputs), f"out={inputs / 'new/out'}"])
+    assert snapshot(inputs) == before

@@ -1,0 +1,145 @@
+"""From the parquet files of the Hugging Face hub and of `datasets` to folders and shards."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cl_train.commands.prepare_imagenet import main
+from cl_train.config.schema import ConfigError
+from cl_train.data.folder import read_folder
+from cl_train.data.shards import read_shards
+from cl_train.imagenet.parquet import unpack_parquet
+from tests.data.image_folders import encoded, jpeg, noise
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+WNIDS = ("n01440764", "n01443537")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write_parquet(root: Path, labels: tuple[Any, ...] = (0, 1)) -> dict[str, bytes]:
+    """Two train files and one validation file as on the Hugging Face hub. Returns the images by official name."""
+    root.mkdir(parents=True, exist_ok=True)
+    images = {}
+    for file, count in (("train-00000-of-00002", 5), ("train-00001-of-00002", 4), ("validation-00000-of-00001", 4)):
+        rows = []
+        for number in range(count):
+            label = number % 2
+            wnid, stem = WNIDS[label], f"{file[:5]}{file[10]}_{number}"
+            data = jpeg(20 + number, 30, seed=number)
+            images[f"{wnid}/{stem}"] = data
+            rows.append({"image": {"bytes": data, "path": f"{stem}_{wnid}.JPEG"}, "label": labels[label]})
+        pq.write_table(pa.Table.from_pylist(rows), root / f"{file}.parquet", row_group_size=2)
+    return images
+
+
+def write_table(
+    path: Path, images: list[Any], labels: list[Any], names: Any = None, columns: str = "image label"
+) -> None:
+    """As `datasets` writes it, with a ClassLabel of these `names`."""
+    image, label = columns.split()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({image: pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()})), label: labels})
+    if names is not None:
+        features = {image: {"_type": "Image"}, label: {"names": names, "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, path)
+
+
+def embedded(count: int) -> list[dict[str, Any]]:
+    return [{"bytes": jpeg(20, 30, seed=number), "path": f"{number}.jpg"} for number in range(count)]
+
+
+def test_the_hubs_files_become_a_folder_with_the_official_names(tmp_path: Path) -> None:
+    images = write_parquet(tmp_path / "data")
+    for _ in range(2):
+        assert unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=2) == {"train": 9, "val": 4}
+    found = {f"{p.parent.name}/{p.stem}": p.read_bytes() for p in (tmp_path / "out").rglob("*.JPEG")}
+    assert found == images
+    assert read_folder(tmp_path / "out").classes == WNIDS
+
+
+def test_the_hubs_files_become_shards(tmp_path: Path) -> None:
+    images = write_parquet(tmp_path / "data")
+    assert main(["parquet", f"data.root={tmp_path / 'data'}", f"out={tmp_path / 'out'}", "to=shards"]) == 0
+    source = read_shards(tmp_path / "out")
+    assert source.classes == WNIDS and (len(source.train), len(source.val)) == (9, 4)
+    found = {split.read(index) for split in (source.train, source.val) for index in range(len(split))}
+    assert found == set(images.values())
+    assert json.loads((tmp_path / "out/shards.json").read_text())["images"]["data-train-000001.tar"] == 4
+
+
+@pytest.mark.parametrize("to", ["folder", "shards"])
+@pytest.mark.parametrize("form", ["embedded", "absolute paths", "relative paths"])
+def test_tables_of_datasets_keep_class_names_in_both_forms(tmp_path: Path, form: str, to: str) -> None:
+    """Names in an order of their own, one with a slash; a PNG among the images."""
+    root, names = tmp_path / "data", ["wolf", "cat/tabby", "bear"]
+    contents = [jpeg(20, 30, seed=1), encoded(noise(20, 30), "PNG"), jpeg(20, 30, seed=2)]
+    rows: list[dict[str, Any]] = []
+    for number, content in enumerate(contents):
+        path = root / "pictures" / f"{number}.img"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        shown = {"embedded": path.name, "absolute paths": str(path), "relative paths": f"pictures/{number}.img"}[form]
+        rows.append({"bytes": content if form == "embedded" else None, "path": shown})
+    for split in ("train", "validation"):
+        write_table(root / f"pets_{split}.parquet", rows, [2, 1, 0], names, "img fine_label")
+    assert unpack_parquet(root, tmp_path / "out", to=to, workers=1) == {"train": 3, "val": 3}
+    source = (read_folder if to == "folder" else read_shards)(tmp_path / "out")
+    assert sorted(source.classes) == ["bear", "cat_tabby", "wolf"]
+    by_class = {source.classes[source.train.labels[index]]: source.train.read(index) for index in range(3)}
+    assert by_class == {"bear": contents[0], "cat_tabby": contents[1], "wolf": contents[2]}
+
+
+WRONG: list[tuple[str, list[Any], list[Any], Any]] = [
+    ("no integers", embedded(2), [0.0, 1.7], None),
+    ("no integers", embedded(2), [True, False], None),
+    ("no integers", embedded(2), ["cat", "dog"], None),
+    ("without a label", embedded(2), [0, None], None),
+    ("without a label", embedded(2), [0, -1], None),
+    ("up to 10000000, but only 2", embedded(2), [0, 10**7], None),
+    ("label 2, but only 2", embedded(2), [0, 2], ["a", "b"]),
+    ("one name: a_b", embedded(2), [0, 1], ["a/b", "a:b"]),
+    ("two images", [embedded(1)[0]] * 2, [0, 0], None),
+    ("row 1: no image", [embedded(1)[0], {"bytes": None, "path": None}], [0, 1], None),
+    ("row 1: .*No such file", [embedded(1)[0], {"bytes": None, "path": "/nowhere/1.jpg"}], [0, 1], None),
+    ("row 0: .*not a JPEG or PNG", [{"bytes": None, "path": "train.parquet"}], [0], None),
+    ("row 0: .*not a regular file", [{"bytes": None, "path": "/dev/zero"}], [0], None),
+]
+
+
+@pytest.mark.parametrize(("message", "images", "labels", "names"), WRONG)
+def test_wrong_tables_are_refused_at_once(
+    tmp_path: Path, message: str, images: list[Any], labels: list[Any], names: Any
+) -> None:
+    write_table(tmp_path / "data/train.parquet", images, labels, names)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        unpack_parquet(tmp_path / "data", tmp_path / "out", to="folder", workers=1)
+    assert time.monotonic() - started < 10
+
+
+def test_incomplete_and_damaged_sets_are_named_and_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no files"):
+        unpack_parquet(tmp_path, tmp_path / "out", to="folder")
+    write_parquet(tmp_path / "data", labels=(0, 0))
+    with pytest.raises(ConfigError, match="label 0"):
+        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
+    write_parquet(tmp_path / "data")
+    first = tmp_path / "data/train-00000-of-00002.parquet"
+    first.rename(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="1 of 2 train"):
+        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
+    (tmp_path / "kept").rename(first)
+    damaged = tmp_path / "data/train-00001-of-00002.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="train-00001"):
+        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
+    assert not (tmp_path / "out").exists()
