@@ -35,13 +35,14 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     sizes = size_schedule(cfg)
     if cfg.name == "synthetic":
         return SyntheticData(cfg, sizes, batch_size, seed=seed, world_size=dist.world_size)
-    global_batch = f"one global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
     if augment.repeats > batch_size * dist.world_size:
-        raise ConfigError(f"augment.repeats={augment.repeats} is more than {global_batch}; raise batch_size")
+        raise ConfigError(
+            f"augment.repeats={augment.repeats} is more than one global batch of {batch_size * dist.world_size}; raise"
+            " batch_size"
+        )
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
     data = image_data(cfg, augment, sizes, batch_size, seed, dist, bad_images)
-    if data.batch_count(0) == 0:
-        raise ConfigError(f"{data.train_images} training images are fewer than {global_batch}; lower batch_size")
+    data.check_batches()
     return data
 
 

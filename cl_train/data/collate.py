@@ -66,25 +66,31 @@ def _check_alike(members: list[Any]) -> None:
         kind, shape, dtype = type(first), first.shape, first.dtype
         if all(type(member) is kind and member.shape == shape and member.dtype == dtype for member in members):
             return
+    expected = _form(first)
     for index, member in enumerate(members):
-        if (found := _form(member)) != (expected := _form(first)):
+        if (found := _form(member)) != expected:
             raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {expected}")
 
 
 def _form(value: Any) -> str:
     """The properties that must be the same in all samples."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        kind, dtype = "tensor" if isinstance(value, Tensor) else "array", value.dtype if _is_image(value) else ""
-        return f"{kind} {tuple(value.shape)} {dtype}"
     if isinstance(value, Image.Image):
         return f"PIL image {(value.height, value.width, len(value.getbands()))} mode {value.mode}"
-    if isinstance(value, Mapping):
-        return f"dict {sorted(map(str, value))}"
-    return f"{type(value).__name__} {len(value) if isinstance(value, (tuple, list)) else '()'}"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{type(value).__name__} {tuple(value.shape)} {value.dtype if _is_image(value) else ''}"
+    return f"{type(value).__name__} {sorted(map(str, value)) if isinstance(value, Mapping) else _length(value)}"
+
+
+def _length(value: Any) -> int | str:
+    return len(value) if isinstance(value, (tuple, list)) else ""
 
 
 def _stack(images: list[Any]) -> Tensor:
     """Images of equal size -> [N, C, H, W] with channels_last strides, also where N, C, H or W is 1."""
+    if 0 in (images[0].size if isinstance(images[0], Image.Image) else images[0].shape):
+        raise ValueError(f"cannot collate images without pixels: {_form(images[0])}")
+    if isinstance(images[0], Tensor) and (images[0].device.type != "cpu" or images[0].layout != torch.strided):
+        raise ValueError(f"cannot collate {images[0].layout} images on {images[0].device}: use dense ones on the CPU")
     if isinstance(images[0], Tensor):
         return _stack_tensors([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     if isinstance(images[0], Image.Image) and images[0].mode not in _PIL_MODES:
@@ -115,5 +121,11 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if get_worker_info() is None:
         memory = torch.from_numpy(np.empty(size, np.uint8))  # NumPy asks for huge pages, which fault in faster
     else:
-        memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+        try:
+            memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a batch of {size / 2**20:.0f} MiB does not fit into /dev/shm ({error}): enlarge it (docker run"
+                " --shm-size=8g), or use fewer workers or smaller batches"
+            ) from error
     return memory.view(dtype).view(shape)

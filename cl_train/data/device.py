@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cl_train.data.batch import Batch, DeviceFormat
 
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, number of the batch)
+COPIES_UNDER_WAY = 2  # at most, of the loader's batches to a GPU, when the next batch is requested
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class HostBatch(NamedTuple):
-    """A batch in the loader's memory, valid until two more are requested.
+    """A batch in the loader's memory, valid until the third one after it is requested.
 
     images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in `epoch`.
     """
@@ -183,7 +184,7 @@ def _on_side_stream(
                 ready.append((prepare(moved), side.record_event()))
             while copying and copying[0].query():
                 copying.popleft()
-            if len(copying) > ahead + 1:  # the host waits for the oldest copy: the loader fills its memory again
+            if len(copying) > COPIES_UNDER_WAY:  # the host waits for the oldest copy: the loader fills its memory again
                 copying.popleft().synchronize()
             if len(ready) > ahead:
                 yield take()

@@ -1,13 +1,16 @@
 """The loader of train.py for any training loop."""
 
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.config.schema import AugmentConfig
+from cl_train.config.validation import load
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import image_data, size_schedule
 from cl_train.data.device import Normalise, to_device
@@ -104,29 +107,38 @@ def image_loader(
         targets int64 [N]. It has a length, and workers that `close()`, or the end of a `with` block, ends.
 
     Raises:
-        ConfigError: (a ValueError) the folder is missing or has no classes.
+        ConfigError: (a ValueError) an argument has another type or range than the setting of its name, the folder is
+            missing, has no classes, or fewer training images than one batch of all ranks.
         BadImageError, WorkerError: while iterating; the message names the image.
+        RuntimeError: another thread is iterating.
     """
     if split not in ("train", "val"):
         raise ValueError(f"split={split!r}: use 'train' or 'val'")
-    cfg = DataConfig(
-        name="folder",
-        root=str(root),
-        val_fraction=val_fraction,
-        extensions=list(extensions),
-        image_size=image_size,
-        workers=workers,
-    )
+    if not isinstance(batch_size, int):
+        raise ValueError(f"batch_size={batch_size!r}: expected a whole number")
+    settings: dict[str, Any] = {"name": "folder", "root": str(root), "image_size": image_size, "workers": workers}
+    settings |= {"mean": list(mean), "std": list(std), "val_fraction": val_fraction, "extensions": list(extensions)}
+    cfg = load({"batch_size": batch_size, "seed": seed, "data": settings})
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
+    form = DeviceFormat(dist.device, dtype, memory_format)
+    normalise = Normalise(mean, std, form) if device is not None else None
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
     bad_images = BadImages(skip=skip_bad_images, limit=sys.maxsize)
-    data = image_data(cfg, augment, size_schedule(cfg), batch_size, seed, dist, bad_images)
-    form = DeviceFormat(dist.device, dtype, memory_format)
-    return ImageLoader(data, split, Normalise(mean, std, form) if device is not None else None)
+    data = image_data(cfg.data, augment, size_schedule(cfg.data), batch_size, seed, dist, bad_images)
+    if split == "train":
+        data.check_batches()
+    return ImageLoader(data, split, normalise)
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:
-    if world_size is None:
+    """Those of `torch.distributed`, or the given ones. Raises ValueError: only one is given, or the rank is no rank."""
+    if rank is None and world_size is None:
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
-    return Dist(rank or 0, world_size, device)
+        return Dist(*((torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)), device)
+    try:
+        valid = 0 <= operator.index(rank) < operator.index(world_size)  # type: ignore[arg-type]  # None: TypeError
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size")
+    return Dist(int(rank), int(world_size), device)  # type: ignore[arg-type]

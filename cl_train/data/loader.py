@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import BadImage
-from cl_train.data.device import HostBatch
+from cl_train.data.device import COPIES_UNDER_WAY, HostBatch
 from cl_train.data.image_reader import ImageReader
 from cl_train.data.order import SizeSchedule, rank_share
 from cl_train.data.source import Indices
@@ -37,9 +37,6 @@ from cl_train.system.memory import available_bytes
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
-# Batches that the consumer may still read when it requests the next one: on CUDA `to_device` has up to two copies under
-# way; the other consumers need the last batch only.
-_BATCHES_IN_USE = 2
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
@@ -183,6 +180,7 @@ class HostLoader:
 
     Attributes:
         samples: number of samples of all ranks together.
+        batch_size: samples of a batch of this rank.
         workers: number of worker processes; 0 = samples are read in this process.
         times: seconds that the workers have spent so far.
         is_stream: the samples are those of an IterableDataset, which controls their order itself.
@@ -207,7 +205,7 @@ class HostLoader:
 
         Raises ConfigError if the memory, or the limit of open files, is too small.
         """
-        self.reader, self._sizes, self._batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
+        self.reader, self._sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order = bad_images, order
         self.samples, self.workers, self.times = len(reader), worker_count(cfg, dist), WorkerTimes()
         self.is_stream = isinstance(reader, StreamReader)
@@ -215,7 +213,7 @@ class HostLoader:
         self._parts = max(1, min(batch_size // rows, self.workers))  # tasks of a batch
         self._queued = max(1, cfg.prefetch * self._parts // max(1, self.workers))  # tasks of a worker
         ahead = -(-self._queued * self.workers // self._parts)  # batches that the workers may be filling
-        self._slot_count = ahead + _BATCHES_IN_USE + 1
+        self._slot_count = ahead + COPIES_UNDER_WAY + 1
         self._memory: _SharedMemory | None = None
         self._workers: Workers[_Task, _TaskResult] | None = None
         self._iterating: tuple[threading.Thread, int] | None = None  # thread and process
@@ -226,12 +224,12 @@ class HostLoader:
         free = available_bytes(torch.device("cpu"))
         if free is not None and need > free:  # the size of /dev/shm does not matter
             raise ConfigError(
-                f"the loader's batches, and the order of {self.samples} samples, need {need / 2**30:.1f} GiB of shared"
+                f"the loader's batches, and the order of {self.samples} samples, need {need / 2**30:.1f} GiB of"
                 f" memory, and {free / 2**30:.1f} GiB are free: lower batch_size or data.prefetch={cfg.prefetch}"
             )
 
     def batch_count(self, epoch: int = 0) -> int:
-        batch_size, ranks = self._batch_size, self._dist.world_size
+        batch_size, ranks = self.batch_size, self._dist.world_size
         if self._order is None:
             return -(-len(range(self._dist.rank, self.samples, ranks)) // batch_size)
         return self.samples // (batch_size * ranks)
@@ -239,8 +237,8 @@ class HostLoader:
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
 
-        A batch is valid until two more are requested. Raises BadImageError, WorkerError; RuntimeError: another thread
-        is iterating.
+        A batch is valid until the third one after it is requested. Raises BadImageError, WorkerError; RuntimeError:
+        another thread is iterating.
         """
         with self._begun() as iteration:
             batches = self._filled(iteration, epoch, 0 if self.is_stream else first_batch)
@@ -294,7 +292,7 @@ class HostLoader:
     def _start(self) -> _SharedMemory:
         if self._memory is None:
             largest = self._sizes.image_sizes[-1]
-            self._memory = _SharedMemory(self._slot_count, self._batch_size, largest, self.reader.dtype, self.workers)
+            self._memory = _SharedMemory(self._slot_count, self.batch_size, largest, self.reader.dtype, self.workers)
             self._workers = Workers(
                 partial(_fill, self.reader, self._memory, _SUBSTITUTES if self._order else 1),
                 count=self.workers,
@@ -309,7 +307,7 @@ class HostLoader:
 
     def _shares(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Indices]]:
         """Number and samples of each of this rank's batches; of an endless stream only their count matters."""
-        batch_size, rank, ranks = self._batch_size, self._dist.rank, self._dist.world_size
+        batch_size, rank, ranks = self.batch_size, self._dist.rank, self._dist.world_size
         if self.is_stream:
             yield from ((number, np.arange(batch_size)) for number in itertools.count())
         if self._order is None:
@@ -363,13 +361,13 @@ class HostLoader:
     def _trained(self, batches: Iterable[HostBatch], first_batch: int) -> Iterator[HostBatch]:
         """The whole batches of a stream's epoch; those before `first_batch` are read again."""
         count, number = self.batch_count(), 0
-        for number, batch in zip(range(1, count + 1), _joined(batches, self._batch_size), strict=False):
+        for number, batch in zip(range(1, count + 1), _joined(batches, self.batch_size), strict=False):
             if number > first_batch:
                 yield batch._replace(number=number - 1)
         if number < count:
             bad = "".join(f"; {name}: {reason}" for name, reason in list(self._bad_images.reasons.items())[-1:])
             raise WorkerError(
-                f"data.dataset ended after {number} of {count} batches of {self._batch_size} samples on rank "
+                f"data.dataset ended after {number} of {count} batches of {self.batch_size} samples on rank "
                 f"{self._dist.rank}: its length is {self.samples}, of all ranks and workers together{bad}"
             )
 

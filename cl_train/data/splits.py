@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cl_train.config.schema import DataConfig
+from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import Pixels
@@ -41,6 +41,15 @@ class ImageData:
     def batch_count(self, epoch: int) -> int:
         """Full global batches of an epoch; the remaining images are dropped."""
         return self.train_loader.batch_count(epoch)
+
+    def check_batches(self) -> None:
+        """Raises ConfigError: there are fewer training images than one batch of all ranks."""
+        if self.batch_count(0) == 0:
+            size, ranks = self.train_loader.batch_size, self.dist.world_size
+            raise ConfigError(
+                f"{self.train_images} training images are fewer than one global batch of {size * ranks} ({size} x"
+                f" {ranks}); lower batch_size"
+            )
 
     @property
     def times(self) -> WorkerTimes:

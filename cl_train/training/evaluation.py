@@ -54,7 +54,8 @@ def evaluate_model(
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.stack(sums), dist).tolist()
     if images + skipped_images != data.val_images:
         raise TrainingFault(
-            f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f} of {data.val_images}"
+            f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f} of {data.val_images}; an"
+            " IterableDataset must yield as many samples as its length says, on all ranks and workers together"
         )
     if images == 0:
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")

@@ -141,3 +141,28 @@ def test_unequal_structures_targets_and_modes_are_refused():
         channels_last_collate([pil, pil.convert("L")])
     with pytest.raises(ValueError, match="empty"):
         channels_last_collate([])
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        torch.zeros(0, 8, 8),
+        torch.zeros(3, 0, 8),
+        np.zeros((8, 0, 3), np.uint8),
+        Image.new("RGB", (0, 0)),
+        torch.zeros(3, 8, 8).to_sparse(),
+        torch.zeros(3, 8, 8, device="meta"),
+    ],
+)
+def test_images_without_pixels_are_refused(unusable):
+    with pytest.raises(ValueError, match="cannot collate"):
+        channels_last_collate([(unusable, 0)] * 2)
+
+
+def test_a_full_shm_is_named(monkeypatch):
+    def full(size):
+        raise RuntimeError("No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
+    with pytest.raises(RuntimeError, match=r"/dev/shm.*shm-size"):
+        list(DataLoader(arrays(2), 2, collate_fn=channels_last_collate, num_workers=1))

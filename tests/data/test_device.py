@@ -61,10 +61,21 @@ def test_any_number_of_channels_is_normalised():
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(("mean", "std"), [([0.5], [0.5, 0.5]), ([0.5], [0.0])])
-def test_wrong_statistics_are_refused(mean, std):
-    with pytest.raises(ValueError, match="std"):
-        DevicePrefetcher([], "cpu", mean, std)
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"mean": [0.5], "std": [0.5, 0.5]}, "std"),
+        ({"mean": [0.5], "std": [0.0]}, "std"),
+        ({"mean": [], "std": []}, "std"),
+        ({"mean": [0.5], "std": [float("nan")]}, "std"),
+        ({"dtype": torch.uint8}, "uint8"),
+        ({"dtype": torch.int32}, "int32"),
+        ({"memory_format": torch.preserve_format}, "preserve_format"),
+    ],
+)
+def test_wrong_arguments_are_refused(settings, named):
+    with pytest.raises(ValueError, match=named):
+        DevicePrefetcher([], "cpu", **settings)
 
 
 class Sample(NamedTuple):

@@ -1,5 +1,7 @@
 """image_loader: the loader of train.py with plain arguments."""
 
+import threading
+
 import pytest
 import torch
 
@@ -69,8 +71,59 @@ def test_bad_images_are_named(tmp_path):
     assert [targets.tolist() for _, targets in loader(root, skip_bad_images=True)] == [[1, 1, 1, 1]]
 
 
-def test_wrong_arguments_are_value_errors(root, tmp_path):
-    with pytest.raises(ValueError, match="train"):
-        loader(root, "test")
-    with pytest.raises(ValueError, match="nowhere"):
-        loader(tmp_path / "nowhere")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"split": "test"}, "train"),
+        ({"root": "/nowhere"}, "nowhere"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": -4}, "batch_size=-4"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"batch_size": "auto"}, "batch_size='auto'"),
+        ({"batch_size": 1000}, "22 training images are fewer than one global batch of 1000"),
+        ({"batch_size": 8, "rank": 0, "world_size": 3}, "fewer than one global batch of 24"),
+        ({"image_size": 0}, "image_size=0"),
+        ({"image_size": 10**6}, "image_size"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**40}, "seed="),
+        ({"workers": -1}, "workers=-1"),
+        ({"val_fraction": 2}, "val_fraction=2"),
+        ({"rank": 3, "world_size": 2}, "rank=3, world_size=2"),
+        ({"rank": -1, "world_size": 2}, "rank=-1"),
+        ({"rank": 1}, "give both"),
+        ({"world_size": 2}, "give both"),
+        ({"rank": 0.5, "world_size": 2}, "rank=0.5"),
+        ({"rank": 0, "world_size": 0}, "world_size=0"),
+        ({"device": "cpu", "dtype": torch.int8}, "int8"),
+        ({"device": "cpu", "dtype": torch.uint8}, "uint8"),
+        ({"device": "cpu", "dtype": torch.float8_e4m3fn}, "float8"),
+        ({"device": "cpu", "memory_format": torch.channels_last_3d}, "channels_last_3d"),
+        ({"mean": (0.5,), "std": (0.5,)}, "three numbers"),
+        ({"std": (0.5, 0.5, 0.0)}, "above 0"),
+        ({"mean": (0.5, 0.5, float("nan"))}, "mean"),
+    ],
+)
+def test_wrong_arguments_are_value_errors(root, arguments, named):
+    arguments = {"root": root, **arguments}
+    with pytest.raises(ValueError, match=named) as caught:
+        loader(arguments.pop("root"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_thread_gets_an_error_at_once_and_the_first_goes_on(root, workers):
+    with loader(root, workers=workers) as batches:
+        epoch, caught = iter(batches), []
+        whole = [next(epoch)[1].tolist()]
+
+        def second():
+            with pytest.raises(RuntimeError, match="another thread") as error:
+                next(iter(batches))
+            caught.append(error)
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive() and len(caught) == 1
+        whole += [targets.tolist() for _, targets in epoch]
+    assert whole == [targets.tolist() for _, targets in loader(root)]
