@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from cl_train.config.validation import load
 from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, build_scaler, resolve_precision
 from cl_train.system.distributed import choose_device
-from cl_train.system.environment import describe_environment, device_name
+from cl_train.system.environment import measured
 from cl_train.system.timing import timed_s
 from cl_train.training.loop import train
 
@@ -91,17 +91,8 @@ def measure(settings: OverheadSettings) -> tuple[dict[str, Any], str]:
     done = alternate(sides, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
     ratios = done.round_ratios(1)
     bare_ms, cl_train_ms = ([1000 * seconds for seconds in block] for block in done.blocks)
-    result = {
-        "schema_version": 1,
-        "command": " ".join(sys.argv),
-        "device_name": device_name(device),
-        "environment": describe_environment(device),
-        "settings": asdict(settings),
-        "bare_step_ms": bare_ms,
-        "cl_train_step_ms": cl_train_ms,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-    }
+    times = {"bare_step_ms": bare_ms, "cl_train_step_ms": cl_train_ms}
+    result = measured(settings, device, **times, ratio=statistics.median(ratios), ratios=ratios)
     spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
     return result, f"cl_train / bare loop, images per second: {statistics.median(ratios):.3f} ({spread})"
 

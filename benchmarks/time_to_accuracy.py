@@ -31,7 +31,7 @@ from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
-from cl_train.system.environment import describe_environment, device_name
+from cl_train.system.environment import measured
 from cl_train.system.files import write_json
 from cl_train.system.machine_load import MachineLoad
 
@@ -195,20 +195,20 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
                 top1 = " ".join(f"{value:.1f}" for _, value in run["points"])
                 reached = f"{data} seed {seed} {program.name}: {seconds_to(run):.1f} s"
                 print(f"{reached}; top-1 {top1}; {run['total_s']:.0f} s in all {run.get('why', '')}", flush=True)
-        yield {
-            "schema_version": 2,
-            "target_top1": TARGET,
-            "run_limit_s": RUN_LIMIT_S,
-            "device_name": device_name(torch.device("cpu")),
-            "environment": describe_environment(torch.device("cpu")),
-            "commits": {name: commit_of(path.parent) for name, path in scripts.items()},
-            "options": {program.name: program.options.split() for program in PROGRAMS if program.script in scripts},
-            "summary": {
+        yield measured(
+            settings,
+            torch.device("cpu"),
+            schema_version=2,
+            target_top1=TARGET,
+            run_limit_s=RUN_LIMIT_S,
+            commits={name: commit_of(path.parent) for name, path in scripts.items()},
+            options={program.name: program.options.split() for program in PROGRAMS if program.script in scripts},
+            summary={
                 name: summarize([run for run in runs if run["data"] == name], RUN_LIMIT_S[name])
                 for name in settings.data
             },
-            "runs": runs,
-        }
+            runs=runs,
+        )
 
 
 def commit_of(folder: Path) -> str:

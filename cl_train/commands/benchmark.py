@@ -30,6 +30,9 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     document = run_suite(settings)
     verdicts = []
     for result in document["results"]:
-        pairs = [f"{pair['candidate']} {pair['verdict']} ({pair['ratio']:.2f}x)" for pair in result["pairs"]]
+        pairs = [
+            f"{pair['candidate']} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)"
+            for pair in result["pairs"]
+        ]
         verdicts.append(f"{result['model']}: {'failed' if 'error' in result else ', '.join(pairs)}")
     return document, "; ".join(verdicts)

@@ -16,6 +16,7 @@ COLOURS = {
     "not_comparable": "#b0b0b0",
 }
 _TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+_FINE_TICKS = (0.9, 1.1)
 _COMPACT_ROWS = 12  # from this number on without words beside the points
 
 
@@ -46,17 +47,18 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
     height = 1.9 + (0.2 if is_compact else 0.62) * rows
     figure = Figure(figsize=(max(7.5, 4.5 * len(panels)), height), dpi=130, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.supxlabel(f"speed of {sides[1]} / speed of {sides[0]} with 95 % interval; hollow: not decided", fontsize=11)
     for axes, (name, bars) in zip(
         figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
     ):
         axes.set(xscale="log", xlim=(low, high), ylim=(rows - 0.4, -0.6))
-        axes.set_xlabel(f"{name}{': ' if name else ''}speed of {sides[1]} / speed of {sides[0]}, with 95 % interval")
+        axes.set_xlabel(name)
         axes.axvline(1, color="#333333", lw=1.5)
         for verdict, start, end in (("slower", low, 1.0), ("faster", 1.0, high)):
             axes.axvspan(start, end, color=COLOURS[verdict], alpha=0.06, lw=0)
             place = {"xycoords": ("data", "axes fraction"), "ha": "center", "color": COLOURS[verdict]}
             axes.annotate(f"{sides[1]} is {verdict}", (math.sqrt(start * end), 1.01), **place)
-        ticks = [tick for tick in _TICKS if low <= tick <= high]
+        ticks = [tick for tick in _TICKS if low <= tick <= high and (high < 2 * low or tick not in _FINE_TICKS)]
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.minorticks_off()
         axes.set_yticks(range(len(bars)), [textwrap.fill(bar.label, 22) for bar in bars])

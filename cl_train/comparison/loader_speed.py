@@ -7,8 +7,6 @@ median of the ratios within a round.
 import itertools
 import math
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +23,7 @@ from cl_train.data.build import DATA_DIR, build_data
 from cl_train.data.sample import ensure_sample
 from cl_train.data.splits import ImageData
 from cl_train.system.distributed import Dist
-from cl_train.system.environment import describe_environment
+from cl_train.system.environment import measured
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -87,16 +85,7 @@ def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) ->
         }
         for index, pipeline in enumerate(pipelines[: len(done.blocks)])
     ]
-    return {
-        "schema_version": 2,
-        "command": shlex.join(sys.argv),
-        "environment": describe_environment(torch.device("cpu")),
-        "image_size": settings.image_size,
-        "batch_size": settings.batch_size,
-        "rounds": settings.rounds,
-        "cores": len(os.sched_getaffinity(0)),
-        "rows": rows,
-    }
+    return measured(settings, torch.device("cpu"), schema_version=3, cores=len(os.sched_getaffinity(0)), rows=rows)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 Each layout has its own copy of the same weights and the same images; see `alternation` for the order and the interval.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cl_train.comparison.alternation import alternate
-from cl_train.comparison.statistics import Interval, verdict_of
+from cl_train.comparison.statistics import Interval, repeats_to_decide, verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.model_call import explain_failure, random_state_restored
@@ -61,6 +62,13 @@ class Comparison:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
 
+    def _advice(self, ratio: Interval) -> str:
+        """How long the layouts have to be measured for a verdict."""
+        rounds = repeats_to_decide(ratio, degrees=1, most=20 * self.rounds) if self.rounds > 1 else None
+        if rounds is None:
+            return f"a verdict needs more than {20 * self.seconds:.0f} s, or a quieter machine"
+        return f"about time_limit_s={math.ceil(self.seconds * rounds / self.rounds)} would decide"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
         kept = ("layout", "images_per_s", "step_ms", "peak_memory_gib")
@@ -75,13 +83,17 @@ class Comparison:
     def __str__(self) -> str:
         lines = []
         for index, speed in enumerate(self.speeds):
-            against = f"  {speed.ratio} {speed.verdict.replace('_', ' ')}" if index else ""
+            untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
+            against = f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}" if index else ""
             lines.append(
                 f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
                 f"{speed.peak_memory_gib:8.2f} GiB{against}"
             )
         if self.batch_size != self.batch_size_requested:
             lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts used {self.batch_size}")
+        lines += [
+            f"  {speed.layout}: {self._advice(speed.ratio)}" for speed in self.speeds if speed.verdict == "inconclusive"
+        ]
         if self.others_pct is not None and self.others_pct >= BUSY_PCT:
             lines.append(f"  other processes used {self.others_pct:.0f} % of the cores: measure on a quiet machine")
         return "\n".join(lines)
@@ -142,6 +154,10 @@ def workload_of(
     **more: Any,
 ) -> Workload:
     """A `Workload` from plain values; `more` are its other fields."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {model!r:.60}: give a torch.nn.Module, such as torchvision.models.resnet18()")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: must be at least 1")
     if more.get("mode", "train") not in ("train", "infer"):
         raise ConfigError(f"mode={more['mode']}: must be train or infer")
     on = torch.device(device) if device is not None else device_of(model)

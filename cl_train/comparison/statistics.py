@@ -118,18 +118,18 @@ def verdict_of(interval: Interval) -> str:
     return "no_difference" if is_within else "inconclusive"
 
 
-def repeats_to_decide(interval: Interval) -> int | None:
-    """Runs per side after which this ratio with this spread has a verdict; None = more than `MAX_REPEATS`.
+def repeats_to_decide(interval: Interval, degrees: int = 2, most: int = MAX_REPEATS) -> int | None:
+    """Runs per side after which this ratio with this spread has a verdict; None = more than `most`.
 
-    For one run per side the spread is assumed to be halfway between the least and the unknown one.
+    For one run per side the spread is assumed to be halfway between the least and the unknown one. With degrees=1 the
+    interval is one of rounds, and the result is the number of rounds.
     """
-    centre = math.log(interval.ratio)
-    spread = (SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2
+    spread = (SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2 * math.sqrt(2)
     if interval.n > 1:
-        t = student_t(2 * (interval.n - 1))
-        spread = math.log(interval.high / interval.low) / 2 / (t * math.sqrt(2 / interval.n))
-    for count in range(max(2, interval.n), MAX_REPEATS + 1):
-        half = student_t(2 * (count - 1)) * spread * math.sqrt(2 / count)
-        if verdict_of(_interval(centre, half, count)) != "inconclusive":
+        half = math.log(interval.high / interval.low) / 2
+        spread = half * math.sqrt(interval.n) / student_t(degrees * (interval.n - 1))
+    for count in range(max(2, interval.n), most + 1):
+        half = student_t(degrees * (count - 1)) * spread / math.sqrt(count)
+        if verdict_of(_interval(math.log(interval.ratio), half, count)) != "inconclusive":
             return count
     return None

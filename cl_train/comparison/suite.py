@@ -1,8 +1,6 @@
 """`cl-train benchmark`: models, modes, precisions and batches, each in several layouts."""
 
 import itertools
-import shlex
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +11,11 @@ from cl_train.comparison.parity import check_parity
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Workload
 from cl_train.config.benchmarks import BenchmarkSettings
 from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.config.validation import to_mapping
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import sources as models
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device
-from cl_train.system.environment import describe_environment, device_name
+from cl_train.system.environment import measured
 
 LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 
@@ -55,14 +52,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
             result = {**described, "error": why, "text": f"  failed: {why}", "pairs": []}
         results.append(result)
         print(f"{', '.join(f'{key} {value}' for key, value in described.items())}\n{result['text']}", flush=True)
-    return {
-        "schema_version": 1,
-        "command": shlex.join(sys.argv),
-        "settings": to_mapping(settings),
-        "device_name": device_name(device),
-        "environment": describe_environment(device),
-        "results": results,
-    }
+    return measured(settings, device, results=results)
 
 
 def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict[str, Any]:

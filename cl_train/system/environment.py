@@ -1,11 +1,16 @@
 """Versions, hardware and the state of the checkout, for `summary.json` and for comparisons."""
 
 import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
+
+from cl_train.config.validation import to_mapping
 
 _DRIVER_VERSION = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
 
@@ -21,6 +26,18 @@ def describe_environment(device: torch.device) -> dict[str, str | None]:
         "cudnn": str(cudnn) if cudnn is not None else None,
         "cpu": cpu_name(),
         "driver": _output_of(_DRIVER_VERSION) if device.type == "cuda" else None,
+    }
+
+
+def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, Any]:
+    """The content of a file of measurements: the results, and with which command and settings on which machine."""
+    return {
+        "schema_version": 1,
+        "command": shlex.join(sys.argv),
+        "settings": to_mapping(settings),
+        "device_name": device_name(device),
+        "environment": describe_environment(device),
+        **results,
     }
 
 
