@@ -8,7 +8,7 @@ Each tracker has a thread of its own, so that one that waits for a network never
 warning and no further records.
 """
 
-import json
+import copy
 import logging
 import os
 import queue
@@ -22,7 +22,7 @@ from typing import Any
 from cl_train.config.schema import ConfigError
 from cl_train.config.user_function import optional_module, user_function
 from cl_train.config.validation import suggest
-from cl_train.system.files import write_json
+from cl_train.system.files import write_text
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Trackers:
 
     def send(self, record: Record) -> None:
         for thread in self._threads.values():
-            thread.records.put(record)
+            thread.records.put(copy.deepcopy(record))  # what one changes, the others must not see
 
     def close(self) -> None:
         """Wait for the trackers to receive all records, together at most `LAST_RECORDS_S`."""
@@ -104,12 +104,12 @@ def final_metrics(summary: Record) -> dict[str, float]:
 
 def run_id(record: Record, tracker: str, new_id: Callable[[], str]) -> str:
     """The name of this run in the tracker, kept in the run folder: a resumed run continues its run in the tracker."""
-    path = Path(record["folder"]) / "trackers.json"
-    ids = json.loads(path.read_text(encoding="utf-8")) if record["step"] and path.is_file() else {}
-    if tracker not in ids:
-        ids[tracker] = new_id()
-        write_json(path, ids)
-    return str(ids[tracker])
+    path = Path(record["folder"]) / f"{tracker}.run_id"  # a file for each: trackers have threads of their own
+    if record["step"] and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    created = new_id()
+    write_text(path, f"{created}\n")
+    return created
 
 
 # --- the trackers -----------------------------------------------------------------------------------------------------
