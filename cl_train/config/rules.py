@@ -4,7 +4,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
-from cl_train.config.schema import AUTO_BATCH_SIZE, OPTIMIZERS, AugmentConfig, Config, DataConfig, LauncherConfig
+from cl_train.config.schema import (
+    AUTO_BATCH_SIZE,
+    LOSSES,
+    OPTIMIZERS,
+    AugmentConfig,
+    Config,
+    DataConfig,
+    LauncherConfig,
+)
 
 _EXAMPLE = "[[0,128],[6,160],[12,192]]"
 _FOLDERS = ("folder", "imagenet", "imagenette", "sample")
@@ -20,6 +28,8 @@ def _optimizer_is(*names: str) -> Callable[[Config], bool]:
 
 # Settings that have an effect only if the function says so, and what the user would have to write for it.
 _NEEDS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    ("label_smoothing", lambda cfg: cfg.loss in LOSSES, "loss=cross_entropy"),
+    ("patience", lambda cfg: cfg.evaluate_every > 0, "evaluate_every=1"),
     ("bce_threshold", lambda cfg: cfg.loss == "bce", "loss=bce"),
     ("data.val_fraction", _has_folders, "data=folder"),
     ("data.val_split", _has_folders, "data=folder"),
@@ -77,6 +87,8 @@ def _augment_problems(augment: AugmentConfig) -> Iterator[str]:
 def _run_problems(cfg: Config) -> Iterator[str]:
     if cfg.resume == "auto" and cfg.overwrite:
         yield "resume=auto continues the run in the folder and overwrite=true deletes it: leave out one of them"
+    if cfg.loss not in LOSSES and ":" not in cfg.loss:
+        yield f"loss={cfg.loss}: use {', '.join(LOSSES)}, or your own function as package.module:function"
     if cfg.schedule.warmup_epochs > cfg.epochs:
         yield f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}"
     if (cfg.conversion == "select") != bool(cfg.select):

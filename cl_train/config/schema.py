@@ -13,6 +13,7 @@ DATA_SETS = ("sample", "imagenet", "folder", "shards", "dataset", "imagenette", 
 POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm")
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 OPTIMIZERS = ("sgd", "adamw", "rmsprop")
+LOSSES = ("cross_entropy", "bce")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CONVERSIONS = ("full", "conv", "select")
 LAYOUT_NAMES = {"true": "channels_last", "false": "contiguous"}  # of the values of channels_last=
@@ -157,6 +158,10 @@ class OptimConfig:
     )
     alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1)
     eps: float | None = loss_setting(None, "added to the denominator; null = the optimizer's default", above=0)
+    layer_decay: float = loss_setting(
+        1.0, "fine-tuning: learning rate of a layer / that of the layer after it", above=0, maximum=1
+    )
+    head_lr_ratio: float = loss_setting(1.0, "fine-tuning: learning rate of the classifier / lr", above=0)
     clip_norm: float | None = setting(None, "clip gradients to this norm, after unscaling; null = off", above=0)
 
 
@@ -256,7 +261,13 @@ class Config:
         "images per optimizer step of all processes; sets accumulate_steps = this / (batch_size x processes)",
         minimum=1,
     )
-    loss: str = loss_setting("cross_entropy", "bce = binary cross-entropy per class", choices=("cross_entropy", "bce"))
+    freeze: list[str] = setting(
+        [],
+        "parts of the model that are not trained, by shell patterns such as layer1*; backbone = all but the classifier",
+    )
+    loss: str = loss_setting(
+        "cross_entropy", "cross_entropy, bce (binary, per class), or your own package.module:function(logits, targets)"
+    )
     bce_threshold: float | None = loss_setting(
         None, "loss=bce: targets above it become 1, others 0; null = mixed and smoothed targets", minimum=0, maximum=1
     )
@@ -274,6 +285,10 @@ class Config:
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = neutral_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_flip: bool = loss_setting(False, "evaluation averages the logits of each image and of its mirror image")
+    metrics: str | None = neutral_setting(
+        None, "package.module:function(logits, targets) of a whole evaluation; the numbers that it returns are recorded"
+    )
+    patience: int | None = loss_setting(None, "stop after this many evaluations in a row without a gain", minimum=1)
     evaluate_only: bool = setting(
         False,
         "evaluate `resume`, with the settings of its run, or `weights`, if by name with their published preprocessing",

@@ -211,6 +211,12 @@ def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
     return dict(last[part] for part in sorted(last))
 
 
+def head_parameters(model: nn.Module) -> set[str]:
+    """The names of the parameters of `_classifiers`."""
+    layers = _classifiers(model).items()
+    return {f"{prefix}.{name}".removeprefix(".") for prefix, layer in layers for name in layer.state_dict()}
+
+
 def load_weights_file(model: nn.Module, path: Path) -> bool:
     """Load a file of weights into `model`; its memory format does not change.
 
@@ -222,9 +228,7 @@ def load_weights_file(model: nn.Module, path: Path) -> bool:
         log.info("weights=%s: %s", path, weights.taken)
     own = model.state_dict()
     other_shape = {name for name, value in weights.tensors.items() if name in own and own[name].shape != value.shape}
-    classifiers = _classifiers(model).items()
-    head = {f"{prefix}.{name}".removeprefix(".") for prefix, layer in classifiers for name in layer.state_dict()}
-    new_head = other_shape if other_shape <= head else set[str]()
+    new_head = other_shape if other_shape <= head_parameters(model) else set[str]()
     state = {name: value for name, value in weights.state.items() if name not in new_head}
     load_state(model, state, f"weights={path} do not fit the model", may_lack=new_head)
     if new_head:

@@ -1,9 +1,13 @@
 """The loss of a classifier."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from cl_train.config.schema import LOSSES
+from cl_train.config.user_function import user_function
 
 INCEPTION_AUX_WEIGHT = 0.4  # Szegedy et al. 2015 (v3), as in torchvision's references
 GOOGLENET_AUX_WEIGHT = 0.3  # Szegedy et al. 2014, section 5
@@ -11,18 +15,21 @@ GOOGLENET_AUX_WEIGHT = 0.3  # Szegedy et al. 2014, section 5
 
 @dataclass(frozen=True)
 class Loss:
-    """Cross-entropy, or binary cross-entropy of each class (Wightman et al., "ResNet strikes back", 2021).
+    """Cross-entropy, binary cross-entropy of each class (Wightman et al., "ResNet strikes back", 2021), or `function`.
 
     bce_threshold: targets of the binary cross-entropy become 1 above it and 0 below; None = they are not changed.
     """
 
-    name: str = "cross_entropy"  # or bce
+    name: str = "cross_entropy"  # or bce, or that of `function`
     label_smoothing: float = 0.0
     bce_threshold: float | None = None
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # of logits and targets
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean in float32. logits: [N, classes]. targets: int64 [N], or float [N, classes] (MixUp, CutMix)."""
         logits = logits.float()
+        if self.function is not None:
+            return self.function(logits, targets)
         if self.name == "cross_entropy":
             return nn.functional.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         assert self.name == "bce", self.name
@@ -36,6 +43,11 @@ class Loss:
 
 
 CROSS_ENTROPY = Loss()
+
+
+def build_loss(name: str, label_smoothing: float, bce_threshold: float | None) -> Loss:
+    """Raises ConfigError: `name` is a function that cannot be imported."""
+    return Loss(name, label_smoothing, bce_threshold, None if name in LOSSES else user_function("loss", name))
 
 
 def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:

@@ -1,5 +1,8 @@
-"""The optimizer and its parameter groups."""
+"""Which parameters train, with which share of the learning rate: frozen parts, parameter groups, the optimizer."""
 
+import fnmatch
+from collections.abc import Collection, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,15 +35,57 @@ def check_optimizer(cfg: OptimConfig) -> None:
         raise ConfigError(f"optim=timm optim.name={cfg.name}: {error}") from error
 
 
+def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
+    """Stop the training of the parameters whose name, or that of a module around them, matches a shell pattern.
+
+    BatchNorm in frozen parts stays in eval mode, whatever `model.train()` says. The pattern `backbone` means all
+    parameters but `head`.
+
+    Raises ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    parts = {*modules, *parameters} - {""}
+    around_head = {name[: len(name) - len(end)] for name in head for end in _ends(name)} | set(head)
+    frozen: set[str] = set()
+    for pattern in patterns:
+        found = parts - around_head if pattern == "backbone" else set(fnmatch.filter(parts, pattern))
+        if not found:
+            raise ConfigError(f"freeze={pattern}: the model has no such part{suggest(pattern, parts)}")
+        frozen |= found
+
+    def is_frozen(name: str) -> bool:
+        return name in frozen or any(name.removesuffix(end) in frozen for end in _ends(name))
+
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(parameter.requires_grad and not is_frozen(name))
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"freeze=[{','.join(patterns)}] leaves nothing to train")
+    for name, module in modules.items():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and is_frozen(name):
+            module.eval()
+            module.train = MethodType(lambda self, mode=True: self, module)  # type: ignore[method-assign]
+
+
+def _ends(name: str) -> list[str]:
+    """`.b.c` and `.c` of `a.b.c`."""
+    return [name[index:] for index, letter in enumerate(name) if letter == "."]
+
+
 def build_optimizer(
-    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: float | torch.Tensor
+    cfg: OptimConfig,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    lr: float | torch.Tensor,
+    head: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over `parameters` (see `precision.trainable_parameters`).
+    """The optimizer of `cfg` over `parameters` (see `precision.trainable_parameters`). `head`: the classifier's names.
 
     A fused kernel reads the loss scale and the overflow flag on the device. With any other optimizer GradScaler makes
     the host wait for the device in each step (pytorch/pytorch#80167). RMSprop has no fused kernel and uses foreach.
     """
-    groups = parameter_groups(cfg, model, parameters)
+    groups = parameter_groups(cfg, model, parameters, head)
+    for group in groups:
+        group["lr"] = lr if group["lr_scale"] == 1 else lr * group["lr_scale"]
     if cfg.library == "timm":
         return _timm_optimizer(cfg, groups, lr)
     if cfg.name == "sgd":
@@ -70,15 +115,44 @@ def _options(cfg: OptimConfig) -> dict[str, Any]:
     return options
 
 
-def parameter_groups(cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """One group with weight decay, and a second one without it if `decay_norm_and_bias` is false."""
+def parameter_groups(
+    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], head: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Groups of equal weight decay (0 for some parameters if `decay_norm_and_bias` is false) and equal `lr_scale`:
+    learning rate / the optimizer's = `layer_decay` ** (layers after their own), times `head_lr_ratio` in the `head`.
+    """
     exempt = set() if cfg.decay_norm_and_bias else not_decayed_names(model, parameters)
-    decayed = [parameter for name, parameter in parameters.items() if name not in exempt]
-    not_decayed = [parameter for name, parameter in parameters.items() if name in exempt]
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": cfg.weight_decay}]
-    if not_decayed:
-        groups.append({"params": not_decayed, "weight_decay": 0.0})
-    return groups
+    layers = layer_numbers(model) if cfg.layer_decay < 1 else dict.fromkeys(parameters, 0)
+    last = max(layers.values(), default=0)
+    members: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        scale = cfg.layer_decay ** (last - layers[name]) * (cfg.head_lr_ratio if name in head else 1)
+        members.setdefault((scale, name in exempt), []).append(parameter)
+    return [
+        {"params": found, "weight_decay": 0.0 if is_exempt else cfg.weight_decay, "lr_scale": scale}
+        for (scale, is_exempt), found in members.items()
+    ]
+
+
+def layer_numbers(model: nn.Module) -> dict[str, int]:
+    """The layer of each parameter, from 0 at the input: timm's for its models, else the entries of containers
+    (Sequential, ModuleList) and the modules outside them, in order. Vectors (biases) are in the layer before them.
+    """
+    if hasattr(model, "group_matcher"):
+        group = optional_module("timm.models", "optim.layer_decay").group_parameters
+        found: dict[str, int] = group(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+        return found
+    containers = {name for name, module in model.named_modules() if isinstance(module, nn.Sequential | nn.ModuleList)}
+    numbers, number, previous = dict[str, int](), 0, ""
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        paths = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+        outer = next((index for index, path in enumerate(paths) if path in containers), -1)
+        block = next((path for path in paths[outer + 1 :] if path not in containers), name) if outer >= 0 else paths[0]
+        if block != previous and (parameter.ndim > 1 or not numbers):
+            number, previous = number + bool(numbers), block
+        numbers[name] = number
+    return numbers
 
 
 def not_decayed_names(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
@@ -101,9 +175,10 @@ def _start_momentum_at_zero(sgd: torch.optim.SGD) -> torch.optim.SGD:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group; in place if it is a tensor, as a CUDA graph requires."""
+    """Set the learning rate, each group's share of it; in place if it is a tensor, as a CUDA graph requires."""
     for group in optimizer.param_groups:
+        scaled = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(scaled)
         else:
-            group["lr"] = lr
+            group["lr"] = scaled

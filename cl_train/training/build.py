@@ -22,11 +22,12 @@ from cl_train.data.build import size_schedule
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.known_issues import known_issues
 from cl_train.memory_format.layout import refuse_lazy
+from cl_train.memory_format.model_call import failure_explained
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.ema import EMA
-from cl_train.step.loss import Loss
-from cl_train.step.optim import build_optimizer
+from cl_train.step.loss import Loss, build_loss
+from cl_train.step.optim import build_optimizer, freeze
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step
 from cl_train.system.distributed import Dist, on_main
@@ -45,11 +46,15 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     """
     model = build_model(cfg, num_classes, dist)
     check_parameters(model)
+    head = models.head_parameters(model)
+    if cfg.optim.head_lr_ratio != 1 and not head:
+        raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its classifier")
+    freeze(model, cfg.freeze, head)
     model = cast_model(model.to(dist.device), precision)
     layout = convert_layout(cfg, model, precision, dist)
     masters = MasterWeights(model) if precision.master_weights else None
     ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
-    optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr)
+    optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr, head)
     scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
     recorder = Recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
     if recorder is not None and recorder.stream is None:
@@ -68,13 +73,28 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
             )
         wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     trained = compiled(wrapped, cfg.compile_mode, graphs=len(training_sizes(cfg))) if cfg.compile else wrapped
-    loss = Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
+    loss = build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
+    check_loss(loss, num_classes, dist.device, soft=cfg.augment.mixup > 0 or cfg.augment.cutmix > 0)
     parts = StepParts(trained, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm, masters)
     if recorder is None:
         return TrainState(model, parts, ema, layout, partial(train_step, parts))
     warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
     step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
     return TrainState(model, parts, ema, layout, step)
+
+
+def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool) -> None:
+    """Raises ConfigError: a loss of the user's fails on two images, or returns no number to differentiate.
+
+    soft: targets are float [N, classes].
+    """
+    if loss.function is None:
+        return
+    logits = torch.zeros(2, num_classes, device=device, requires_grad=True)
+    targets = torch.zeros_like(logits) if soft else torch.zeros(2, dtype=torch.int64, device=device)
+    what = f"loss={loss.name} on logits {list(logits.shape)} and targets {targets.dtype} {list(targets.shape)}"
+    with failure_explained(what, "it must return their mean loss, a tensor of one number"):
+        loss(logits, targets).reshape(()).backward()
 
 
 def check_parameters(model: nn.Module) -> None:

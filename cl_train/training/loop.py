@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from cl_train.config.schema import Config, ConfigError
+from cl_train.config.user_function import user_function
 from cl_train.data.bottleneck import bottleneck_advice
 from cl_train.data.transforms import image_augment
 from cl_train.models import sources as models
+from cl_train.step.loss import build_loss
 from cl_train.step.optim import check_optimizer, set_lr
 from cl_train.system.distributed import (
     broadcast_object,
@@ -32,7 +34,7 @@ from cl_train.system.launcher import cores_of_process
 from cl_train.system.run_folder import claimed_folder
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import resolve_batch_size
-from cl_train.training.evaluation import Interrupted, evaluate_model
+from cl_train.training.evaluation import EVALUATED, Interrupted, evaluate_model
 from cl_train.training.evaluation_report import write_report
 from cl_train.training.nonfinite import (
     NonFiniteStep,
@@ -52,6 +54,7 @@ from cl_train.training.trackers import build_tracker
 log = logging.getLogger(__name__)
 
 _FEW_STEPS = 20
+PLACE = ("kind", "step", "epoch", "time")  # of a record in a run
 
 
 def check_runs(runs: list[Config]) -> None:
@@ -64,6 +67,9 @@ def check_runs(runs: list[Config]) -> None:
         try:
             models.check_model(cfg.model, cfg.weights)
             check_optimizer(cfg.optim)
+            build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
+            if cfg.metrics is not None:
+                user_function("metrics", cfg.metrics)
             image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
             choose_device(cfg.device, warn=False)
             for name in cfg.log_to:
@@ -273,11 +279,13 @@ def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> Non
             if checkpoints.saved_step != progress.step:
                 checkpoints.save(progress, run.unlogged_steps)
             return
-        if evaluated["val"]["top1"] > progress.best_top1:
-            progress.best_top1 = evaluated["val"]["top1"]
-            if plan.checkpoint.save_best:
-                checkpoints.mark_best(progress, run.unlogged_steps)
+        if progress.is_gain(evaluated["val"]["top1"]) and plan.checkpoint.save_best:
+            checkpoints.mark_best(progress, run.unlogged_steps)
         record_evaluation(run, evaluated)
+        if plan.is_out_of_patience(progress):
+            log.info("patience=%d: %d evaluations without a gain; the run ends", plan.patience, plan.patience)
+            if checkpoints.saved_step != progress.step:
+                checkpoints.save(progress, run.unlogged_steps)
         if records:  # none: the run resumed at the end of an epoch
             seconds = sum(record["seconds"] for record in records)
             log.info(
@@ -298,7 +306,7 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
         try:
             with progress_bar("evaluation", batches, unit="batch", shown=dist.is_main) as bar:
                 results[kind], predictions = evaluate_model(
-                    model, data, form, precision, dist, run.signals, bar, flip=run.plan.evaluate_flip
+                    model, data, form, precision, dist, run.signals, bar, run.metrics, flip=run.plan.evaluate_flip
                 )
         except Interrupted as interrupted:
             (run.stop_signal,) = interrupted.args
@@ -317,6 +325,7 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
         run.summary[kind] = result
         run.writer.write(kind, run.progress.step, {"epoch": run.progress.epoch, **result})
         line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(**result)
+        line += "".join(f" {name} {value:.4g}" for name, value in result.items() if name not in EVALUATED)
         log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
 
@@ -377,7 +386,7 @@ def read_earlier_results(run: Run) -> None:
         if record["kind"] == "train":
             run.records.append(record)
         else:
-            run.summary[record["kind"]] = {name: record[name] for name in ("loss", "top1", "top5", "images")}
+            run.summary[record["kind"]] = {n: value for n, value in record.items() if n not in PLACE}
 
 
 def warn_of_bad_images(run: Run) -> int:

@@ -16,12 +16,23 @@ class Progress:
     images_seen: int = 0
     skipped_steps: int = 0
     best_top1: float = -1.0
+    evaluations_without_gain: int = 0  # since `best_top1`
+    evaluated_step: int = 0  # the last step whose evaluation is counted in these two
     closed_step: int = 0  # the last step at which an epoch was closed
 
     @property
     def is_epoch_closed(self) -> bool:
         """Whether the end of the epoch (saving, evaluation) is complete: nothing is left to do at this step."""
         return self.closed_step == self.step
+
+    def is_gain(self, top1: float) -> bool:
+        """Count the evaluation of this step; whether it is the best so far."""
+        if self.evaluated_step == self.step:  # the checkpoint of this step was saved after its evaluation
+            return False
+        self.evaluated_step, is_best = self.step, top1 > self.best_top1
+        self.best_top1 = max(self.best_top1, top1)
+        self.evaluations_without_gain = 0 if is_best else self.evaluations_without_gain + 1
+        return is_best
 
     def advance(self, images: int) -> None:
         self.step += 1
@@ -42,6 +53,7 @@ class Plan:
     log_every: int
     evaluate_every: int  # epochs; -1: never, 0: at the end
     evaluate_flip: bool
+    patience: int | None  # evaluations in a row without a gain
     report: bool  # evaluations write `report/`
     checkpoint: CheckpointConfig
     optim: OptimConfig
@@ -68,7 +80,10 @@ class Plan:
 
     def is_done(self, progress: Progress) -> bool:
         """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
-        return self.is_last_step(progress) and progress.is_epoch_closed
+        return (self.is_last_step(progress) or self.is_out_of_patience(progress)) and progress.is_epoch_closed
+
+    def is_out_of_patience(self, progress: Progress) -> bool:
+        return self.patience is not None and progress.evaluations_without_gain >= self.patience
 
     def is_log_due(self, progress: Progress) -> bool:
         return progress.step % self.log_every == 0 or self.is_epoch_end(progress)

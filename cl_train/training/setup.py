@@ -11,6 +11,7 @@ import random
 import shlex
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from cl_train.config.schema import Config, ConfigError
+from cl_train.config.user_function import user_function
 from cl_train.config.validation import flatten, to_mapping, to_yaml
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data, size_schedule
@@ -72,6 +74,7 @@ class Run:
     dist: Dist
     folder: Path
     plan: Plan
+    metrics: Callable[..., Any] | None  # of an evaluation's logits and targets
     data: Data
     batch_format: DeviceFormat
     state: TrainState
@@ -132,6 +135,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         dist=dist,
         folder=folder,
         plan=plan,
+        metrics=None if cfg.metrics is None else user_function("metrics", cfg.metrics),
         data=data,
         batch_format=DeviceFormat(dist.device, precision.input_dtype, state.memory_format),
         state=state,
@@ -199,6 +203,7 @@ def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
         log_every=cfg.log_every,
         evaluate_every=cfg.evaluate_every,
         evaluate_flip=cfg.evaluate_flip,
+        patience=cfg.patience,
         report=cfg.report,
         checkpoint=cfg.checkpoint,
         optim=cfg.optim,
@@ -220,7 +225,8 @@ def starting_point(
     records = on_main(lambda: read_records(folder / "metrics.jsonl"), checkpoints.dist)
     top1 = [record["top1"] for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
     if plan.is_epoch_end(progress) and (top1 or not plan.is_evaluation_due(progress)):
-        progress.best_top1 = max([progress.best_top1, *top1])
+        for value in top1:
+            progress.is_gain(value)
         plan.close_epoch(progress)
     return progress, unlogged_steps
 

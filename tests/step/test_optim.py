@@ -7,10 +7,18 @@ import pytest
 import timm
 import timm.optim
 import torch
+import torchvision
 from torch import nn
 
 from cl_train.config.schema import ConfigError, OptimConfig, ScheduleConfig
-from cl_train.step.optim import build_optimizer, check_optimizer, not_decayed_names, set_lr
+from cl_train.step.optim import (
+    build_optimizer,
+    check_optimizer,
+    freeze,
+    layer_numbers,
+    not_decayed_names,
+    set_lr,
+)
 from cl_train.step.schedule import lr_at, scaled_lr
 from cl_train.training.run_state import collect, restore
 from tests.networks import small
@@ -48,6 +56,72 @@ def test_warmup_is_linear_before_any_curve(name: str) -> None:
 def test_lr_is_for_a_reference_batch() -> None:
     assert scaled_lr(OptimConfig(lr=0.1), 1024) == pytest.approx(0.4)
     assert scaled_lr(OptimConfig(lr=0.1, reference_batch_size=0), 1024) == 0.1
+
+
+def scales_of(model: nn.Module, cfg: OptimConfig, head: set[str] = frozenset()) -> dict[str, float]:  # type: ignore[assignment]
+    """The share of the learning rate of each parameter."""
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    optimizer = build_optimizer(cfg, model, parameters, 0.5, head)
+    set_lr(optimizer, 0.25)
+    groups = optimizer.param_groups
+    return {names[id(parameter)]: group["lr"] / 0.25 for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "resnet18"])
+def test_layer_decay_equals_timms(name: str) -> None:
+    model = timm.create_model(name, num_classes=3)
+    cfg = OptimConfig(layer_decay=0.75, decay_norm_and_bias=False, name="adamw")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expected = {
+        names[id(parameter)]: group["lr_scale"]
+        for group in timm.optim.param_groups_layer_decay(model, layer_decay=0.75)
+        for parameter in group["params"]
+    }
+    assert scales_of(model, cfg) == pytest.approx(expected)
+
+
+def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
+    model = torchvision.models.resnet18(num_classes=3)
+    found = scales_of(model, OptimConfig(layer_decay=0.5, head_lr_ratio=10), {"fc.weight", "fc.bias"})
+    blocks = ["conv1", *(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)), "fc"]
+    for depth, block in enumerate(reversed(blocks)):
+        of_block = {value for name, value in found.items() if name.startswith(f"{block}.")}
+        assert of_block == {0.5**depth * (10 if block == "fc" else 1)}, block
+    assert found["bn1.weight"] == found["conv1.weight"]
+    vit = torchvision.models.vit_b_32(num_classes=3, image_size=32)
+    layers = layer_numbers(vit)
+    assert layers["encoder.ln.weight"] == layers["encoder.layers.encoder_layer_11.mlp.3.weight"]
+    assert layers["heads.head.weight"] - layers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 12
+
+
+def test_without_ratios_all_learning_rates_are_equal() -> None:
+    assert set(scales_of(small(3), OptimConfig(decay_norm_and_bias=False)).values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        (["0", "1"], {"3.weight", "3.bias", "4.weight", "4.bias", "8.weight", "8.bias"}),
+        (["[0-3]*"], {"4.weight", "4.bias", "8.weight", "8.bias"}),
+        (["*.bias", "backbone"], {"8.weight"}),
+        (["backbone"], {"8.weight", "8.bias"}),
+        ([], {"0.weight", "1.weight", "1.bias", "3.weight", "3.bias", "4.weight", "4.bias", "8.weight", "8.bias"}),
+    ],
+)
+def test_freeze(patterns: list[str], trained: set[str]) -> None:
+    model = small(3)
+    freeze(model, patterns, {"8.weight", "8.bias"})
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    modes = {name: [m.training for m in copy.deepcopy(model).train()][int(name)] for name in ("1", "4", "2")}
+    assert modes == {"1": "1.weight" in trained, "4": "4.weight" in trained, "2": True}
+
+
+def test_what_cannot_be_frozen() -> None:
+    with pytest.raises(ConfigError, match="freeze=layer1: the model has no such part"):
+        freeze(small(3), ["layer1"], set())
+    with pytest.raises(ConfigError, match="nothing to train"):
+        freeze(small(3), ["*"], set())
 
 
 def test_parameters_without_decay_are_those_of_timm() -> None:
