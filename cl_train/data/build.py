@@ -26,8 +26,11 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
 
 
-def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed: int, dist: Dist) -> Data:
-    """The data of `cfg` for this rank, in batches of `batch_size` images per rank.
+def build_data(
+    cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed: int, dist: Dist, training: bool = True
+) -> Data:
+    """The data of `cfg` for this rank, in batches of `batch_size` images per rank. Without `training` only the
+    validation images are needed, and stand for the training images too.
 
     Raises ConfigError: a missing folder, no classes or different ones in the splits, too few images, too many repeats,
     or insufficient memory.
@@ -35,14 +38,15 @@ def build_data(cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed
     sizes = size_schedule(cfg)
     if cfg.name == "synthetic":
         return SyntheticData(cfg, sizes, batch_size, seed=seed, world_size=dist.world_size)
-    if augment.repeats > batch_size * dist.world_size:
+    if training and augment.repeats > batch_size * dist.world_size:
         raise ConfigError(
             f"augment.repeats={augment.repeats} is more than one global batch of {batch_size * dist.world_size}; raise"
             " batch_size"
         )
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-    data = image_data(cfg, augment, sizes, batch_size, seed, dist, bad_images)
-    data.check_batches()
+    data = image_data(cfg, augment, sizes, batch_size, seed, dist, bad_images, training=training)
+    if training:
+        data.check_batches()
     return data
 
 
@@ -60,6 +64,8 @@ def image_data(
     dist: Dist,
     bad_images: BadImages,
     source: ImageSource | None = None,
+    *,
+    training: bool = True,
 ) -> ImageData:
     """The images of a folder, of shards, of the user's datasets, or of `source`."""
     val_size = cfg.val_size or cfg.image_size
@@ -69,7 +75,7 @@ def image_data(
     if cfg.name == "dataset":
         train_images, val_images, classes, fingerprint = load_datasets(cfg.dataset, cfg.image_size, val_size)
     else:
-        source = source or _source(cfg, dist)
+        source = source or _source(cfg, dist, training)
         train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
         if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
             shards = source.train.by_shard()
@@ -94,8 +100,9 @@ def image_data(
         return HostLoader(reader, sizes, batch_size, cfg, dist, bad_images, order if training else None)
 
     val_sizes = SizeSchedule(((0, val_size),))
-    train, val = loader(train_images, sizes, training=True), loader(val_images, val_sizes, training=False)
-    if train.is_stream and dist.is_main:
+    val = loader(val_images, val_sizes, training=False)
+    train = loader(train_images, sizes, training=True) if training else val
+    if training and train.is_stream and dist.is_main:
         log.warning(
             "data.dataset is an IterableDataset: it controls its order, which depends on data.workers; a resumed epoch"
             " reads the skipped batches again; it must divide its samples among ranks and workers itself"
@@ -113,7 +120,7 @@ def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int,
     return image_data(cfg, AugmentConfig(), sizes, batch_size, 0, dist, bad_images, source)
 
 
-def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
+def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
     if cfg.name == "imagenette":
         root = ensure_imagenette(Path(cfg.root or DATA_DIR / "imagenette").expanduser(), download=cfg.download)
     elif cfg.name == "sample" and cfg.root is None:
@@ -125,7 +132,7 @@ def _source(cfg: DataConfig, dist: Dist) -> ImageSource:
         source = read_shards(root)
     else:
         assert cfg.name in ("folder", "imagenet", "imagenette", "sample"), cfg.name
-        source = read_folder(root, cfg)
+        source = read_folder(root, cfg, training=training)
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)
     return source

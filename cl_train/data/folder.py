@@ -70,17 +70,17 @@ class _Listing:
         )
 
 
-def read_folder(root: Path, cfg: DataConfig | None = None) -> ImageSource:
+def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
     """List the images below `root`; `val_split`, `val_fraction` and `extensions` of `cfg` determine which.
 
     The list of a large folder is kept in the user's cache folder. Raises ConfigError for a missing folder or one that
     cannot be read, no classes, different classes in the splits, or classes without images.
     """
     cfg = cfg or DataConfig()
-    layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions)
+    layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions, *([] if training else ["evaluation"]))
     stored_at = cache_path("folder", f"{root.resolve()}{layout}")
     try:
-        base, val = _split_folders(root, cfg)
+        base, val = _split_folders(root, cfg, training)
         splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
         return load_index(stored_at, *splits) or _index(base, val, cfg, stored_at)
     except OSError as error:
@@ -133,8 +133,8 @@ def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSour
     return source
 
 
-def _split_folders(root: Path, cfg: DataConfig) -> tuple[Path, Path]:
-    """The folders that hold the classes of both splits; the same folder if it is to be split."""
+def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
+    """The folders that hold the classes of both splits; the same folder if it is to be split, or without training."""
     if re.match(r"\w+:/", str(root)):
         raise ConfigError(f"data.root '{root}' is a URL, and data is read from the file system: copy or mount it")
     if not root.is_dir():
@@ -146,9 +146,9 @@ def _split_folders(root: Path, cfg: DataConfig) -> tuple[Path, Path]:
         if val is not None and train.is_dir():
             raise ConfigError(f"'{val}' exists: use it without data.val_fraction, or move it away")
         return (train, train) if train.is_dir() else (root, root)
-    if val is not None and train.is_dir():
-        return train, val
-    missing = ["'train'"] if not train.is_dir() else []
+    if val is not None and (train.is_dir() or not training):
+        return train if training else val, val
+    missing = ["'train'"] if training and not train.is_dir() else []
     if val is None:
         missing.append(" or ".join(f"'{name}'" for name in val_names))
     found = listed(sorted(entry.name for entry in os.scandir(root)))

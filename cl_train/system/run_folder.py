@@ -25,6 +25,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         ConfigError: the folder cannot be written to, a record in it is not a regular file, another run is writing to
             it, or an earlier run's results are in it and `resume` does not continue that run.
     """
+    if overwrite and continues(resume, folder):
+        raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
     check_writable(folder)
     with ExitStack() as stack:
         try:
@@ -45,7 +47,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         check_writable(folder / "checkpoints")
         metrics = folder / "metrics.jsonl"
         is_used = (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("*.pt"))
-        if is_used and not _continues(resume, folder):
+        if is_used and not continues(resume, folder):
             raise ConfigError(
                 f"{folder} holds the results of an earlier run: continue it with resume=auto, choose another folder "
                 "with hydra.run.dir=FOLDER, or delete them with overwrite=true"
@@ -53,7 +55,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         yield
 
 
-def _continues(resume: str | None, folder: Path) -> bool:
+def continues(resume: str | None, folder: Path) -> bool:
+    """Whether `resume=` names a checkpoint of the run in `folder`."""
     if resume is None or resume == "auto":
         return resume == "auto"
     return Path(resume).expanduser().resolve().is_relative_to(folder.resolve())

@@ -111,7 +111,7 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
     model = models.build_model(
         cfg.model,
         num_classes=num_classes,
-        weights=cfg.weights,
+        weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
         image_size=training_sizes(cfg)[-1],
         drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,

@@ -22,6 +22,7 @@ from cl_train.training.run_state import (
     random_state,
     restore,
     restore_random_state,
+    restore_weights,
     tensor_bytes,
 )
 
@@ -78,8 +79,9 @@ class Checkpoints:
         if self.saved_step != progress.step or not on_main(lambda: self.store.mark_best(progress.step), self.dist):
             self.save(progress, unlogged_steps, best=True)
 
-    def resume(self, source: str) -> tuple[Progress, list[StepResult]] | None:
-        """Restore the checkpoint that `resume=` names; None if `resume=auto` finds none.
+    def resume(self, source: str, *, training: bool = True) -> tuple[Progress, list[StepResult]] | None:
+        """Restore the checkpoint that `resume=` names; None if `resume=auto` finds none. Without `training` only the
+        weights count.
 
         Rank 0 reads the file and sends it to the others: nodes need no shared folder, and all ranks get the same state.
 
@@ -93,9 +95,13 @@ class Checkpoints:
         path, saved, skipped = found
         for line in skipped:
             log.info("skipped a damaged checkpoint: %s", line)
-        for note in check_compatible(saved[METADATA_KEY], self.metadata):
+        for note in check_compatible(saved[METADATA_KEY], self.metadata, training=training):
             log.info("resume: %s", note)
-        progress, unlogged_steps = self._restore(saved)
+        if training:
+            progress, unlogged_steps = self._restore(saved)
+        else:
+            restore_weights(saved, self.state)
+            progress, unlogged_steps = Progress(**{k: v for k, v in saved["progress"].items() if k != "ranks"}), []
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
         return progress, unlogged_steps
 

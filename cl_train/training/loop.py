@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from cl_train.system.distributed import (
 )
 from cl_train.system.heartbeat import watch_ranks
 from cl_train.system.launcher import cores_of_process
-from cl_train.system.run_folder import claimed_folder
+from cl_train.system.run_folder import claimed_folder, continues
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.evaluation import EVALUATED, Interrupted, evaluate_model
@@ -94,6 +95,9 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
         folder = Path(broadcast_object(str(folder.absolute()), dist))  # ranks would generate different timestamps
+        if cfg.evaluate_only and continues(cfg.resume, folder):  # beside the records of the run, which stay as they are
+            source = str(folder) if cfg.resume == "auto" else cfg.resume
+            cfg, folder = replace(cfg, resume=source, overwrite=True), folder / "evaluation"
         if dist.is_main:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
             run_log.open_file(folder)

@@ -66,19 +66,26 @@ def restore(saved: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
 
     Raises CheckpointError: the weights or the optimizer do not fit.
     """
-    model, masters, scaler = state.model, state.parts.masters, state.parts.scaler
-    try:
-        model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit the model: {error}") from error
-    if masters is not None:
-        masters.load(saved["model"])
-    _restore_optimizer(saved["optimizer"], trainable_parameters(model, masters), state.parts.optimizer)
+    restore_weights(saved, state)
+    scaler = state.parts.scaler
+    _restore_optimizer(
+        saved["optimizer"], trainable_parameters(state.model, state.parts.masters), state.parts.optimizer
+    )
     if scaler.is_enabled() and saved["scaler"]:
         scaler.load_state_dict(dict(saved["scaler"]))  # else the scale starts at amp.init_scale
+    return dict(saved["progress"])
+
+
+def restore_weights(saved: Mapping[str, Any], state: TrainState) -> None:
+    """The model and its EMA. Raises CheckpointError: they do not fit."""
+    try:
+        state.model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint's weights do not fit the model: {error}") from error
+    if state.parts.masters is not None:
+        state.parts.masters.load(saved["model"])
     if state.ema is not None:
         state.ema.module.load_state_dict(saved[EMA_KEY] or saved["model"])
-    return dict(saved["progress"])
 
 
 def _restore_optimizer(
@@ -135,22 +142,25 @@ _MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size")
 _MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
 
 
-def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Refuse to continue another run; return notes on allowed differences.
+def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True) -> list[str]:
+    """Refuse to continue another run, or to evaluate it as another model; return notes on allowed differences.
 
-    Both arguments have the keys above, `classes` and `config`, a nested dict of settings.
+    Both mappings have the keys above, `classes` and `config`, a nested dict of settings.
 
     Raises ConfigError: the keys that differ, with both values.
     """
-    problems = _differences(saved, current, _MUST_MATCH)
+    problems = _differences(saved, current, _MUST_MATCH if training else _MUST_MATCH[:2])
     old_classes, classes = saved.get("classes") or [], current.get("classes") or []
     if old_classes != classes:
         problems.append(f"other classes: {_short(sorted({*old_classes} ^ {*classes}) or 'another order')}")
     if problems:
+        advice = "weights=<checkpoint> starts from its weights only" if training else "see its config.yaml"
         raise ConfigError(
             [f"resume: {problem}" for problem in problems]
-            + ["resume needs the same model, data and global batch; weights=<checkpoint> starts from its weights only"]
+            + [f"resume needs the same {'model, data and global batch' if training else 'model and classes'}; {advice}"]
         )
+    if not training:
+        return []
     before, now = dict(flatten(saved.get("config") or {})), dict(flatten(current.get("config") or {}))
     ignored = {"resume", "resume_sweep", "overwrite"}
     return _differences(saved, current, _MAY_DIFFER) + _differences(before, now, sorted({*before, *now} - ignored))

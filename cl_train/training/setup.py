@@ -109,8 +109,13 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
 
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
-    data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist)
+    training = not cfg.evaluate_only
+    data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist, training=training)
     stack.callback(data.close)
+    if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
+        raise ConfigError("there are no validation images: give some, or train without evaluation, evaluate_every=-1")
+    if training and cfg.data.val_split == "train" and dist.is_main:
+        log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
     plan = make_plan(cfg, data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
     if isinstance(state.train_step, GraphedStep):
@@ -121,7 +126,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     summary = describe_run(cfg, state, data, plan, dist)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
     checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
-    checkpoints.check()
+    if training:
+        checkpoints.check()
     progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
 
@@ -187,7 +193,7 @@ def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
     """Raises ConfigError: one optimizer step takes more images than there are."""
     global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
     steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
-    if steps_per_epoch == 0:
+    if steps_per_epoch == 0 and not cfg.evaluate_only:
         raise ConfigError(
             f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes), but there are "
             f"{train_images} training images; lower batch_size or accumulate_steps"
@@ -197,7 +203,7 @@ def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
         tuple(map(sizes.image_size_at, range(cfg.epochs))),
         cfg.batch_size,
         global_batch_size,
-        steps_per_epoch,
+        max(1, steps_per_epoch),
         last_step=min(cfg.max_steps or total_steps, total_steps),
         accumulate_steps=cfg.accumulate_steps,
         log_every=cfg.log_every,
@@ -215,12 +221,12 @@ def starting_point(
     cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path
 ) -> tuple[Progress, list[StepResult]]:
     """Where the run starts, with the steps that its last process had not logged yet."""
-    found = checkpoints.resume(cfg.resume) if cfg.resume else None
+    found = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
     if found is None:
-        if cfg.evaluate_only and cfg.weights is None:
-            raise ConfigError("evaluate_only=true resume=auto: this run folder has no checkpoint to evaluate")
         return Progress(), []
     progress, unlogged_steps = found
+    if cfg.evaluate_only:
+        return progress, []
     # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
     records = on_main(lambda: read_records(folder / "metrics.jsonl"), checkpoints.dist)
     top1 = [record["top1"] for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
@@ -309,10 +315,10 @@ def announce(model_name: str, precision: Precision, dist: Dist, folder: Path) ->
 def announce_work(data: Data, plan: Plan, state: TrainState, cfg: Config) -> None:
     """What is trained on what, and how many steps that takes."""
     parameters = sum(parameter.numel() for parameter in state.parts.model.parameters())
+    training = "" if cfg.evaluate_only else f"{data.train_images:,} training and "
     log.info(
-        "%s: %s training and %s validation images of %d classes, %d px; %.2f M parameters",
-        cfg.data.name, f"{data.train_images:,}", f"{data.val_images:,}", data.num_classes, cfg.data.image_size,
-        parameters / 1e6,
+        "%s: %s%s validation images of %d classes, %d px; %.2f M parameters",
+        cfg.data.name, training, f"{data.val_images:,}", data.num_classes, cfg.data.image_size, parameters / 1e6,
     )  # fmt: skip
     if cfg.evaluate_only:
         return

@@ -41,7 +41,7 @@ def test_two_runs_in_one_process(settings: dict[str, object], tmp_path: Path) ->
 def test_settings_of_a_run_are_reused(settings: dict[str, object], tmp_path: Path) -> None:
     first = cl_train.train("data=folder", f"hydra.run.dir={tmp_path}/a", "optim=adamw", "optim.lr=1e-3", **settings)
     again = cl_train.train(f"config={first.folder}", "seed=1", f"hydra.run.dir={tmp_path}/b")
-    evaluated = cl_train.train("evaluate_only=true", resume=first.folder)
+    evaluated = cl_train.train("evaluate_only=true", resume=first.folder, batch_size=5)
     assert again.summary["train"] != first.summary["train"] and again.summary["global_batch_size"] == 16
     config = (again.folder / "config.yaml").read_text()
     assert "name: adamw\n  lr: 0.001\n" in config and "seed: 1\n" in config

@@ -144,6 +144,34 @@ def test_evaluate_only_gives_the_checkpoints_accuracy(train: Train, tmp_path: Pa
     assert done.records("train") == []
 
 
+def test_an_evaluation_needs_its_split_and_leaves_the_records_of_the_run(
+    train: Train, image_folder: Path, tmp_path: Path
+) -> None:
+    trained = train("ema_decay=0.5")
+    before = {path: path.read_bytes() for path in trained.folder.rglob("*") if path.is_file()}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/test").symlink_to(image_folder / "val")
+    words = ["evaluate_only=true", f"data.root={tmp_path}/data", "batch_size=5", "optim=adamw", "ema_decay=0.5"]
+    for resume in ("auto", f"{trained.folder}/checkpoints/best.pt"):
+        train(*words, f"resume={resume}", folder=trained.folder)
+        evaluated = json.loads((trained.folder / "evaluation/summary.json").read_text())
+        assert evaluated["val"] == pytest.approx(trained.summary["val"]) and evaluated["data"] == "folder"
+    assert {path: path.read_bytes() for path in before} == before
+    with pytest.raises(ConfigError, match="no folder 'val'"):
+        train(*words, f"data.root={tmp_path}", f"resume={trained.folder}")
+    with pytest.raises(ConfigError, match="num_classes"):
+        train("evaluate_only=true", "data=synthetic", f"resume={trained.folder}")
+
+
+def test_a_run_is_not_continued_and_deleted_at_once(train: Train, tiny: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match="leave out one"):
+        tiny("resume=auto", "overwrite=true")
+    trained = train("epochs=1")
+    with pytest.raises(ConfigError, match="leave out one"):
+        train(f"resume={trained.folder}/checkpoints/best.pt", "overwrite=true", folder=trained.folder)
+    assert (trained.folder / "checkpoints/best.pt").is_file() and trained.summary["status"] == "completed"
+
+
 def test_a_nan_stops_the_run_and_names_the_step(train: Train, tmp_path: Path) -> None:
     with pytest.raises(TrainingFault, match="the loss is nan at step 3 on rank 0"):
         train("model=tests.networks:nan_at_third_step", "log_every=2", folder=tmp_path)
@@ -216,7 +244,7 @@ def test_the_same_command_after_the_end_changes_nothing(train: Train, tmp_path: 
 
 
 def test_nothing_to_evaluate_is_refused(train: Train) -> None:
-    with pytest.raises(ConfigError, match="no checkpoint to evaluate"):
+    with pytest.raises(ConfigError, match="no checkpoint"):
         train("evaluate_only=true", "resume=auto")
 
 
