@@ -41,6 +41,19 @@ def without_batchnorm(num_classes: int) -> nn.Module:
     )
 
 
+class _AbortsInChannelsLast(nn.Module):
+    """Ends its process, as a kernel does that writes beyond its memory."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.shape[1] > 1 and not images.is_contiguous():
+            os.abort()
+        return images
+
+
+def aborts_in_channels_last(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), _AbortsInChannelsLast(), small(num_classes))
+
+
 class _Gate(nn.Module):
     """The tenth forward pass in training waits until the folder GATE has the file `open`, or a signal arrives.
 

@@ -30,9 +30,11 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     document = run_suite(settings)
     verdicts = []
     for result in document["results"]:
-        pairs = [
-            f"{pair['candidate']} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)"
-            for pair in result["pairs"]
-        ]
+        pairs = [f"{pair['candidate']} {_shown(pair)}" for pair in result["pairs"]]
         verdicts.append(f"{result['model']}: {'failed' if 'error' in result else ', '.join(pairs)}")
     return document, "; ".join(verdicts)
+
+
+def _shown(pair: dict[str, Any]) -> str:
+    verdict = pair["verdict"].replace("_", " ")
+    return verdict if pair["verdict"] == "not_comparable" else f"{verdict} ({pair['ratio']:.2f}x)"

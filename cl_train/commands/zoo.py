@@ -80,6 +80,6 @@ def chosen_models(words: Sequence[str]) -> list[str]:
         if not found:
             problems.append(f"model={word}: no such model{suggest(word, [*zoo.GROUPS, *known])}")
         names += [name for name in found if name not in names]
-    if problems:
-        raise ConfigError(problems)
+    if problems or not names:
+        raise ConfigError(problems or "model= is empty: name models, or a group of them")
     return names

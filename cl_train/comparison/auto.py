@@ -71,8 +71,8 @@ def choose_memory_format(
 
     Contiguous unless another layout is faster beyond noise. Call it with the model built, loaded and on its device,
     before it is converted, wrapped or compiled. Copies are measured: `model`, its BatchNorm statistics and all random
-    generators are unchanged. For a model that cannot be measured (no memory for copies) the choice is contiguous,
-    with the reason.
+    generators are unchanged. For a model that cannot be measured (no memory for copies, a crash of torch in
+    channels_last) the choice is contiguous, with the reason.
 
     Args:
         batch_size: images per device and step; eager on a CPU at most 8 are measured.

@@ -18,6 +18,7 @@ from cl_train.comparison.alternation import alternate
 from cl_train.comparison.statistics import Interval, repeats_to_decide, verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
 from cl_train.config.schema import ConfigError
+from cl_train.memory_format.crashes import OutOfMemory, crash_safe
 from cl_train.memory_format.model_call import explain_failure, random_state_restored
 from cl_train.models.sources import device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
@@ -160,6 +161,8 @@ def workload_of(
         raise ConfigError(f"batch_size={batch_size}: must be at least 1")
     if more.get("mode", "train") not in ("train", "infer"):
         raise ConfigError(f"mode={more['mode']}: must be train or infer")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: must be at least 1")
     on = torch.device(device) if device is not None else device_of(model)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     sizes = [len(leaf) for leaf in tree_leaves(more.get("batch")) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -178,22 +181,38 @@ def benchmark_layouts(
     batch_size = workload.batch_size
     while True:
         try:
-            with measurement_state(workload):
-                timed = [TimedModel(model, layout, replace(workload, batch_size=batch_size)) for layout in layouts]
-                return _compare(timed, target_ci, time_limit_s, workload.batch_size)
-        except ConfigError:
-            raise
-        except Exception as error:  # a user's model may raise any exception
-            if not is_out_of_memory(error):
-                raise ConfigError(
-                    f"the model cannot be measured: {explain_failure(error)}; if it takes another input, give batch or "
-                    "image_size"
-                ) from error
-        timed = []
+            smaller = replace(workload, batch_size=batch_size)
+            done = _benchmark(model, smaller, layouts, target_ci, time_limit_s)
+            return replace(done, batch_size_requested=workload.batch_size)
+        except OutOfMemory:
+            pass
+        except Exception as error:
+            if isinstance(error, ConfigError) or not is_out_of_memory(error):
+                raise
         release_memory()  # outside the except block, where the exception no longer refers to tensors
         if batch_size == 1 or workload.batch is not None:
             raise ConfigError(f"a batch of {batch_size} does not fit into the memory of {workload.device}")
         batch_size //= 2
+
+
+@crash_safe
+def _benchmark(
+    model: nn.Module, workload: Workload, layouts: Sequence[Layout], target_ci: float, time_limit_s: float
+) -> Comparison:
+    """Raises ConfigError: the model fails or crashes, but for a lack of memory."""
+    try:
+        with measurement_state(workload):
+            timed = [TimedModel(model, layout, workload) for layout in layouts]
+            return _compare(timed, target_ci, time_limit_s)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's model may raise any exception
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"the model cannot be measured: {explain_failure(error)}; if it takes another input, give batch or "
+            "image_size"
+        ) from error
 
 
 @contextmanager
@@ -206,7 +225,7 @@ def measurement_state(workload: Workload) -> Iterator[None]:
         yield
 
 
-def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float, requested: int) -> Comparison:
+def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float) -> Comparison:
     steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
     load = MachineLoad()
     # The median step of a block: interruptions on a shared machine are not caused by the layout.
@@ -220,6 +239,6 @@ def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float, req
         verdict = "not_comparable" if index and is_too_busy else verdict_of(ratio)
         speeds.append(LayoutSpeed(name, workload.batch_size / step_s, 1000 * step_s, peak_gib, ratio, verdict))
     return Comparison(
-        tuple(speeds), workload.precision.name, workload.batch_size, requested, done.rounds, done.seconds,
+        tuple(speeds), workload.precision.name, workload.batch_size, workload.batch_size, done.rounds, done.seconds,
         done.stopped_by, others_pct,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Do both memory formats compute the same? One training step each, from equal weights, images and random numbers.
+"""Do both memory formats compute the same? A step each in eval and in training mode, from equal weights and images.
 
 First in float64, where only code that depends on the layout differs by more than `FLOAT64_LIMIT`; then in the precision
 under test, where both layouts are compared with the float64 run. docs/benchmarks.md explains the limits. Gradients that
@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from cl_train.comparison.parity_run import Record, Task, run_step
 from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction, noise
 from cl_train.config.schema import ConfigError
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child
+from cl_train.memory_format.layout import CHANNELS_LAST, classify, to_memory_format
 from cl_train.memory_format.model_call import explain_failure, failure_explained
 from cl_train.models.sources import copy_model, device_of
 from cl_train.step.precision import Precision, resolve_precision
-from cl_train.system.memory import available_bytes
 
 FLOAT64_LIMIT = 1e-6
 FLOAT32_LIMIT = 1e-3  # instead of FLOAT64_LIMIT, for a model that does not run in float64
@@ -30,7 +33,9 @@ TOLERANCE = 16.0  # times contiguous's error: sums run in another order, 8 was m
 MIN_LIMIT, GRADIENT_LIMIT = 0.02, 0.1  # or the square root of the dtype's epsilon; gradients: a ReLU may change sign
 MAX_LIMIT = 0.7  # values in a wrong order deviate by 1.4
 MAX_BASELINE_ERROR = 0.25  # a tensor whose contiguous run deviates more, by rounding, is not checked in this precision
-SMALL_IMAGE, BATCH_SIZES = 96, (4, 2)  # whether layouts agree does not depend on the size
+SMALL_IMAGE, BATCH_SIZE = 96, 4  # whether layouts agree does not depend on the size
+EVAL = " in eval mode"
+MODES = {"both": ("infer", "train"), "train": ("train",), "infer": ("infer",)}
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Check:
     """One compared tensor. Errors are relative L2 distances to the reference, the contiguous float64 run."""
 
     what: str  # "input of", "output of", "gradient of", "statistics of" a module or parameter; "result 0"; "loss"
-    computed_in: str  # "torch.float64" or the precision under test
+    computed_in: str  # "torch.float64" or the precision under test, with " in eval mode" where that is so
     contiguous_error: float
     channels_last_error: float
     allowed_error: float
@@ -59,7 +64,8 @@ class ParityReport:
     """The outcome of `check_parity`.
 
     `passed` is None if the check is inconclusive, with the reason in `note`. `first_divergence` names the module that
-    received what the reference received and returned something else, None when all agree.
+    received what the reference received and returned something else, or the error of channels_last where contiguous
+    has none; None when all agree.
     """
 
     passed: bool | None
@@ -86,8 +92,10 @@ class ParityReport:
             return f"{what}: cannot be checked{note}"
         if self.passed:
             return f"{what}: the layouts agree; nearest to the limit: {self.worst}{note}"
-        first = f"; {len(self.failed)} checks failed, the first: {self.failed[0]}" if self.failed else ""
-        return f"{what}: channels_last computes something else, first in {self.first_divergence}{first}{note}"
+        if not self.failed:
+            return f"{what}: channels_last fails, and contiguous does not: {self.first_divergence}{note}"
+        first = f"{len(self.failed)} checks failed, the first: {self.failed[0]}"
+        return f"{what}: channels_last computes something else, first in {self.first_divergence}; {first}{note}"
 
 
 def percent(error: float) -> str:
@@ -106,24 +114,26 @@ def check_parity(
     precision: str = "fp32",
     device: torch.device | str | None = None,
     conversion: str = "full",
+    mode: str = "both",
     seed: int = 0,
 ) -> ParityReport:
-    """Compare one training step of `model` in both layouts: module outputs, results, gradients, BatchNorm statistics.
+    """Compare `model` in both layouts: module outputs, results, gradients and BatchNorm statistics of one step.
 
     Copies run, one at a time: `model` and all random generators are unchanged. Dropout and other random operators
-    draw equal numbers in all runs (see `parity_run.EqualRandomness`).
+    draw equal numbers in all runs (see `parity_run.EqualRandomness`). A crash in channels_last is a difference.
 
     Args:
         model: fp32, in any layout, on any device.
         batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
         image_size: side of RGB images in pixels, or the shape of one input. A side above 96 is reduced to 96 where the
             model takes that.
-        batch_size: default: 4, or 2 where 4 do not fit into memory.
+        batch_size: default: 4.
         loss: scalar of the model's output; default: a sum with fixed random weights over all its tensors.
         output: the part of the output to compare, such as "out" or "0"; default: all of it.
         precision: what the two layouts compute in besides float64.
         device: default: where the model is.
         conversion: "full" or "conv", as in `memory_format.convert`.
+        mode: "train" (training mode, with backward), "infer" (eval mode, forward only) or "both".
         seed: of the images and of the model's random numbers.
 
     Raises:
@@ -131,33 +141,54 @@ def check_parity(
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     device = torch.device(device) if device is not None else device_of(model)
+    if mode not in MODES:
+        raise ConfigError(f"mode={mode}: must be one of {', '.join(MODES)}")
     if batch is None:
-        batch = noise(fitting_shape(model, image_size, batch_size, device), seed)
-    described = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
-    task = Task(model, batch, device, loss, output, seed)
+        batch = noise((batch_size or BATCH_SIZE, *_small_input(model, image_size)), seed)
+    task = Task(model, batch, device, loss, output, seed, MODES[mode])
     resolved = resolve_precision(precision, device)
-    with failure_explained(f"the model does not run on a batch {described}", "give another batch or image_size"):
-        plain = run_step(task, CONTIGUOUS, resolved)
-    return _compare_layouts(task, plain, Layout("channels_last", torch.channels_last, conversion), resolved, described)
-
-
-def _compare_layouts(task: Task, plain: Record, layout: Layout, precision: Precision, batch: str) -> ParityReport:
-    report = partial(ParityReport, precision=precision.name, batch=batch)
-    fp32, exact_dtype, exact_limit, note = Precision("fp32"), torch.float64, FLOAT64_LIMIT, ""
+    report = partial(ParityReport, precision=resolved.name, batch=_shape_of(batch))
+    layout = Layout("channels_last", torch.channels_last, conversion)
+    if not _changes_anything(model, layout, batch):
+        return report(None, note="no input and no weight has another order in memory in channels_last")
     try:
-        reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
+        return in_child(lambda: _compare_layouts(task, layout, resolved, report))
+    except OutOfMemory:
+        raise
+    except Crash as crash:
+        in_child(lambda: _contiguous_steps(task, resolved))  # a crash there is no difference, and is raised
+        return report(False, first_divergence=str(crash))
+
+
+def _contiguous_steps(task: Task, precision: Precision) -> tuple[Record, Record, torch.dtype, str]:
+    """In `precision`, then in float64, or in fp32 if the model does not run in float64, for the reason returned."""
+    what = f"the model does not run on a batch {_shape_of(task.batch)}"
+    with failure_explained(what, "give another batch or image_size, or mode=train or infer alone"):
+        plain = run_step(task, CONTIGUOUS, precision)
+    fp32 = Precision("fp32")
+    try:
+        return plain, run_step(task, CONTIGUOUS, fp32, torch.float64), torch.float64, ""
     except Exception as error:  # a model that creates or expects fp32 tensors
-        exact_dtype, exact_limit = torch.float32, FLOAT32_LIMIT
-        note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
-        reference = run_step(task, CONTIGUOUS, fp32, exact_dtype)
+        reason = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
+        return plain, run_step(task, CONTIGUOUS, fp32, torch.float32), torch.float32, reason
+
+
+def _compare_layouts(
+    task: Task, layout: Layout, precision: Precision, report: Callable[..., ParityReport]
+) -> ParityReport:
+    plain, reference, exact_dtype, note = _contiguous_steps(task, precision)
+    results = [tensor for kind in ("eval results", "results") for _, tensor in reference.get(kind, [])]
+    if not any(tensor.isfinite().any() for tensor in results):
+        return report(None, note="the contiguous model returns nothing that is finite")
+    exact_limit = FLOAT64_LIMIT if exact_dtype == torch.float64 else FLOAT32_LIMIT
+    exact_step = partial(run_step, task, precision=Precision("fp32"), dtype=exact_dtype)
     try:
-        converted = run_step(task, layout, fp32, exact_dtype)
-        rounded = run_step(task, layout, precision)
+        converted, rounded = exact_step(layout), run_step(task, layout, precision)
     except Exception as error:
-        return report(False, first_divergence=f"{explain_failure(error)} (it runs contiguous)", note=note)
+        return report(False, first_divergence=explain_failure(error), note=note)
     exactly = partial(_compare, reference, reference, computed_in=str(exact_dtype), limit=lambda *_: exact_limit)
     checks = exactly(converted)
-    if _failed(checks) and _failed(exactly(run_step(task, CONTIGUOUS, fp32, exact_dtype))):
+    if _failed(checks) and _failed(exactly(exact_step(CONTIGUOUS))):
         why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
         return report(None, note=why)
     limit = partial(_limit, precision=precision)
@@ -188,7 +219,9 @@ def _compare(
 ) -> list[Check]:
     """Checks in the order in which a difference spreads: forward, results, gradients, statistics."""
     checks: list[Check] = []
+    dtype_or_precision = computed_in
     for kind, truths in reference.items():
+        computed_in = dtype_or_precision + (EVAL if kind.startswith("eval") else "")
         plain, mine = contiguous[kind], other[kind]
         names = [name for name, _ in truths]
         if names != [name for name, _ in mine]:
@@ -238,56 +271,36 @@ def _first_divergence(check: Check, model: nn.Module) -> str:
         return f"the model as a whole ({check.what})"
     module = name if kind in ("output", "statistics") else name.rpartition(".")[0]
     module = "" if module == "the model" else module
-    return f"{module or 'the model'} ({type(model.get_submodule(module)).__name__}){where[kind]}"
+    eval_mode = "," + EVAL if check.computed_in.endswith(EVAL) else ""
+    return f"{module or 'the model'} ({type(model.get_submodule(module)).__name__}){where[kind]}{eval_mode}"
 
 
-# --- size and memory --------------------------------------------------------------------------------------------------
+# --- the input --------------------------------------------------------------------------------------------------------
 
 
-def fitting_shape(
-    model: nn.Module, image_size: int | tuple[int, ...], batch_size: int | None, device: torch.device
-) -> tuple[int, ...]:
-    """The smallest images that the model accepts, in a batch that fits into memory: [N, C, H, W], or from `image_size`.
+def _small_input(model: nn.Module, image_size: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one input, [C, H, W] or as `image_size`; at most 96 px where the model takes that.
 
     Only shapes are computed: transformers take one size only, and Inception's auxiliary head has a minimum size.
-
-    Raises ConfigError: the step needs more memory than there is.
     """
     wanted = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:])) if len(wanted) >= 3 else wanted
     shapes_only = copy_model(model, "meta").train()
-    shape, saved = small, _saved_bytes(shapes_only, (2, *small))
-    if saved is None:
-        shape, saved = wanted, _saved_bytes(shapes_only, (2, *wanted))
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    available = available_bytes(device)
-    for size in BATCH_SIZES if batch_size is None else (batch_size,):
-        # float64: twice the fp32 activations, half as much again for what backward allocates; weights and gradients
-        needed = 3 * (saved or 0) * size / 2 + 16 * weights
-        if available is None or needed < 0.8 * available:
-            return (size, *shape)
-    raise ConfigError(
-        f"parity needs about {needed / 2**30:.1f} GiB for a batch {[size, *shape]} in float64, and "
-        f"{(available or 0) / 2**30:.1f} GiB are free: give a smaller image_size or batch_size, or a machine with more"
-    )
-
-
-def _saved_bytes(shapes_only: nn.Module, shape: tuple[int, ...]) -> int | None:
-    """Bytes that autograd keeps for the backward pass in fp32; None if the model does not run on these shapes."""
     dtype = next((p.dtype for p in shapes_only.parameters() if p.is_floating_point()), torch.float32)
-    own = {tensor.untyped_storage()._cdata for tensor in shapes_only.parameters()}
-    saved: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            saved[storage._cdata] = storage.nbytes()
-        return tensor
-
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = shapes_only(torch.empty(shape, device="meta", dtype=dtype))
+        shapes_only(torch.empty((2, *small), device="meta", dtype=dtype))
     except Exception:  # a model may raise any exception for a wrong image size, or because it reads values
-        return None
-    del output
-    return sum(saved.values())
+        return wanted
+    return small
+
+
+def _changes_anything(model: nn.Module, layout: Layout, batch: Any) -> bool:
+    """Whether a tensor of the batch or of the model has other strides in `layout`."""
+    images = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST]
+    if any(classify(to_memory_format(image, layout.memory_format)) != "ambiguous" for image in images):
+        return True
+    return bool(convert(copy_model(model, "meta"), layout.conversion, memory_format=layout.memory_format).changed)
+
+
+def _shape_of(batch: Any) -> str:
+    return str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__

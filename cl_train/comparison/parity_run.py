@@ -1,4 +1,4 @@
-"""One training step of a copy of a model, recorded: what each module received and returned, and all gradients.
+"""One step of a copy of a model, recorded: what each module received and returned, and all gradients.
 
 Random operators draw equal numbers in every recorded step.
 """
@@ -8,7 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,16 +36,19 @@ class Task:
     loss: LossFunction | None
     output: str | None
     seed: int
+    modes: tuple[str, ...] = ("infer", "train")
 
 
 # Samples of the tensors of a step with their names, in the order in which they were computed: "forward" ("input of X",
 # "output of X"), "results" ("result 0", the user's own "loss"), "gradients" ("gradient of P", last layer first) and
-# "statistics" ("statistics of X").
+# "statistics" ("statistics of X"); the first two also of a pass in eval mode, as "eval forward" and "eval results".
 Record = dict[str, list[tuple[str, torch.Tensor]]]
 
 
 def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtype | None = None) -> Record:
-    """Forward, loss and backward of a fresh copy in training mode, with random numbers equal in all runs.
+    """A fresh copy in eval mode (forward), then in training mode (forward, loss, backward), as `task.modes` says.
+
+    Random numbers are equal in all runs.
 
     Args:
         dtype: cast the floating weights and inputs to this dtype, without autocast (the float64 reference).
@@ -55,28 +58,50 @@ def run_step(task: Task, layout: Layout, precision: Precision, dtype: torch.dtyp
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on complex parameters, which keep their dtype
             model.to(dtype)
-    model.train()
     batch = place_batch(task.batch, task.device, dtype or precision.input_dtype, layout.memory_format)
-    forward, called = list[tuple[str, torch.Tensor]](), list[str]()
+    record: Record = {}
     with (
         random_state_restored(task.device),
         kernel_selection(tf32=precision.tf32 and dtype is None, autotune=False),
         EqualRandomness(task.seed),
     ):
-        with _watched(model, forward, called), autocast(precision if dtype is None else Precision("fp32"), task.device):
-            output = call_model(model, batch)
-            results = output_tensors(output, task.output)
-            loss = task.loss(output) if task.loss is not None else _weighted_sum(results)
-        if loss.requires_grad:
-            loss.backward()
-    samples = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
+        cast = autocast(precision if dtype is None else Precision("fp32"), task.device)
+        if "infer" in task.modes:
+            with cast, torch.no_grad():
+                record |= _eval_pass(model, batch, None if "train" in task.modes else task.output)
+        if "train" in task.modes:
+            record = _training_pass(model, batch, task, cast) | record  # a difference of both is reported there
+    return record
+
+
+def _eval_pass(model: nn.Module, batch: Any, key: str | None) -> Record:
+    model.eval()
+    forward = list[tuple[str, torch.Tensor]]()
+    with _watched(model, forward, []):
+        results = output_tensors(call_model(model, batch), key)
+    return {"eval forward": forward, "eval results": _named(results)}
+
+
+def _training_pass(model: nn.Module, batch: Any, task: Task, cast: AbstractContextManager[object]) -> Record:
+    model.train()
+    forward, called = list[tuple[str, torch.Tensor]](), list[str]()
+    with _watched(model, forward, called), cast:
+        output = call_model(model, batch)
+        results = output_tensors(output, task.output)
+        loss = task.loss(output) if task.loss is not None else _weighted_sum(results)
+    if loss.requires_grad:
+        loss.backward()
     gradients = [(name, parameter.grad) for name, parameter in _in_backward_order(model, called)]
     return {
         "forward": forward,
-        "results": samples + ([("loss", sample(loss))] if task.loss is not None else []),
+        "results": _named(results) + ([("loss", sample(loss))] if task.loss is not None else []),
         "gradients": [(f"gradient of {name}", sample(grad)) for name, grad in gradients if grad is not None],
         "statistics": _statistics(model),
     }
+
+
+def _named(results: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,9 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     Raises:
         ConfigError: unknown models, or fewer than two layouts.
     """
+    combined = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
+    if empty := [name for name in combined if not getattr(settings, name)]:
+        raise ConfigError([f"{name}= is empty: name at least one" for name in empty])
     for name in settings.model:
         models.check_model(name)
     if len(settings.layouts) < 2:
@@ -63,7 +66,12 @@ def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict
     layouts = [LAYOUTS[layout] for layout in settings.layouts]
     reports = {
         layout.name: check_parity(
-            model, image_size=size, precision=precision, device=workload.device, conversion=layout.conversion
+            model,
+            image_size=size,
+            precision=precision,
+            device=workload.device,
+            conversion=layout.conversion,
+            mode="infer" if workload.mode == "infer" else "both",
         )
         for layout in layouts
         if settings.parity and layout is not CONTIGUOUS

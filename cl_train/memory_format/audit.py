@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import Call, LayoutReport
+from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, classify, model_memory_format, refuse_lazy, to_memory_format
 from cl_train.memory_format.model_call import (
     call_model,
@@ -27,6 +28,7 @@ from cl_train.system.timing import timed_s
 _TIMED_REPEATS = 3
 
 
+@crash_safe
 def audit(
     model: nn.Module,
     batch: Any,
@@ -54,7 +56,7 @@ def audit(
         measure: also time the step, and each permuting copy separately, in milliseconds.
         name: of the model, for the report.
 
-    Raises ConfigError: the batch holds no image; the model is lazy, or failed on the batch; no scalar loss.
+    Raises ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch; no scalar loss.
     """
     precision = precision or Precision("fp32")
     refuse_lazy(model)

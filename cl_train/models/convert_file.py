@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.config.user_function import optional_module
 from cl_train.memory_format.convert import convert
+from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, to_memory_format
 from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import sources as models
@@ -385,6 +386,7 @@ def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype
     return arguments, named
 
 
+@crash_safe
 def _outputs(
     model: nn.Module, inputs: Inputs, memory_format: torch.memory_format, output: str | int | None
 ) -> list[torch.Tensor]:

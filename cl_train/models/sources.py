@@ -254,7 +254,11 @@ def import_timm(name: str) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first tensor; the CPU for a model without tensors."""
+    """The device of the model's first tensor; the CPU for a model without tensors.
+
+    Raises ConfigError: it is no model, or a lazy one.
+    """
+    refuse_lazy(model)
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 

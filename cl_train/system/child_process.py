@@ -16,7 +16,7 @@ _POLL_S = 0.5
 _CONNECT_S = 30.0
 
 
-def end_with_parent(signum: int = signal.SIGKILL) -> None:
+def end_with_parent(signum: int = signal.SIGKILL, parent_pid: int | None = None) -> None:
     """Call in a child: it receives `signum` when its parent has ended, also when the parent was killed.
 
     For worker processes pass it as the initializer: `ProcessPoolExecutor(4, context, initializer=end_with_parent)`. On
@@ -24,7 +24,7 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
     parent twice a second.
     """
     expected = multiprocessing.parent_process()
-    parent_pid = expected.pid if expected is not None else os.getppid()
+    parent_pid = parent_pid or (expected.pid if expected is not None else os.getppid())
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
         if os.getppid() != parent_pid:  # the parent ended before the call

@@ -11,18 +11,17 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from cl_train.comparison.paired import measurement_state
+from cl_train.comparison.timed_model import CONTIGUOUS, Layout, TimedModel, Workload
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
-from cl_train.data.batch import Batch
 from cl_train.data.build import build_data
-from cl_train.memory_format.model_call import random_state_restored
-from cl_train.step.precision import kernel_selection, resolve_precision
+from cl_train.memory_format.crashes import Crash, OutOfMemory, crash_safe
+from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
-from cl_train.system.memory import available_bytes, is_out_of_memory, peak_memory_of_step_gib, release_memory
-from cl_train.system.timing import timed_s
-from cl_train.training.build import build_train_state, training_sizes
-from cl_train.training.nonfinite import TrainingFault
-from cl_train.training.run_state import TrainState, tensor_bytes
+from cl_train.system.memory import available_bytes, is_out_of_memory, release_memory
+from cl_train.training.build import build_model, check_parameters, training_sizes
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,8 @@ def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
     """`cfg` with a number instead of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires.
 
     Rank 0 measures, and all ranks use its result. Steps are measured eagerly, because every size would be compiled or
-    recorded again, and on images of the largest size. Random generators are restored.
+    recorded again, and on images of the largest size; on a CPU in a forked process, which the system may kill. Random
+    generators are restored.
 
     Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
     """
@@ -71,25 +71,27 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     augment = dataclasses.replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
     with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=alone)) as data:
         images, classes = data.train_images, data.num_classes
-    sizes = training_sizes(cfg)
+    size = training_sizes(cfg)[-1]
     largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
         raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
     available = available_bytes(device)
     limit_gib = math.inf if available is None else MARGIN * available / 2**30
-    precision = resolve_precision(cfg.precision, device)
-    layout = "true" if cfg.channels_last == "auto" else cfg.channels_last
-    eager = dataclasses.replace(
-        cfg, batch_size=SMALLEST, channels_last=layout, compile=False, cuda_graph="false", weights=None, ema_decay=0.0
-    )
-    with random_state_restored(device), kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic):
+    workload = Workload(SMALLEST, (3, size, size), resolve_precision(cfg.precision, device), device, optim=cfg.optim)
+    with measurement_state(workload):
+        model = build_model(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, alone)
+        check_parameters(model)
+        find = partial(search, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
+        conversion = "conv" if cfg.conversion == "conv" else "full"
+        layout = Layout(
+            "", torch.contiguous_format if cfg.channels_last == "false" else torch.channels_last, conversion
+        )
         try:
-            state = build_train_state(eager, precision, classes, alone, lr=1e-4)
-        except TrainingFault:  # its trial step, with the smallest batch
-            raise too_large(limit_gib) from None
-        measure = partial(_measure, state, classes, sizes[-1], cfg.accumulate_steps)
-        measured = search(measure, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
-    del state, measure
+            measured = find(lambda batch_size: _measure(model, layout, workload, batch_size))
+        except Crash:
+            if cfg.channels_last != "auto":
+                raise
+            measured = find(lambda batch_size: _measure(model, CONTIGUOUS, workload, batch_size))
     release_memory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -97,6 +99,15 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)
     log.info("batch_size=auto: %d (images/s by size, in %.1f GiB: %s)", chosen, limit_gib, speeds)
     return chosen
+
+
+@crash_safe
+def _measure(model: nn.Module, layout: Layout, workload: Workload, batch_size: int) -> BatchSpeed:
+    release_memory()
+    timed = TimedModel(model, layout, dataclasses.replace(workload, batch_size=batch_size))
+    timed.warm_up()
+    peak_gib = timed.peak_memory_gib([timed])
+    return BatchSpeed(batch_size, batch_size / statistics.median(timed.block_times_s(STEPS)), peak_gib)
 
 
 def smallest_of_the_fastest(measured: list[BatchSpeed]) -> int:
@@ -131,11 +142,7 @@ def search(
             return measured
         else:
             size = largest = size // 2
-    raise too_large(limit_gib)
-
-
-def too_large(limit_gib: float) -> ConfigError:
-    return ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
+    raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
 
 
 def _peak_gib(measured: list[BatchSpeed], size: int) -> float:
@@ -153,26 +160,7 @@ def _peak_gib(measured: list[BatchSpeed], size: int) -> float:
 def _measured_if_it_fits(measure: Callable[[int], BatchSpeed], size: int) -> BatchSpeed | None:
     try:
         return measure(size)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OutOfMemory) as error:
         if not is_out_of_memory(error):
             raise
         return None
-
-
-def _measure(state: TrainState, classes: int, image_size: int, micro_steps: int, batch_size: int) -> BatchSpeed:
-    """Train the model of `state` on noise."""
-    parts, device = state.parts, state.parts.device
-    release_memory()
-    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
-    images = images.to(parts.precision.input_dtype, memory_format=state.memory_format)
-    micro_batches = [Batch(images, torch.randint(classes, (batch_size,), device=device))] * micro_steps
-
-    def step() -> None:
-        state.train_step(micro_batches)
-
-    step()  # selects kernels and creates the optimizer's state
-    masters = parts.masters.by_name if parts.masters else {}
-    held = [state.model.state_dict(), masters, parts.optimizer.state_dict()]
-    peak = peak_memory_of_step_gib(step, tensor_bytes(held) + images.nbytes, 0, device)
-    seconds = statistics.median(timed_s(step, device) for _ in range(STEPS))
-    return BatchSpeed(batch_size, batch_size * micro_steps / seconds, peak)

@@ -20,6 +20,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import size_schedule
 from cl_train.memory_format.convert import convert
+from cl_train.memory_format.crashes import Crash
 from cl_train.memory_format.known_issues import known_issues
 from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import failure_explained
@@ -31,14 +32,14 @@ from cl_train.step.optim import build_optimizer, freeze
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step
 from cl_train.system.distributed import Dist, on_main
-from cl_train.training.preflight import check_model_trains
+from cl_train.training.preflight import check_batch_fits, check_runs
 from cl_train.training.run_state import TrainState
 
 log = logging.getLogger(__name__)
 
 
 def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float) -> TrainState:
-    """Build the model, its optimizer and its step, and run the model on noise (see `check_model_trains`).
+    """Build the model, its optimizer and its step, and try the model on noise (see `preflight`).
 
     Raises:
         ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
@@ -51,7 +52,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its classifier")
     freeze(model, cfg.freeze, head)
     model = cast_model(model.to(dist.device), precision)
-    layout = convert_layout(cfg, model, precision, dist)
+    layout = convert_layout(cfg, model, precision, num_classes, dist)
     masters = MasterWeights(model) if precision.master_weights else None
     ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
     optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr, head)
@@ -61,11 +62,10 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
     with nullcontext() if recorder is None else recorder.on_stream():
         if not cfg.evaluate_only:
-            check_model_trains(
+            check_batch_fits(
                 model,
                 precision,
                 DeviceFormat(dist.device, precision.input_dtype, layout),
-                model_name=cfg.model,
                 batch_size=cfg.batch_size,
                 image_size=training_sizes(cfg)[-1],
                 num_classes=num_classes,
@@ -134,8 +134,15 @@ def training_sizes(cfg: Config) -> tuple[int, ...]:
     return size_schedule(cfg.data).image_sizes
 
 
-def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Dist) -> torch.memory_format:
-    """Convert `model` in place according to `channels_last=` and `conversion=`; returns the layout of its input."""
+def convert_layout(
+    cfg: Config, model: nn.Module, precision: Precision, num_classes: int, dist: Dist
+) -> torch.memory_format:
+    """Convert `model` in place according to `channels_last=` and `conversion=`; returns the layout of its input.
+
+    On a CPU the model runs in its layout once (see `check_runs`): a zoo model only in channels_last, which may crash.
+
+    Raises ConfigError: the model does not run; with `channels_last=auto` contiguous is chosen if that does.
+    """
     channels_last, conversion = cfg.channels_last, cfg.conversion
     if channels_last == "auto":
         choice = on_main(
@@ -154,12 +161,40 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, dist: Di
         )
         log.info("channels_last=auto: %s", choice.reason)
         channels_last, conversion = str(choice.channels_last).lower(), choice.conversion
-    if channels_last == "false":
-        return torch.contiguous_format
-    for line in known_issues(model, device=dist.device, precision_name=precision.name):
-        log.info("channels_last: %s", line)
-    log.info("channels_last: %s", convert(model, conversion, select=cfg.select or None))
-    return torch.channels_last
+    if channels_last == "true":
+        for line in known_issues(model, device=dist.device):
+            log.info("channels_last: %s", line)
+        log.info("channels_last: %s", convert(model, conversion, select=cfg.select or None))
+        try:
+            _check_runs(cfg, model, precision, torch.channels_last, num_classes, dist)
+            return torch.channels_last
+        except Crash as crash:
+            if cfg.channels_last != "auto":
+                raise ConfigError(f"model={cfg.model} in channels_last: {crash}; use channels_last=auto") from None
+            log.warning("channels_last=auto: contiguous, because in channels_last %s", crash)
+            convert(model, memory_format=torch.contiguous_format)
+    if ":" in cfg.model:
+        _check_runs(cfg, model, precision, torch.contiguous_format, num_classes, dist)
+    return torch.contiguous_format
+
+
+def _check_runs(
+    cfg: Config, model: nn.Module, precision: Precision, layout: torch.memory_format, num_classes: int, dist: Dist
+) -> None:
+    if dist.device.type != "cpu":
+        return
+    on_main(
+        lambda: check_runs(
+            model,
+            precision,
+            DeviceFormat(dist.device, precision.input_dtype, layout),
+            image_size=training_sizes(cfg)[-1],
+            num_classes=num_classes,
+            training=not cfg.evaluate_only,
+            evaluation=cfg.evaluate_only or cfg.evaluate_every >= 0,
+        ),
+        dist,
+    )
 
 
 def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:

@@ -20,6 +20,7 @@ from cl_train.comparison.paired import benchmark_layouts, compare_layouts
 from cl_train.comparison.statistics import verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
 from cl_train.config.schema import ConfigError
+from cl_train.memory_format import crashes
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.precision import resolve_precision
 
@@ -184,6 +185,7 @@ def test_out_of_memory_halves_the_batch_of_all_layouts(monkeypatch: pytest.Monke
         return [0.01]
 
     monkeypatch.setattr(TimedModel, "block_times_s", block_times_s)
+    monkeypatch.setattr(crashes, "_is_child", True)  # `sizes` would stay in the child
     done = benchmark_layouts(network(), workload(batch_size=8), **QUICK)
     assert (done.batch_size, done.batch_size_requested) == (2, 8)
     assert set(sizes[-8:]) == {2}, "both layouts"

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cl_train.comparison import parity
-from cl_train.comparison.parity import check_parity, fitting_shape
+from cl_train.comparison.parity import check_parity
 from cl_train.config.schema import ConfigError
-from cl_train.models.sources import copy_model
-
-CPU = torch.device("cpu")
 
 
 class RawView(nn.Module):
@@ -186,19 +183,54 @@ class OneSize(nn.Module):
         return self.head(self.conv(images).flatten(1))
 
 
-def test_small_images_where_the_model_takes_them() -> None:
-    assert fitting_shape(OneSize(), 128, None, CPU) == (4, 3, 128, 128)
-    assert fitting_shape(network(nn.Identity()), 224, None, CPU) == (4, 3, 96, 96)
-    assert fitting_shape(network(nn.Identity()), 32, 3, CPU) == (3, 3, 32, 32)
+@pytest.mark.parametrize(
+    ("model", "given", "batch"),
+    [
+        (OneSize(), {"image_size": 128}, "[4, 3, 128, 128]"),
+        (network(nn.Identity()), {}, "[4, 3, 96, 96]"),
+        (network(nn.Identity()), {"image_size": 32, "batch_size": 3}, "[3, 3, 32, 32]"),
+    ],
+)
+def test_small_images_where_the_model_takes_them(model: nn.Module, given: dict[str, Any], batch: str) -> None:
+    report = check_parity(model, **given)
+    assert report.passed and report.batch == batch
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = parity._saved_bytes(copy_model(network(nn.Identity()), "meta").train(), (2, 3, 96, 96))
-    assert saved is not None and saved > 2 * 8 * 96 * 96 * 4, "at least the output of the first convolution"
-    monkeypatch.setattr(parity, "available_bytes", lambda device: 5 * saved)
-    assert fitting_shape(network(nn.Identity()), 96, None, CPU)[0] == 2, "the smaller batch"
-    with pytest.raises(ConfigError, match="GiB"):
-        check_parity(network(nn.Identity()), image_size=96, batch_size=64)
+# --- modes, and checks that could not fail ----------------------------------------------------------------------------
+
+
+class WrongInMode(nn.Module):
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.wrong_in_training = training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.5 if x.stride(1) == 1 and self.training == self.wrong_in_training else x
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_both_modes_are_checked_unless_one_is_asked_for(training: bool) -> None:
+    model = network(WrongInMode(training))
+    report = check_parity(model, image_size=12)
+    assert report.passed is False
+    assert report.first_divergence == "1 (WrongInMode)" + ("" if training else ", in eval mode")
+    assert check_parity(model, image_size=12, mode="train" if training else "infer").passed is False
+    assert check_parity(model, image_size=12, mode="infer" if training else "train").passed is True
+    with pytest.raises(ConfigError, match="mode=eval"):
+        check_parity(model, image_size=12, mode="eval")
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "reason"),
+    [
+        (nn.Linear(4, 4), {"batch": torch.randn(2, 4)}, "no input and no weight"),
+        (nn.Conv2d(1, 1, 1), {"image_size": (1, 8, 8)}, "no input and no weight"),
+        (network(nn.Softplus(beta=float("nan"))), {"image_size": 12}, "nothing that is finite"),
+    ],
+)
+def test_a_check_that_could_not_fail_has_not_passed(model: nn.Module, given: dict[str, Any], reason: str) -> None:
+    report = check_parity(model, **given)
+    assert report.passed is None and reason in str(report)
 
 
 @pytest.mark.slow

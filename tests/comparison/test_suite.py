@@ -63,9 +63,9 @@ def test_a_model_that_fails_leaves_the_results_of_the_others() -> None:
     assert "planted" in first["error"] and first["pairs"] == [] and second["pairs"]
 
 
-@pytest.mark.parametrize("changes", [{"model": ["resnt18"]}, {"layouts": ["contiguous"]}])
+@pytest.mark.parametrize("changes", [{"model": ["resnt18"]}, {"layouts": ["contiguous"]}, {"model": []}, {"mode": []}])
 def test_wrong_settings_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"resnet18|layouts"):
+    with pytest.raises(ConfigError, match=r"resnet18|layouts|is empty"):
         run_suite(settings(**changes))
 
 

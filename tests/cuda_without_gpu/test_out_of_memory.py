@@ -76,6 +76,6 @@ def test_a_comparison_of_layouts_releases_the_dropped_model(monkeypatch: pytest.
 
     timed[-1].block_times_s = fail  # type: ignore[method-assign]
     timed[-1].warm_up = lambda: 0.01  # type: ignore[method-assign]
-    found = paired._compare(timed, target_ci=1.0, time_limit_s=0.0, requested=4)
+    found = paired._compare(timed, target_ci=1.0, time_limit_s=0.0)
     assert [speed.layout for speed in found.speeds] == ["contiguous", "channels_last"]
     assert dropped() is None

@@ -13,7 +13,6 @@ from cl_train.config.validation import load
 from cl_train.system.distributed import Dist
 from cl_train.training import batch_size
 from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search, smallest_of_the_fastest
-from cl_train.training.nonfinite import TrainingFault
 from tests.conftest import Run
 
 ALONE = Dist(0, 1, torch.device("cpu"))
@@ -113,15 +112,6 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
     assert replace(free, batch_size=0) == cfg, "nothing else of the settings changes"
 
 
-def test_a_model_that_fits_at_no_size_is_refused(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*arguments: object, **settings: object) -> None:
-        raise TrainingFault("batch_size=2: out of memory")
-
-    monkeypatch.setattr(batch_size, "build_train_state", too_large)
-    with pytest.raises(ConfigError, match="not even 2 images fit"):
-        resolve_batch_size(tiny("batch_size=auto"), ALONE)
-
-
 def test_a_number_is_left_alone(tiny: Callable[..., Config]) -> None:
     cfg = tiny("batch_size=24")
     assert resolve_batch_size(cfg, ALONE) is cfg
@@ -134,13 +124,13 @@ def test_a_run_with_auto_trains_and_writes_the_number_down(
     monkeypatch.setattr(batch_size, "STEPS", 1)
     monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    build, cublas = batch_size.build_train_state, []
+    build, cublas = batch_size.build_model, []
 
     def look(*arguments: Any, **words: Any) -> Any:
         cublas.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         return build(*arguments, **words)
 
-    monkeypatch.setattr(batch_size, "build_train_state", look)
+    monkeypatch.setattr(batch_size, "build_model", look)
     done = train("batch_size=auto", "epochs=1", "optim.reference_batch_size=32", "deterministic=true")
     assert cublas == [":4096:8"], "cuBLAS reads it at its first product, which the measurement calls"
     chosen = done.summary["global_batch_size"]

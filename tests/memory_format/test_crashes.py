@@ -1,0 +1,195 @@
+"""A crash of torch, or a lack of memory, in what the program tries for the user is an error of that work only."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cl_train
+from cl_train.config.schema import ConfigError
+from cl_train.memory_format import crashes
+from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child
+from cl_train.memory_format.known_issues import known_crash, known_issues
+from tests.networks import aborts_in_channels_last, small
+from tests.processes import LIMIT_S
+from tests.ranks import ENVIRONMENT, ROOT
+
+CALLS: list[int] = []
+
+
+def killed_by(signum: int) -> Callable[[], None]:
+    return lambda: signal.raise_signal(signum)
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "message"),
+    [
+        (killed_by(signal.SIGSEGV), Crash, "SIGSEGV"),
+        (killed_by(signal.SIGFPE), Crash, "SIGFPE"),
+        (os.abort, Crash, "SIGABRT"),
+        (killed_by(signal.SIGKILL), OutOfMemory, "memory"),
+        (lambda: os._exit(3), Crash, "exit code 3"),
+        (lambda: 1 / 0, ZeroDivisionError, "division"),
+        (lambda: sys.exit(4), SystemExit, "4"),
+        (lambda: warnings.warn("odd", stacklevel=1), UserWarning, "odd"),
+    ],
+)
+def test_how_work_can_end(work: Callable[[], Any], error: type[BaseException], message: str) -> None:
+    with pytest.raises(error, match=message):
+        in_child(work)
+
+
+def test_results_come_back_and_nothing_else_changes(capfd: pytest.CaptureFixture[str]) -> None:
+    parameter, descriptors = nn.Parameter(torch.zeros(2)), len(os.listdir("/proc/self/fd"))
+
+    def work() -> tuple[torch.Tensor, bool]:
+        CALLS.append(1)
+        os.write(2, b"a word from C\n")
+        with torch.enable_grad():
+            parameter.add(1).sum().backward()
+        assert parameter.grad is not None
+        return parameter.grad, torch.is_grad_enabled()
+
+    with torch.no_grad():
+        gradient, is_grad_enabled = in_child(work)
+    assert gradient.tolist() == [1.0, 1.0] and not is_grad_enabled
+    assert parameter.grad is None and CALLS == []
+    assert "a word from C" in capfd.readouterr().err
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_openmp_works_in_the_child_after_the_parent_has_used_it() -> None:
+    model, images = small(3), torch.randn(8, 3, 64, 64)
+    expected = model.eval()(images).detach()
+    found = in_child(lambda: model.eval()(images).detach())
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_what_cannot_be_sent_or_waits_for_the_parent_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crashes, "_STALLED_S", 0.3)
+    assert in_child(lambda: lambda: 7)() == 7
+    ready = threading.Event()
+    threading.Timer(1.0, ready.set).start()  # this thread does not exist in a fork
+    assert in_child(lambda: ready.wait(LIMIT_S))
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """Also a script without a `__main__` guard, which is not executed again."""
+    script = f"""
+import os, time
+from pathlib import Path
+from cl_train.memory_format.crashes import in_child
+print("executed", flush=True)
+in_child(lambda: (Path("{tmp_path}/pid").write_text(str(os.getpid())), sum(iter(int, 1))))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + LIMIT_S
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    process.kill()
+    assert process.communicate()[0] == "executed\n"
+    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- where it is used -------------------------------------------------------------------------------------------------
+
+IMAGES = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
+
+
+def test_python_functions_survive_a_model_that_aborts_in_channels_last() -> None:
+    model = aborts_in_channels_last(5)
+    where = r"SIGABRT in the forward pass of 1 \(_AbortsInChannelsLast"
+    with pytest.raises(ConfigError, match=where):
+        cl_train.audit(model.to(memory_format=torch.channels_last), IMAGES)
+    with pytest.raises(ConfigError, match=where):
+        cl_train.compare_layouts(model, 2, image_size=32, time_limit_s=1)
+    choice = cl_train.choose_memory_format(model, batch_size=2, image_size=32, time_limit_s=1)
+    assert not choice.channels_last and "SIGABRT" in choice.reason
+    report = cl_train.check_parity(model, image_size=32)
+    assert report.passed is False and "SIGABRT" in str(report)
+
+
+@pytest.mark.parametrize("name", ["audit", "check_parity", "choose_memory_format", "compare_layouts"])
+def test_what_is_no_model_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match="a str is no model"):
+        getattr(cl_train, name)("resnet18", *([IMAGES] if name == "audit" else []))
+
+
+MODEL = "model=tests.networks:aborts_in_channels_last"
+TRAIN = ("data=synthetic", "data.synthetic_images=16", "data.image_size=32", "batch_size=8", "epochs=1", "device=cpu")
+COMMANDS: list[tuple[list[str], int, str]] = [
+    (["audit", MODEL, "data.image_size=32"], 2, "SIGABRT in the forward pass of 1 "),
+    (["compare", "parity=true", MODEL, "data.image_size=32"], 1, "SIGABRT"),
+    (["benchmark", MODEL, "data.image_size=32", "batch_size=2", "time_limit_s=1"], 1, "SIGABRT"),
+    (["train", *TRAIN, MODEL, "channels_last=true"], 2, "SIGABRT in the forward pass of 1 "),
+    (["train", *TRAIN, MODEL, "channels_last=auto"], 0, "contiguous: the layouts cannot be measured"),
+    (["train", *TRAIN, MODEL, "channels_last=auto", "batch_size=auto"], 0, "batch_size=auto: "),
+    (["train", *TRAIN, MODEL, "channels_last=false"], 0, "completed"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "code", "message"), COMMANDS)
+def test_commands_survive_a_model_that_aborts_in_channels_last(
+    words: list[str], code: int, message: str, tmp_path: Path
+) -> None:
+    if words[0] == "train":
+        words = [*words, f"hydra.run.dir={tmp_path}"]
+    command = [sys.executable, "-m", "cl_train", *words]
+    environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    if words[0] == "train":
+        summary = tmp_path / "summary.json"
+        assert (summary.is_file() and json.loads(summary.read_text())["status"] == "completed") == (code == 0)
+
+
+# --- known crashes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_known"),
+    [
+        (nn.Conv2d(3, 48, 1, stride=2), True),
+        (nn.Conv2d(15, 4, 1, stride=(1, 2), bias=False), True),
+        (nn.Conv2d(16, 4, 1, stride=2), False),
+        (nn.Conv2d(3, 48, 1), False),
+        (nn.Conv2d(3, 48, 3, stride=2), False),
+        (nn.Conv2d(4, 48, 1, stride=2, groups=2), False),
+        (nn.Linear(3, 4), False),
+    ],
+)
+def test_the_known_crash_of_onednn(layer: nn.Module, is_known: bool) -> None:
+    assert (known_crash(layer) is not None) == is_known
+    model = nn.Sequential(layer)
+    assert [line.startswith("0: ") for line in known_issues(model, device="cpu")] == [True] * is_known
+    assert known_issues(model, device="cuda") == []
+    assert len(known_issues(model, device="mps")) == 1
+
+
+def test_the_weight_gradient_that_crashes_onednn_does_not_end_this_process() -> None:
+    """It writes beyond its memory: the child crashes, or computes anything; on other CPUs it may be right."""
+    model = nn.Sequential(nn.Conv2d(3, 48, 1, stride=2, bias=False), nn.BatchNorm2d(48))
+    for _ in range(3):
+        text = str(cl_train.check_parity(model, image_size=96))
+        if "SIG" in text:
+            assert "0 (Conv2d(3, 48, kernel_size=(1, 1), stride=(2, 2), bias=False)): PyTorch's oneDNN" in text
+    assert cl_train.check_parity(model, image_size=96, mode="infer").passed
