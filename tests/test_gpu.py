@@ -17,10 +17,17 @@ from torch.utils.data import DataLoader
 
 from cl_train.config.schema import AugmentConfig, Config, DataConfig
 from cl_train.config.validation import load
-from cl_train.data.batch import Batch, DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.data.collate import channels_last_collate
-from cl_train.data.device import COPIES_UNDER_WAY, DevicePrefetcher, HostBatch, Normalise, to_device
+from cl_train.data.device import (
+    COPIES_UNDER_WAY,
+    Batch,
+    DeviceFormat,
+    DevicePrefetcher,
+    HostBatch,
+    Normalise,
+    to_device,
+)
 from cl_train.memory_format.layout import classify
 from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr

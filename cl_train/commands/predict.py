@@ -67,8 +67,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
     """Write the table. Returns the number of images, and the accuracy if all have labels."""
     import torch
 
-    from cl_train.data.batch import DeviceFormat
     from cl_train.data.build import images_of_folder
+    from cl_train.data.device import DeviceFormat
     from cl_train.models.card import Preprocessing
     from cl_train.models.convert_file import load_saved
     from cl_train.step.precision import kernel_selection, resolve_precision

@@ -19,9 +19,8 @@ import torch
 from cl_train.comparison.alternation import alternate
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.build import DATA_DIR, build_data
+from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
-from cl_train.data.splits import ImageData
 from cl_train.system.distributed import Dist
 from cl_train.system.environment import measured
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import to_memory_format
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors

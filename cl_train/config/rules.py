@@ -16,6 +16,7 @@ from cl_train.config.schema import (
 
 _EXAMPLE = "[[0,128],[6,160],[12,192]]"
 _FOLDERS = ("folder", "imagenet", "imagenette", "sample")
+_WITHOUT_ROOT = ("sample", "imagenette", "dataset", "synthetic")
 
 
 def _has_folders(cfg: Config) -> bool:
@@ -61,10 +62,10 @@ def combination_problems(cfg: Config) -> Iterator[str]:
 
 def _data_problems(data: DataConfig) -> Iterator[str]:
     val_size = data.val_size or data.image_size
-    if data.name in ("imagenet", "folder") and data.root is None:
-        yield f"data={data.name} needs data.root=FOLDER with train/<class>/* and val/<class>/* (no data? data=sample)"
-    if data.name == "shards" and data.root is None:
-        yield "data=shards needs data.root=FOLDER with *-train-*.tar and *-val-*.tar, or a brace pattern of tar files"
+    if data.root is None and data.name not in _WITHOUT_ROOT:
+        shards = "*-train-*.tar and *-val-*.tar, or a brace pattern of tar files"
+        holds = shards if data.name == "shards" else "train/<class>/* and val/<class>/* (no data? data=sample)"
+        yield f"data={data.name} needs data.root=FOLDER with {holds}"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"
     if data.name == "dataset" and data.size_schedule:

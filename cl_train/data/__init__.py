@@ -4,7 +4,7 @@ Read `build.py` first: it chooses the source of the images, then the loader. A n
 `read_<name>(root) -> ImageSource` (its splits extend `Split` of `source.py`, as in `folder.py` and `shards.py`) and one
 branch in `build.py`. Nothing else in this package is meant to be extended.
 
-An image passes through `folder.py` or `shards.py` (its bytes), `decode.py` (pixels), `image_reader.py` (crop, resize,
-flip), `loader.py` with `workers.py` and `slots.py` (batches in shared memory), and `device.py`. `user_dataset.py`
-replaces the first three with a Dataset of the user. May import system and config.
+An image passes through `folder.py` or `shards.py` (its bytes), `decode.py` (pixels), `transforms.py` (crop, resize,
+flip), all in `image_reader.py`; `loader.py` with `workers.py` (batches in shared memory), and `device.py`.
+`user_dataset.py` replaces `image_reader.py` with a Dataset of the user. May import system and config.
 """

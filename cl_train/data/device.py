@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -10,12 +11,31 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cl_train.data.batch import Batch, DeviceFormat
-
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, number of the batch)
 COPIES_UNDER_WAY = 2  # at most, of the loader's batches to a GPU, when the next batch is requested
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class DeviceFormat:
+    """Device, dtype and memory format of the model's input."""
+
+    device: torch.device
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images and their labels, on the device.
+
+    images: float [N, 3, H, W], normalised, in the requested dtype and memory format.
+    targets: int64 [N], or float [N, num_classes] after MixUp or CutMix.
+    """
+
+    images: Tensor
+    targets: Tensor
 
 
 class HostBatch(NamedTuple):

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
-from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import image_data, size_schedule
-from cl_train.data.device import Normalise, to_device
+from cl_train.data.build import ImageData, image_data, size_schedule
+from cl_train.data.device import DeviceFormat, Normalise, to_device
 from cl_train.data.folder import EXTENSIONS
 from cl_train.data.loader import BadImages
-from cl_train.data.splits import ImageData
 from cl_train.system.distributed import Dist
 
 

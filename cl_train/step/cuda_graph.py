@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.step.train_step import StepParts, StepResult, train_step
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.step.loss import CROSS_ENTROPY, Loss, logits_of, loss_of
 from cl_train.step.precision import MasterWeights, Precision, autocast
 

@@ -17,8 +17,8 @@ from torch import nn
 from cl_train.comparison.auto import choose_memory_format
 from cl_train.config.rules import graph_conflict
 from cl_train.config.schema import Config, ConfigError
-from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import size_schedule
+from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash
 from cl_train.memory_format.known_issues import known_issues

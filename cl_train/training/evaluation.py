@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from cl_train.data.batch import Batch, DeviceFormat
-from cl_train.data.splits import Data
+from cl_train.data.build import Data
+from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.step.loss import logits_of
 from cl_train.step.precision import Precision, autocast, without_autotuning

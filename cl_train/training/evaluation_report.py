@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
+from cl_train.data.build import Data, ImageData
 from cl_train.data.decode import BadImage, Pixels
-from cl_train.data.splits import Data, ImageData
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.files import write_text
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.batch import DeviceFormat
+from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.model_call import explain_failure, state_restored
 from cl_train.step.loss import logits_of, loss_of

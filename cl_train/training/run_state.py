@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import flatten
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.step.ema import EMA
 from cl_train.step.precision import full_precision_state, trainable_parameters
 from cl_train.step.train_step import StepParts, StepResult

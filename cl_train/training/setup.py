@@ -24,9 +24,8 @@ import torch
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.user_function import user_function
 from cl_train.config.validation import flatten, to_mapping, to_yaml
-from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import build_data, size_schedule
-from cl_train.data.splits import Data
+from cl_train.data.build import Data, build_data, size_schedule
+from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.models.card import Preprocessing

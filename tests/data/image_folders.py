@@ -9,9 +9,8 @@ import torch
 from PIL import Image
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import build_data
-from cl_train.data.splits import ImageData
+from cl_train.data.build import ImageData, build_data
+from cl_train.data.device import DeviceFormat
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")

@@ -8,9 +8,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
-from cl_train.data.device import DevicePrefetcher, Normalise
+from cl_train.data.device import DeviceFormat, DevicePrefetcher, Normalise
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import CPU, folder_data, write_folder
 

@@ -8,10 +8,9 @@ import torch
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import load
-from cl_train.data.batch import DeviceFormat
-from cl_train.data.build import build_data
+from cl_train.data.build import Data, build_data
+from cl_train.data.device import DeviceFormat
 from cl_train.data.order import SizeSchedule
-from cl_train.data.splits import Data
 from cl_train.system.distributed import Dist
 from tests.data.tar_shards import sound_shards, write
 

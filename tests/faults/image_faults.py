@@ -19,9 +19,9 @@ from outcome import Outcome
 from PIL import Image
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
 from cl_train.data.decode import BadImage, Encoded, read_file
+from cl_train.data.device import DeviceFormat
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from bench import Bench
 from outcome import Outcome
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
+from cl_train.data.device import DeviceFormat
 from cl_train.data.order import permutation, rank_share
 from cl_train.system.distributed import Dist
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
+from cl_train.data.device import DeviceFormat
 from cl_train.data.folder import read_folder
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.imagenet.shards import write_shards

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cl_train.config.validation import load
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.step.loss import loss_of
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, processes

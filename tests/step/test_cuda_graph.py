@@ -11,7 +11,7 @@ import torch
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load, to_mapping
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.train_step import StepParts, StepResult, train_step

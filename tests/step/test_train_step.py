@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import OptimConfig
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.models.sources import build_model
 from cl_train.step.loss import GOOGLENET_AUX_WEIGHT, INCEPTION_AUX_WEIGHT, Loss, loss_of
 from cl_train.step.optim import build_optimizer

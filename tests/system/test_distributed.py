@@ -9,8 +9,8 @@ import torch
 
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.batch import DeviceFormat
 from cl_train.data.build import build_data
+from cl_train.data.device import DeviceFormat
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, processes
 from cl_train.training import loop

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from cl_train.config.schema import DataConfig
-from cl_train.data.batch import Batch, DeviceFormat
+from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models import preprocessing
 from cl_train.models.preprocessing import follow_published_preprocessing, log_preprocessing, published_preprocessing
 from cl_train.models.sources import build_model

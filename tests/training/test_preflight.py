@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.batch import DeviceFormat
+from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import Crash
 from cl_train.step.precision import resolve_precision
 from cl_train.training import preflight

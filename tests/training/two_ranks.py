@@ -14,7 +14,7 @@ import torch
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load
-from cl_train.data.batch import Batch
+from cl_train.data.device import Batch
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import gather_objects, processes
 from cl_train.training import build, checkpoints, loop, preflight
