@@ -35,7 +35,7 @@ from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state
-from cl_train.training.run_state import TrainState, collect, restore
+from cl_train.training.state import TrainState, collect, restore
 from tests.conftest import Run
 
 pytestmark = [

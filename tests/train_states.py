@@ -8,7 +8,7 @@ from torch import nn
 from cl_train.step.ema import EMA
 from cl_train.step.precision import MasterWeights, Precision
 from cl_train.step.train_step import StepParts, train_step
-from cl_train.training.run_state import TrainState
+from cl_train.training.state import TrainState
 
 
 def train_state(

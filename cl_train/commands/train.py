@@ -40,7 +40,7 @@ from cl_train.system.launcher import adopt_srun, read_launch
 from cl_train.system.run_folder import safe_name
 
 if TYPE_CHECKING:
-    from cl_train.training.summary import RunResult
+    from cl_train.training.records import RunResult
 
 USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
 

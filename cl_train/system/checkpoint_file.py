@@ -1,4 +1,4 @@
-"""One checkpoint file, written atomically. `training/run_state.py` defines its contents.
+"""One checkpoint file, written atomically. `training/state.py` defines its contents.
 
 A checkpoint is a file of `torch.save` (plain types and contiguous tensors) with a SHA-256 of its bytes in the zip
 archive's comment, because `torch.load` verifies no checksum. `torch.load(path, weights_only=True)` reads it without

@@ -33,7 +33,7 @@ from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast
 from cl_train.step.train_step import StepParts, train_step
 from cl_train.system.distributed import Dist, on_main
 from cl_train.training.preflight import check_batch_fits, check_runs
-from cl_train.training.run_state import TrainState
+from cl_train.training.state import TrainState
 
 log = logging.getLogger(__name__)
 

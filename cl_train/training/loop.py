@@ -35,8 +35,7 @@ from cl_train.system.launcher import cores_of_process
 from cl_train.system.run_folder import claimed_folder, continues
 from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import resolve_batch_size
-from cl_train.training.evaluation import EVALUATED, Interrupted, evaluate_model
-from cl_train.training.evaluation_report import write_report
+from cl_train.training.evaluation import EVALUATED, Interrupted, evaluate_model, write_report
 from cl_train.training.nonfinite import (
     NonFiniteStep,
     check_evaluation,
@@ -44,12 +43,19 @@ from cl_train.training.nonfinite import (
     check_skipped_share,
     find_nonfinite_steps,
 )
-from cl_train.training.profiling import profile
-from cl_train.training.records import finite_or_null, read_records
+from cl_train.training.records import (
+    RunResult,
+    best_evaluation,
+    closing_lines,
+    end_time,
+    finite_or_null,
+    peak_memory_gib,
+    read_records,
+    speed,
+)
 from cl_train.training.run_log import RunLog, console_line, duration, mean, progress_bar
 from cl_train.training.setup import Run, Submitted, prepare_torch, set_up
-from cl_train.training.summary import RunResult, best_evaluation, closing_lines, end_time, peak_memory_gib, speed
-from cl_train.training.throughput import without_warmup
+from cl_train.training.throughput import profile, without_warmup
 from cl_train.training.trackers import build_tracker
 
 log = logging.getLogger(__name__)

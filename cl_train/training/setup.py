@@ -41,12 +41,10 @@ from cl_train.system.machine_load import MachineLoad
 from cl_train.system.signals import StopRequest
 from cl_train.system.timing import DeviceClock
 from cl_train.training.build import build_train_state
-from cl_train.training.checkpoints import Checkpoints
 from cl_train.training.nonfinite import NonFinitePolicy
 from cl_train.training.progress import Plan, Progress
-from cl_train.training.records import RecordWriter, read_records
-from cl_train.training.run_state import TrainState
-from cl_train.training.summary import SCHEMA_VERSION
+from cl_train.training.records import SCHEMA_VERSION, RecordWriter, read_records
+from cl_train.training.state import Checkpoints, TrainState
 from cl_train.training.throughput import ThroughputMeter, Window
 from cl_train.training.trackers import Trackers
 
@@ -237,7 +235,7 @@ def starting_point(
 
 
 def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Identifies the run of a checkpoint: see `run_state.check_compatible`. It has the keys of a `ModelCard`."""
+    """Identifies the run of a checkpoint: see `check_compatible`. It has the keys of a `ModelCard`."""
     identifying = ("model", "precision", "memory_format", "world_size", "global_batch_size")
     return {name: summary[name] for name in identifying} | {
         "num_classes": data.num_classes,

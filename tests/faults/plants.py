@@ -18,8 +18,8 @@ import cl_train.system.checkpoint_store
 import cl_train.system.files
 import cl_train.system.heartbeat
 import cl_train.training.build
-import cl_train.training.checkpoints
 import cl_train.training.setup
+import cl_train.training.state
 from tests.processes import is_signal_received, wait_until
 
 
@@ -65,7 +65,7 @@ def hold_step() -> None:
 
 def signal_after_save() -> None:
     """Send PLANT_SIGNAL to this process when the checkpoint of step PLANT_STEP is on the disk."""
-    original = cl_train.training.checkpoints.Checkpoints.save
+    original = cl_train.training.state.Checkpoints.save
 
     def save(self: Any, progress: Any, *rest: Any, **named: Any) -> None:
         original(self, progress, *rest, **named)
@@ -74,7 +74,7 @@ def signal_after_save() -> None:
             os.kill(os.getpid(), number("SIGNAL"))
             wait_until(is_signal_received)
 
-    cl_train.training.checkpoints.Checkpoints.save = save  # type: ignore[method-assign]
+    cl_train.training.state.Checkpoints.save = save  # type: ignore[method-assign]
 
 
 def bad_loss() -> None:

@@ -13,7 +13,7 @@ from cl_train.step.loss import loss_of
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, processes
 from cl_train.training.build import build_train_state
-from cl_train.training.run_state import TrainState
+from cl_train.training.state import TrainState
 from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks

@@ -23,7 +23,7 @@ from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import Precision, build_scaler
 from cl_train.system import checkpoint_file as checkpoint
-from cl_train.training.run_state import collect, restore
+from cl_train.training.state import collect, restore
 from tests.faults.forkserver import ForkServer
 from tests.networks import small
 from tests.train_states import train_state

@@ -15,7 +15,7 @@ from cl_train.data.device import Batch
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.train_step import StepParts, StepResult, train_step
-from cl_train.training.run_state import collect, restore
+from cl_train.training.state import collect, restore
 from tests.conftest import Run
 from tests.step.test_train_step import make_batch, make_parts
 from tests.train_states import train_state

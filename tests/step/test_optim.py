@@ -20,7 +20,7 @@ from cl_train.step.optim import (
     set_lr,
 )
 from cl_train.step.schedule import lr_at, scaled_lr
-from cl_train.training.run_state import collect, restore
+from cl_train.training.state import collect, restore
 from tests.networks import small
 from tests.train_states import train_state
 

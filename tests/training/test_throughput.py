@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cl_train.system.timing import DeviceClock
-from cl_train.training.summary import speed, spread
+from cl_train.training.records import speed, spread
 from cl_train.training.throughput import ThroughputMeter
 
 

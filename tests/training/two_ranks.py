@@ -17,7 +17,8 @@ from cl_train.config.validation import load
 from cl_train.data.device import Batch
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import gather_objects, processes
-from cl_train.training import build, checkpoints, loop, preflight
+from cl_train.training import build, loop, preflight
+from cl_train.training import state as training_state
 from tests.processes import LIMIT_S
 
 RANK = int(os.environ["RANK"])
@@ -68,7 +69,7 @@ def resume_reads_on_rank_0_alone(folder: Path) -> Any:
     growing = {"size_schedule": [[0, 16], [1, 32]], "val_size": 24}
     first = train(settings(folder, max_steps=3, data=growing), folder / "resumed")
     if RANK == 1:
-        checkpoints.load_for_resume = _forbidden  # type: ignore[assignment]
+        training_state.load_for_resume = _forbidden  # type: ignore[assignment]
     fresh_group()
     second = train(settings(folder, resume="auto", data=growing), folder / "resumed")
     return [first, second]
