@@ -53,6 +53,9 @@ class ImageData:
     def __post_init__(self) -> None:
         self.num_classes, self.workers = len(self.classes), self.train_loader.workers
         self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
+        self.label_shape = self.train_loader.reader.label_shape
+        if self.val_loader.reader.label_shape != self.label_shape:
+            raise ConfigError("data.dataset: the labels of one split are vectors, those of the other are not")
 
     def batch_count(self, epoch: int) -> int:
         """Full global batches of an epoch; the remaining images are dropped."""
@@ -110,7 +113,7 @@ class SyntheticData:
     `ImageData`. It measures training without loading."""
 
     def __init__(self, cfg: DataConfig, sizes: SizeSchedule, batch_size: int, *, seed: int, world_size: int) -> None:
-        self.num_classes, self.workers = cfg.synthetic_classes, 0
+        self.num_classes, self.workers, self.label_shape = cfg.synthetic_classes, 0, ()
         self.classes = tuple(f"class_{label}" for label in range(self.num_classes))
         self.train_images, self.val_images = cfg.synthetic_images, batch_size * world_size
         self.fingerprint = f"synthetic-{self.train_images}-{self.num_classes}-{cfg.image_size}-{seed}"

@@ -24,10 +24,12 @@ class ImageReader:
 
     Attributes:
         dtype: of the rows.
+        label_shape: () of int64 labels; [classes] of the float32 vectors that a Dataset may give.
         times: seconds spent in `read`; set by the loader.
     """
 
     dtype = torch.uint8
+    label_shape: tuple[int, ...] = ()
 
     def __init__(self, split: Split, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
         self._split, self._decoder = split, (cfg.decoder, formats_of(cfg.extensions))

@@ -104,14 +104,16 @@ class _SharedMemory:
     """`count` batches, stored NHWC, with their targets. Each has room for the largest images.
 
     Attributes:
-        targets: int64 [count, batch size].
+        targets: int64 [count, batch size], or float32 [count, batch size, classes].
         iteration: int64 [1]: the number of the iteration that is running; workers skip the tasks of other ones.
         progress: int64 [workers, 3], see `Workers`.
     """
 
-    def __init__(self, count: int, batch_size: int, image_size: int, dtype: torch.dtype, workers: int) -> None:
-        self._pixels = shared((count, batch_size * image_size**2 * 3), dtype)
-        self.targets = shared((count, batch_size), torch.int64)
+    def __init__(self, count: int, batch_size: int, image_size: int, reader: Reader, workers: int) -> None:
+        self._pixels = shared((count, batch_size * image_size**2 * 3), reader.dtype)
+        self.targets = shared(
+            (count, batch_size, *reader.label_shape), torch.float32 if reader.label_shape else torch.int64
+        )
         words = shared((1 + 3 * max(1, workers),), torch.int64).numpy()
         self.iteration, self.progress = words[:1], words[1:].reshape(-1, 3)
         self._pinned: list[Tensor] = []
@@ -292,7 +294,7 @@ class HostLoader:
     def _start(self) -> _SharedMemory:
         if self._memory is None:
             largest = self._sizes.image_sizes[-1]
-            self._memory = _SharedMemory(self._slot_count, self.batch_size, largest, self.reader.dtype, self.workers)
+            self._memory = _SharedMemory(self._slot_count, self.batch_size, largest, self.reader, self.workers)
             self._workers = Workers(
                 partial(_fill, self.reader, self._memory, _SUBSTITUTES if self._order else 1),
                 count=self.workers,

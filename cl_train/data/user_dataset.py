@@ -8,13 +8,14 @@ import math
 import operator
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -28,6 +29,7 @@ from cl_train.data.transforms import ImageTransform, seeded_everywhere
 from cl_train.data.workers import BEGUN, WorkerError, Workers, shared
 from cl_train.system.distributed import Dist
 
+Label = int | npt.NDArray[np.float32]
 _MOST_CLASSES = 1_000_000
 _SHOWN = 300  # characters of a message of the user's code
 
@@ -80,7 +82,8 @@ class DatasetReader:
 
     A PIL image, or a uint8 array [H, W, 3], gets the transforms of the settings; so does a uint8 tensor [3, H, W] of
     another size than the required one. Other tensors [3, size, size] are not transformed: uint8 is normalised on the
-    device, floating point is assumed to be normalised.
+    device, floating point is assumed to be normalised. A label is the number of a class, or in all samples a
+    floating-point vector [classes] of numbers from 0 to 1 (multi-label).
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class DatasetReader:
         self._transform = ImageTransform(cfg, augment, seed, training=training)
         self._samples, self.times = len(dataset), WorkerTimes()
         try:
-            self.dtype = self._first_dtype(image_size, cfg.worker_timeout_s)
+            self.dtype, self.label_shape = self._first_form(image_size, cfg.worker_timeout_s)
         except (BadImage, WorkerError) as error:
             raise ConfigError(f"data.dataset: {self.name(0)} at {image_size} px: {error}") from error
 
@@ -109,7 +112,7 @@ class DatasetReader:
     def name(self, index: int) -> str:
         return f"sample {index} of the {'train' if self._training else 'val'} dataset"
 
-    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
+    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> Label:
         """Write sample `index` into `row`; return its label. Raises BadImage for any exception of the dataset."""
         begin = perf_counter()
         try:
@@ -118,6 +121,8 @@ class DatasetReader:
             if not isinstance(sample, tuple | list) or len(sample) < 2:
                 raise TypeError(f"a sample must be (image, label), not {_described(sample)}")
             image, label = checked_image(sample[0], row), checked_label(sample[1], self._classes)
+            if np.shape(label) != self.label_shape:
+                raise TypeError(f"the label is {_described(sample[1])}, unlike that of the first sample")
             if isinstance(image, Tensor):
                 row.copy_(image)
                 if row.is_floating_point() and not math.isfinite(row.sum().item()):
@@ -135,8 +140,10 @@ class DatasetReader:
         with seeded_everywhere(self._seed, epoch, random_index):
             return self._dataset[index]
 
-    def _first_dtype(self, image_size: int, timeout_s: float) -> torch.dtype:
-        """Read the first sample, in a worker: files that the Dataset opens then must not be shared by all workers.
+    def _first_form(self, image_size: int, timeout_s: float) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype of images and the shape of labels, from the first sample.
+
+        It is read in a worker: files that the Dataset opens then must not be shared by all workers.
 
         Raises BadImage: the sample cannot be used. WorkerError: reading it hangs, or ends the process.
         """
@@ -146,18 +153,19 @@ class DatasetReader:
             found = next(workers.results(iter([progress])))
         if isinstance(found, str):
             raise BadImage(found)
-        return found
+        dtype, label_shape = found
+        return dtype, tuple(label_shape)  # DataLoader makes tuples lists
 
-    def _use_first(self, image_size: int, progress: Any) -> torch.dtype | str:
+    def _use_first(self, image_size: int, progress: Any) -> tuple[torch.dtype, tuple[int, ...]] | str:
         progress[0, BEGUN] = 1
-        try:
-            image = self._load(0, 0, 0)[0]
+        self.dtype, self.label_shape = torch.uint8, ()
+        with suppress(Exception, SystemExit):  # `read` has the reason
+            image, label, *_ = self._load(0, 0, 0)
             self.dtype = torch.float32 if isinstance(image, Tensor) and image.is_floating_point() else torch.uint8
-        except (Exception, SystemExit):
-            self.dtype = torch.uint8  # `read` has the reason
+            self.label_shape = np.shape(checked_label(label, self._classes))
         try:
             self.read(torch.empty(image_size, image_size, 3, dtype=self.dtype).permute(2, 0, 1), 0, 0, 0)
-            return self.dtype
+            return self.dtype, self.label_shape
         except (BadImage, StreamEnd) as error:
             return str(error)
 
@@ -246,8 +254,14 @@ def checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
     return np.require(image, requirements=["C", "W"])
 
 
-def checked_label(label: Any, classes: int) -> int:
-    """Raises TypeError or ValueError: the label is no whole number, or not that of a class."""
+def checked_label(label: Any, classes: int) -> Label:
+    """The number of a class, or float32 [classes]. Raises TypeError or ValueError: the label is neither."""
+    if isinstance(label, Tensor | np.ndarray) and tuple(label.shape) == (classes,) and classes > 1:
+        vector = torch.as_tensor(label).detach()
+        if vector.is_floating_point():
+            if not ((vector >= 0) & (vector <= 1)).all():
+                raise ValueError("the label has numbers that are not from 0 to 1")
+            return np.asarray(vector, np.float32)
     is_scalar = isinstance(label, Tensor | np.ndarray | np.generic) and math.prod(label.shape) == 1
     value = label.item() if is_scalar else label
     if isinstance(value, bool) or not isinstance(value, int):

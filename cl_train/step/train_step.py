@@ -51,10 +51,14 @@ def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.
     """The labels, int64 [N], and the most probable classes, int64 [N, 5], the best first.
 
     With fewer than five classes, top-5 is top-k for k = classes. For MixUp/CutMix targets, the class with
-    the larger weight counts.
+    the larger weight counts; of several such classes (multi-label) the most probable one in the top-5.
     """
-    labels = targets.argmax(1) if targets.is_floating_point() else targets
-    return labels, logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
+    best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
+    if not targets.is_floating_point():
+        return targets, best
+    hits = targets.gather(1, best) == targets.amax(1, keepdim=True)
+    first_hit = best.gather(1, hits.int().argmax(1, keepdim=True))[:, 0]
+    return torch.where(hits.any(1), first_hit, targets.argmax(1)), best
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:

@@ -74,7 +74,6 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     trained = compiled(wrapped, cfg.compile_mode, graphs=len(training_sizes(cfg))) if cfg.compile else wrapped
     loss = build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
-    check_loss(loss, num_classes, dist.device, soft=cfg.augment.mixup > 0 or cfg.augment.cutmix > 0)
     parts = StepParts(trained, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm, masters)
     if recorder is None:
         return TrainState(model, parts, ema, layout, partial(train_step, parts))

@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from cl_train.system.distributed import Dist, broadcast_buffers, gather_objects,
 from cl_train.system.files import write_text
 from cl_train.system.signals import StopRequest
 from cl_train.training.nonfinite import TrainingFault
+from cl_train.training.progress import MAP
 
 EVALUATED = ("loss", "top1", "top5", "images")
 
@@ -68,8 +70,8 @@ def evaluate_model(
     batches: Iterable[Batch] = data.validation(batch_format)
     if signals is not None:
         batches = _until_signal(batches, signals, dist, bar)
-    kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None if metrics is None else []
-    rows = predictions(model, batches, precision, dist.device, flip=flip, kept=kept)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if metrics or data.label_shape else None
+    rows = predictions(model, batches, precision, dist.device, flip=flip, binary=bool(data.label_shape), kept=kept)
     counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
     sums = [rows[:, 3].sum(), (rows[:, 0] == rows[:, 1]).sum(), rows[:, 4].sum(), *counts]
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.stack(sums), dist).tolist()
@@ -82,11 +84,29 @@ def evaluate_model(
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
     accuracy = {"top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
     result = {"loss": loss / images, **accuracy, "images": int(images)}
-    if metrics is not None and kept is not None:
+    if kept is not None:
         everything = [batch for of_rank in gather_objects(kept, dist) for batch in of_rank]
         logits, targets = (torch.cat(column) for column in zip(*everything, strict=True))
-        result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
+        if data.label_shape:
+            result[MAP] = mean_average_precision(logits.numpy(), targets.numpy() > 0.5)
+        if metrics is not None:
+            result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
     return result, rows
+
+
+def mean_average_precision(scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]) -> float:
+    """Percent: the area under the steps of precision over recall, as scikit-learn's `average_precision_score`, averaged
+    over the classes with a positive image; NaN without any. Both arguments are [images, classes].
+    """
+    found = []
+    for score, positive in zip(scores.T, positives.T, strict=True):
+        order = np.argsort(-score, kind="stable")
+        ends = np.append(np.diff(score[order]) != 0, True)  # images with equal scores have one threshold
+        hits = np.cumsum(positive[order])
+        precision = hits[ends] / (np.flatnonzero(ends) + 1)
+        if hits[-1]:
+            found.append((np.diff(hits[ends], prepend=0) * precision).sum() / hits[-1])
+    return 100 * float(np.mean(found)) if found else math.nan
 
 
 def _numbers(metrics: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
@@ -108,6 +128,7 @@ def predictions(
     device: torch.device,
     *,
     flip: bool = False,
+    binary: bool = False,
     kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Evaluate this rank's images; the host does not wait for the device.
@@ -117,6 +138,7 @@ def predictions(
     Args:
         model: not wrapped in DDP, because ranks may have different numbers of batches.
         flip: average the logits of each image and of its mirror image.
+        binary: the loss is the binary cross-entropy (multi-label).
         kept: the list to which the logits and targets of each batch are appended, on the CPU.
 
     Returns:
@@ -125,7 +147,10 @@ def predictions(
     """
     rows = [torch.empty(0, 5, dtype=torch.float64, device=device)]
     for logits, targets in outputs(model, batches, precision, flip=flip):
-        loss = nn.functional.cross_entropy(logits, targets, reduction="none")
+        if binary:
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+        else:
+            loss = nn.functional.cross_entropy(logits, targets, reduction="none")
         labels, best = labels_and_top5(logits, targets)
         probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
         in_top5 = (best == labels.unsqueeze(1)).any(1)

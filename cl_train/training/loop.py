@@ -43,6 +43,7 @@ from cl_train.training.nonfinite import (
     check_skipped_share,
     find_nonfinite_steps,
 )
+from cl_train.training.progress import score_of
 from cl_train.training.records import (
     RunResult,
     best_evaluation,
@@ -289,7 +290,7 @@ def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> Non
             if checkpoints.saved_step != progress.step:
                 checkpoints.save(progress, run.unlogged_steps)
             return
-        if progress.is_gain(evaluated["val"]["top1"]) and plan.checkpoint.save_best:
+        if progress.is_gain(score_of(evaluated["val"])) and plan.checkpoint.save_best:
             checkpoints.mark_best(progress, run.unlogged_steps)
         record_evaluation(run, evaluated)
         if plan.is_out_of_patience(progress):
@@ -299,7 +300,7 @@ def end_epoch(run: Run, records: list[dict[str, Any]], *, save_due: bool) -> Non
         if records:  # none: the run resumed at the end of an epoch
             seconds = sum(record["seconds"] for record in records)
             log.info(
-                "epoch %d: %s of training, best top-1 %.2f %%", progress.epoch, duration(seconds), progress.best_top1
+                "epoch %d: %s of training, best accuracy %.2f %%", progress.epoch, duration(seconds), progress.best_top1
             )
     plan.close_epoch(progress)
 

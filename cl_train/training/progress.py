@@ -1,9 +1,17 @@
 """Progress of a run, its planned length, and the actions due at each step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cl_train.config.schema import CheckpointConfig, OptimConfig, ScheduleConfig
 from cl_train.step.schedule import lr_at, scaled_lr
+
+MAP = "mean_average_precision"
+
+
+def score_of(result: Mapping[str, float]) -> float:
+    """What makes an evaluation the best: the mean average precision of a multi-label one, else top-1; percent."""
+    return result["top1"] if result.get(MAP) is None else result[MAP]
 
 
 @dataclass

@@ -19,6 +19,7 @@ import torch
 
 from cl_train.system.files import AppendFile, retry, write_json, write_text
 from cl_train.system.machine_load import BUSY_PCT
+from cl_train.training.progress import score_of
 from cl_train.training.run_log import duration
 from cl_train.training.throughput import without_warmup
 from cl_train.training.trackers import Trackers
@@ -179,7 +180,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def best_evaluation(records: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first of the best evaluations in the records of a run; None = not evaluated."""
     evaluations = [record for record in records if record["kind"] == "val" and record["top1"] is not None]
-    best = max(evaluations, key=lambda record: record["top1"], default=None)
+    best = max(evaluations, key=score_of, default=None)
     return best and {name: best[name] for name in ("top1", "epoch")}
 
 

@@ -40,9 +40,9 @@ from cl_train.system.launcher import cores_of_process
 from cl_train.system.machine_load import MachineLoad
 from cl_train.system.signals import StopRequest
 from cl_train.system.timing import DeviceClock
-from cl_train.training.build import build_train_state
+from cl_train.training.build import build_train_state, check_loss
 from cl_train.training.nonfinite import NonFinitePolicy
-from cl_train.training.progress import Plan, Progress
+from cl_train.training.progress import Plan, Progress, score_of
 from cl_train.training.records import SCHEMA_VERSION, RecordWriter, read_records
 from cl_train.training.state import Checkpoints, TrainState
 from cl_train.training.throughput import ThroughputMeter, Window
@@ -115,6 +115,10 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
     plan = make_plan(cfg, data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
+    is_soft = bool(data.label_shape) or cfg.augment.mixup > 0 or cfg.augment.cutmix > 0
+    check_loss(state.parts.loss, data.num_classes, dist.device, soft=is_soft)
+    if data.label_shape and cfg.loss == "cross_entropy":
+        raise ConfigError("the labels of data.dataset are vectors: use loss=bce, or a loss of your own")
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
@@ -226,9 +230,9 @@ def starting_point(
         return progress, []
     # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
     records = on_main(lambda: read_records(folder / "metrics.jsonl"), checkpoints.dist)
-    top1 = [record["top1"] for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
-    if plan.is_epoch_end(progress) and (top1 or not plan.is_evaluation_due(progress)):
-        for value in top1:
+    scores = [score_of(record) for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
+    if plan.is_epoch_end(progress) and (scores or not plan.is_evaluation_due(progress)):
+        for value in scores:
             progress.is_gain(value)
         plan.close_epoch(progress)
     return progress, unlogged_steps

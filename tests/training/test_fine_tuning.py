@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
+from cl_train.data.loader import BadImageError
+from cl_train.training.evaluation import mean_average_precision
 from cl_train.training.nonfinite import TrainingFault
 from tests.conftest import Run
 
@@ -84,3 +87,78 @@ def test_patience_ends_a_run_and_its_continuation(saved: str, train: Callable[..
     assert len(again.records("train")) == 9, "it was complete"
     longer = train(*settings[:2], "patience=4", saved, "resume=auto", folder=folder)
     assert [record["epoch"] for record in longer.records("val")] == [0, 1, 2, 3, 4]
+
+
+class Stripes:
+    """Noise in which each of three labels, with probability 0.5, is a bright channel."""
+
+    classes = ("red", "green", "blue")
+
+    def __init__(self, count: int, size: int, first: int, wrong: object = None) -> None:
+        self.count, self.size, self.first, self.wrong = count, size, first, wrong
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, object]:
+        random = np.random.default_rng(self.first + index)
+        labels = random.integers(0, 2, 3).astype(np.float32)
+        pixels = random.integers(0, 100, (self.size, self.size, 3)) + 120 * labels.astype(int)
+        return pixels.astype(np.uint8), self.wrong if self.wrong is not None and index else torch.from_numpy(labels)
+
+
+def stripes(split: str, size: int) -> Stripes:
+    return Stripes(*((192, size, 0) if split == "train" else (40, size, 1000)))
+
+
+def stripes_then_a_number(split: str, size: int) -> Stripes:
+    return Stripes(64, size, 0, wrong=1)
+
+
+def stripes_beyond_one(split: str, size: int) -> Stripes:
+    return Stripes(64, size, 0, wrong=torch.tensor([0.0, 2.0, 0.0]))
+
+
+def sklearns(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+    metrics = pytest.importorskip("sklearn.metrics")
+    assert targets.shape == logits.shape == (40, 3) and targets.dtype == torch.float32
+    return {"reference": 100 * metrics.average_precision_score(targets.numpy(), logits.numpy(), average="macro")}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_multi_label_targets(workers: int, train: Callable[..., Run]) -> None:
+    words = ("data=dataset", f"data.dataset={HERE}:stripes", f"data.workers={workers}", "data.root=null", "loss=bce")
+    run = train(*words, "epochs=3", f"metrics={HERE}:sklearns")
+    values = [record["mean_average_precision"] for record in run.records("val")]
+    assert values == pytest.approx([record["reference"] for record in run.records("val")])
+    assert values[-1] > 90 and run.records("val")[-1]["loss"] < run.records("val")[0]["loss"]
+    assert run.summary["val"]["top1"] > 90, "share of the images whose most probable class is one of theirs"
+    mixed = train(*words, "max_steps=2", "augment.mixup=0.2", f"loss={HERE}:squared")
+    assert mixed.summary["val"]["mean_average_precision"] > 0
+
+
+def squared(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (logits - targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "loss", "problem"),
+    [
+        ("stripes", "cross_entropy", "use loss=bce"),
+        ("stripes_then_a_number", "bce", "unlike that of the first sample"),
+        ("stripes_beyond_one", "bce", "not from 0 to 1"),
+    ],
+)
+def test_labels_that_cannot_be_used(dataset: str, loss: str, problem: str, train: Callable[..., Run]) -> None:
+    with pytest.raises((ConfigError, BadImageError), match=problem):
+        train("data=dataset", "data.root=null", f"data.dataset={HERE}:{dataset}", f"loss={loss}", "max_steps=1")
+
+
+def test_mean_average_precision_with_ties_and_absent_classes() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    random = np.random.default_rng(0)
+    scores = random.integers(0, 5, (50, 4)).astype(np.float32)
+    positives = random.random((50, 4)) < [0.5, 0.1, 0.9, 0.0]
+    expected = [metrics.average_precision_score(positives[:, label], scores[:, label]) for label in range(3)]
+    assert mean_average_precision(scores, positives) == pytest.approx(100 * np.mean(expected))
+    assert np.isnan(mean_average_precision(scores, np.zeros_like(positives)))
