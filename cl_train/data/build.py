@@ -243,7 +243,7 @@ def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int,
     images = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=len(images))
     sizes, source = SizeSchedule(((0, cfg.image_size),)), ImageSource(classes, images, images, "")
-    return image_data(cfg, AugmentConfig(), sizes, batch_size, 0, dist, bad_images, source)
+    return image_data(cfg, AugmentConfig(), sizes, batch_size, 0, dist, bad_images, source, training=False)
 
 
 def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
