@@ -21,7 +21,7 @@ def write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str,
     from torch.utils.tensorboard import SummaryWriter
 
     layout: dict[str, dict[str, list[object]]] = {"speed, images/s": {}, "training loss": {}}
-    for label, pair in zip(labels, pairs, strict=True):
+    for label, pair in reversed(list(zip(labels, pairs, strict=True))):  # TensorBoard shows the last chart first
         ratio = f" {pair.interval.ratio:.2f}x" if pair.interval and pair.verdict in ("faster", "slower") else ""
         verdict = f"{pair.candidate}{ratio} {pair.verdict.replace('_', ' ')}"
         for category, kind, title in zip(
