@@ -19,7 +19,7 @@ INSTALL = "complete -o default -o nospace -C 'cl-train completion query' cl-trai
 def main(words: list[str]) -> int:
     if not words:
         print(INSTALL)
-    elif words != ["query"]:
+    elif words[0] != "query":  # bash appends the command, the word and the word before it
         print(__doc__)
     else:
         line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0") or 0)]

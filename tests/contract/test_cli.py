@@ -1,6 +1,7 @@
 """`cl-train`: the same grammar, help, completion and console behaviour for every command."""
 
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -121,6 +122,32 @@ def test_the_same_key_has_the_same_type_in_every_command() -> None:
 def test_completion(line: str, expected: list[str]) -> None:
     found = candidates(line)
     assert set(expected) <= set(found) and (expected or not found)
+
+
+@pytest.mark.slow
+def test_completion_in_a_terminal(tmp_path: Path, cache_home: Path) -> None:
+    """As a user meets it: a bash in a terminal, the line of the documentation, and the Tab key."""
+    import pexpect
+
+    (tmp_path / "cl-train").write_text(f'#!/bin/sh\nexec {sys.executable} -m cl_train "$@"\n')
+    (tmp_path / "cl-train").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
+    environment |= {"XDG_CACHE_HOME": str(cache_home), "PYTHONPATH": str(ROOT), "INPUTRC": "/dev/null"}
+    bash = pexpect.spawn("bash --norc --noprofile -i", env=environment, timeout=60, encoding="utf-8", cwd=tmp_path)
+    bash.sendline('eval "$(cl-train completion)"; echo rea""dy')
+    bash.expect_exact("ready\r\n")
+    for typed, shown in (
+        ("tr", "train "),
+        ("train data.r", "train data.root="),
+        ("train data=fo", "train data=folder"),
+    ):
+        bash.send(f"cl-train {typed}\t")
+        bash.expect_exact(f"cl-train {shown}")
+        bash.sendcontrol("u")
+    bash.send("cl-train train model=resn\t\t\t")  # "e", then the list
+    for model in ("resnet18", "resnext50_32x4d"):
+        bash.expect_exact(model)
+    bash.close(force=True)
 
 
 def test_completion_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
