@@ -17,7 +17,7 @@ import torch
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.user_function import user_function
 from cl_train.data.bottleneck import bottleneck_advice
-from cl_train.data.transforms import image_augment
+from cl_train.data.transforms import check_augment
 from cl_train.models import sources as models
 from cl_train.step.loss import build_loss
 from cl_train.step.optim import check_optimizer, set_lr
@@ -78,7 +78,7 @@ def check_runs(runs: list[Config]) -> None:
             build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
             if cfg.metrics is not None:
                 user_function("metrics", cfg.metrics)
-            image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
+            check_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
             choose_device(cfg.device, warn=False)
             for name in cfg.log_to:
                 build_tracker(name)

@@ -45,6 +45,7 @@ WRONG = [
     ("--deep", "deep="),
     ("root=/x", "data.root"),
     ("json=file.json", "true|false"),
+    ("sizes=", "is empty"),
     ("word", "key=value"),
     ("sizes=4", ">= 8"),
     ("sizes=a", "of whole number"),

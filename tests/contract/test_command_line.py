@@ -116,6 +116,19 @@ WRONG = [
     (["-m", "--cfg", "job"], "cannot be combined"),
     (["-m", "channels_last=true,flase"], "channels_last=flase: expected true|false|auto"),
     (["-m", "seed=1,x"], "seed=x: expected whole number"),
+    (["seed=1.0"], "seed=1.0: expected whole number"),
+    (["batch_size=1e9"], "batch_size=1000000000.0: expected whole number"),
+    (["data.workers=100000"], "0 to 256"),
+    (["resume=auto", "overwrite=true"], "leave out one"),
+    (["data=shards", "data.root=/x", "data.val_fraction=0.1"], "no effect without data=folder"),
+    (["data=shards", "data.root=/x", "data.val_split=foo"], "no effect without data=folder"),
+    (["data=shards", "data.root=/x", "data.extensions=[.webp]"], "no effect without data=folder"),
+    (["optim=adamw", "optim.momentum=0.5"], "no effect without optim=sgd"),
+    (["optim.beta1=0.5"], "no effect without optim=adamw"),
+    (["optim.beta2=0.5"], "no effect without optim=adamw"),
+    (["config=/no/such"], "no such file"),
+    (["config=conf/optim/sgd.yaml"], "unknown setting 'name'"),
+    (["config=conf/config.yaml", "experiment=smoke"], "cannot be combined"),
 ]
 
 

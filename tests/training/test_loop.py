@@ -223,8 +223,9 @@ def test_a_batch_larger_than_the_data_is_refused(train: Train) -> None:
 def test_every_run_of_a_sweep_is_checked(tiny: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError) as caught:
         timm = tiny("augment.policy=timm", "augment.timm_policy=nonsense")
-        check_runs([tiny("model=resnet18"), tiny("model=resnt18"), tiny("model=vgg99"), timm])
-    assert len(caught.value.problems) == 3
+        v0 = tiny("augment.policy=timm", "augment.timm_policy=v0")
+        check_runs([tiny("model=resnet18"), tiny("model=resnt18"), tiny("model=vgg99"), timm, v0])
+    assert len(caught.value.problems) == 4
 
 
 def test_the_best_is_kept_also_where_no_checkpoint_is_due(train: Train) -> None:
