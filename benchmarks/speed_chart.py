@@ -32,7 +32,7 @@ def _bar(model: str, pair: dict[str, Any]) -> Bar:
     low, high = pair["ci95"] or (0.0, math.inf)
     interval = Interval(pair["ratio"], low, high, pair["n"])
     verdict = pair["verdict"] if pair["verdict"] == "not_comparable" else verdict_of(interval)
-    return Bar(model, (interval.ratio, interval.low, interval.high), verdict, "")
+    return Bar(model, interval, verdict, "")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cl_train.comparison.statistics import Interval
+
 # Green and purple, distinguishable with a colour vision deficiency (ColorBrewer PRGn), and unlike TensorBoard's runs.
 COLOURS = {
     "faster": "#1b7837",
@@ -25,7 +27,7 @@ class Bar:
     """A row of the chart; without an interval it shows its words only."""
 
     label: str
-    interval: tuple[float, float, float] | None  # ratio, low, high
+    interval: Interval | None
     verdict: str
     words: str
 
@@ -73,8 +75,7 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
 def _draw(axes: Any, row: int, bar: Bar, limits: tuple[float, float], is_compact: bool) -> None:
     colour, middle, gap = COLOURS[bar.verdict], math.sqrt(limits[0] * limits[1]), 0.0
     if bar.interval:
-        middle, low, high = bar.interval
-        gap = 0.2
+        middle, low, high, gap = bar.interval.ratio, bar.interval.low, bar.interval.high, 0.2
         face = "white" if bar.verdict in ("inconclusive", "not_comparable") else colour  # hollow: decides nothing
         axes.plot([max(low, limits[0]), min(high, limits[1])], [row, row], color=colour, lw=2 if is_compact else 5)
         size = 5 if is_compact else 11
@@ -92,6 +93,6 @@ def _draw(axes: Any, row: int, bar: Bar, limits: tuple[float, float], is_compact
 def _limits(bars: Sequence[Bar]) -> tuple[float, float]:
     """1 and all ratios; an interval that extends beyond half or twice its ratio is clipped."""
     shown = [bar.interval for bar in bars if bar.interval]
-    low = min([0.8, *(max(low, ratio / 2) for ratio, low, _ in shown)])
-    high = max([1.25, *(min(high, ratio * 2) for ratio, _, high in shown)])
+    low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)])
+    high = max([1.25, *(min(one.high, one.ratio * 2) for one in shown)])
     return low / 1.15, high * 1.2

@@ -21,6 +21,7 @@ from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
+from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.distributed import Dist
 from cl_train.system.environment import measured
 
@@ -89,9 +90,7 @@ def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) ->
 
 def table(result: dict[str, Any]) -> str:
     """The result as text; the last line is the conclusion."""
-    lines = [f"{'pipeline':30} workers     images/s       ratio"]
-    for row in result["rows"]:
-        lines.append(f"{row['pipeline']:30} {row['workers']:7} {row['images_per_s']:12.0f} {row['ratio']:10.2f}x")
+    lines = [markdown_table(result["rows"])]
     if "cores_needed" in result:
         answer = "enough" if result["cores_needed"] <= result["cores"] else "too few"
         lines.append(

@@ -116,7 +116,7 @@ def write_report(report: Report, folder: Path) -> None:
     write_json(folder / "comparison.json", document, indent=2)
     _write_csv(rows, folder / "comparison.csv")
     bars = [
-        Bar(label, _bounds(pair), pair.verdict, _words(pair)) for label, pair in zip(labels, report.pairs, strict=True)
+        Bar(label, pair.interval, pair.verdict, _words(pair)) for label, pair in zip(labels, report.pairs, strict=True)
     ]
     has_chart = write_chart({"": bars}, _title(report.pairs), _sides(report.pairs), folder / "comparison.png")
     text = as_markdown(report, has_chart=has_chart)
@@ -124,16 +124,16 @@ def write_report(report: Report, folder: Path) -> None:
     write_dashboard(report.pairs, labels, text, folder)
 
 
-def _bounds(pair: Pair) -> tuple[float, float, float] | None:
-    return (pair.interval.ratio, pair.interval.low, pair.interval.high) if pair.interval else None
-
-
 def _words(pair: Pair) -> str:
     """The ratio and the verdict, or why there is none."""
-    ratio = f"{pair.interval.ratio:.2f}x [{pair.interval.low:.2f}, {pair.interval.high:.2f}] " if pair.interval else ""
-    if pair.verdict == "not_comparable":
-        return f"{ratio and f'untrusted {ratio}'}not comparable: {pair.notes[0]}"
-    return f"{ratio}{pair.verdict.replace('_', ' ')}"
+    reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
+    return f"{_ratio(pair)} {pair.verdict.replace('_', ' ')}{reason}"
+
+
+def _ratio(pair: Pair) -> str:
+    if pair.interval is None:
+        return "-"
+    return f"{'untrusted ' if pair.verdict == 'not_comparable' else ''}{pair.interval}"
 
 
 def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
@@ -228,15 +228,11 @@ def _pair_sentence(pair: Pair) -> str:
     if pair.verdict == "no_difference":
         return f"{what}: no difference in speed between {pair.candidate} and {pair.baseline} ({bounds})."
     if pair.verdict == "inconclusive":
-        needed = f"; {_repeats(pair)} would decide" if pair.repeats_to_decide else ""
+        needed = f"; about {pair.repeats_to_decide} repeats would decide" if pair.repeats_to_decide else ""
         return f"{what}: inconclusive whether {pair.candidate} is faster than {pair.baseline} ({bounds}){needed}."
     warning = f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
     speed = f"{interval.ratio:.2f} times the speed of {pair.baseline}"
     return f"{what}: {pair.candidate} is {pair.verdict}, {speed} ({bounds}).{warning}"
-
-
-def _repeats(pair: Pair) -> str:
-    return f"about {pair.repeats_to_decide} repeats"
 
 
 def _members(chosen: Sequence[Pair], pairs: Sequence[Pair]) -> str:
@@ -281,17 +277,16 @@ def as_markdown(report: Report, *, has_chart: bool = False) -> str:
 
 def _cells(pair: Pair, pairs: Sequence[Pair]) -> dict[str, str]:
     """A row of the table by the titles of its columns."""
-    row, interval = _row(pair), pair.interval
+    row = _row(pair)
 
     def both(name: str, digits: int) -> str:
         return " / ".join(_number(row[f"{side}_{name}"], digits) for side in ("baseline", "candidate"))
 
-    ratio = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if interval else "-"
     has_top1 = any(run.top1 is not None for pair in pairs for run in [*pair.baseline_runs, *pair.candidate_runs])
     return {
         "": label_of(pair, pairs),
         f"images/s: {' / '.join(_sides(pairs))}": both("images_per_s", 1),
-        "ratio [95 %]": f"untrusted: {ratio}" if interval and pair.verdict == "not_comparable" else ratio,
+        "ratio [95 %]": _ratio(pair),
         "n": str(row["n"]),
         "verdict": f"**{pair.verdict.replace('_', ' ')}**",
         **({"top-1 %": both("top1", 2)} if has_top1 else {}),

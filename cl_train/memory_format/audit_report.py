@@ -162,7 +162,9 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
         return ""
 
     def cell(value: object) -> str:
-        text = "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+        text = "" if value is None else str(value)
+        if isinstance(value, float):
+            text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # not 1.23e+03
         return text.replace("|", "\\|").replace("\n", " ")
 
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]

@@ -93,18 +93,6 @@ def test_what_differs_is_named_with_both_values(
     assert key.removeprefix("data.") not in pair.held_equal
 
 
-def test_facts_of_the_machine_must_be_equal(tmp_path: Path) -> None:
-    first, second = run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true")
-    for summary, key in (
-        ({"environment": {"torch": "2.11.0"}}, "environment.torch"),
-        ({"device_name": "another"}, "device_name"),
-        ({"world_size": 2}, "world_size"),
-    ):
-        [pair] = compare_runs([first, replace(second, summary=second.summary | summary)])
-        assert pair.verdict == "not_comparable"
-        assert pair.notes[0].startswith(f"{key} ")
-
-
 def test_other_keys_can_be_compared(tmp_path: Path) -> None:
     runs = [run_of(tmp_path, 100.0, precision="fp32"), run_of(tmp_path, 150.0, precision="bf16")]
     [pair] = compare_runs(runs, by="precision")

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cl_train.comparison.chart import Bar, write_chart
 from cl_train.comparison.pairs import compare_runs
 from cl_train.comparison.report import FailedJob, Report, as_markdown, compare_folders, verdict_sentence, write_report
+from cl_train.comparison.statistics import Interval
 from cl_train.config.schema import ConfigError
 from tests.comparison.run_folders import folder_of, run_of
 
@@ -87,7 +88,10 @@ def test_the_markdown_page(report: Report) -> None:
 
 def test_the_chart_shows_each_verdict_in_its_colour(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    bars = [Bar("resnet18", (1.5, 1.4, 1.6), "faster", "1.50x"), Bar("vit", (0.8, 0.7, 0.9), "slower", "0.80x")]
+    bars = [
+        Bar("resnet18", Interval(1.5, 1.4, 1.6, 3), "faster", "1.50x"),
+        Bar("vit", Interval(0.8, 0.7, 0.9, 3), "slower", ""),
+    ]
     sides = ("contiguous", "channels_last")
     assert write_chart({"": bars, "bf16": bars}, "Speed", sides, tmp_path / "chart.png")
     with Image.open(tmp_path / "chart.png") as image:
