@@ -11,8 +11,7 @@ from cl_train.comparison.chart import Bar, write_chart
 from cl_train.comparison.dashboard import write_dashboard
 from cl_train.comparison.pairs import Pair, compare_runs, compare_two, differing
 from cl_train.comparison.run_records import Run, read_run
-from cl_train.comparison.slurm import allocation_states, record_missing_outcomes
-from cl_train.comparison.sweep_plan import Job, read_sweep
+from cl_train.comparison.sweep_plan import Job, problem_of, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.files import write_json, write_text
@@ -67,15 +66,15 @@ def compare_folders(
         runs, by = [read_run(folder) for folder in folders], by or "channels_last"
     else:
         jobs, compare_by = _read_jobs(folders[0])
-        runs, by = [], by or compare_by
+        runs, by, is_sweep = [], by or compare_by, (folders[0] / "sweep.json").is_file()
         for job in jobs:
             try:
-                if job.status != "completed":
-                    raise ConfigError(job.why or job.status)
+                if is_sweep and (problem := problem_of(folders[0] / job.name)):
+                    raise ConfigError(problem)
                 runs.append(replace(read_run(folders[0] / job.name), repeat=job.repeat))
             except ConfigError as error:
                 failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
-        if (folders[0] / "sweep.json").is_file():
+        if is_sweep:
             out = out or folders[0]
     for model, why in (parity_failures or {}).items():
         runs = [replace(run, problems=[*run.problems, why]) if run.fact("model") == model else run for run in runs]
@@ -97,13 +96,11 @@ def _read_jobs(folder: Path) -> tuple[list[Job], str]:
     """The jobs of a sweep, or one for each run in a folder of runs; and the setting to compare by."""
     if (folder / "sweep.json").is_file():
         sweep = read_sweep(folder)
-        if sweep.allocations and (states := allocation_states(sweep)) is not None:
-            record_missing_outcomes(sweep, states)
         return sweep.jobs, sweep.compare_by
     names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     if len(names) < 2:
         raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs")
-    return [Job(number, name, [name], status="completed") for number, name in enumerate(names)], "channels_last"
+    return [Job(number, name, [name]) for number, name in enumerate(names)], "channels_last"
 
 
 def write_report(report: Report, folder: Path) -> None:

@@ -1,13 +1,16 @@
-"""The jobs of `python train.py -m ...`: what runs, in which order and folders, and `sweep.json`, the record of it."""
+"""The jobs of `python train.py -m ...`: what runs, in which order and folders. `sweep.json` holds this plan.
+
+How a job ended stands in its own folder: see `problem_of`.
+"""
 
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
+from cl_train.comparison.run_records import read_run
 from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
@@ -16,13 +19,14 @@ from cl_train.data.sample import PATTERNS, SampleSpec
 from cl_train.system.files import write_json
 from cl_train.system.run_folder import safe_name
 
-SCHEMA_VERSION = 1
-SLURM_FOLDER = "slurm"  # in the folder of a sweep: logs of allocations and the outcomes of their jobs
+SCHEMA_VERSION = 2
+LOG_NAME = "job.log"  # in the folder of a job, from its start on
+_ENDED = "the job ended: "  # a line of that log
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
-    """One run of a sweep, and its outcome."""
+    """One run of a sweep."""
 
     number: int
     name: str  # of its folder
@@ -30,18 +34,9 @@ class Job:
     nproc: int = 1
     repeat: int = 1
     group: int = 0  # jobs of a group are compared with each other: they run one after the other in the same place
-    status: str = "pending"  # running, completed, failed, interrupted
-    is_started: bool = False  # whether this sweep created its folder
-    exit_code: int | None = None
-    why: str | None = None
-    seconds: float | None = None
-
-    @property
-    def has_outcome(self) -> bool:
-        return self.status in ("completed", "failed")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sweep:
     """The jobs; those of a group are adjacent and in the order in which they run."""
 
@@ -49,36 +44,47 @@ class Sweep:
     compare_by: str
     jobs: list[Job]
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    allocations: dict[str, list[int]] = field(default_factory=dict)  # jobs by Slurm's id: 12, or 12_0
+    only_group: int | None = None  # what this process runs; None: all
 
     def save(self) -> None:
         """Write `sweep.json`, which `resume_sweep` and `compare` read."""
-        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        del document["folder"]
-        write_json(self.folder / "sweep.json", document)
+        kept = {"compare_by": self.compare_by, "jobs": list(map(asdict, self.jobs)), "launcher": asdict(self.launcher)}
+        write_json(self.folder / "sweep.json", {"schema_version": SCHEMA_VERSION, **kept})
 
-    @property
-    def slurm_ids(self) -> list[str]:
-        """What sbatch returned: the allocations of one submission are elements of one array."""
-        return list(dict.fromkeys(allocation.partition("_")[0] for allocation in self.allocations))
-
-    def save_outcome(self, job: Job) -> None:
-        """Write the outcome of one job beside `sweep.json`: allocations cannot write the same file."""
-        write_json(_outcome_path(self.folder, job), asdict(job))
-
-    def remove_outcomes(self) -> None:
-        """Delete the outcomes of an earlier submission; `sweep.json` has them."""
-        for job in self.jobs:
-            _outcome_path(self.folder, job).unlink(missing_ok=True)
-
-    def pending_groups(self) -> list[list[Job]]:
+    def missing_groups(self) -> list[list[Job]]:
         """The jobs still to run, by group."""
-        pending = [job for job in self.jobs if job.status == "pending"]
-        return [list(group) for _, group in itertools.groupby(pending, key=lambda job: job.group)]
+        jobs = [job for job in self.jobs if self.only_group in (None, job.group) and problem_of(self.folder / job.name)]
+        return [list(group) for _, group in itertools.groupby(jobs, key=lambda job: job.group)]
 
 
-def _outcome_path(folder: Path, job: Job) -> Path:
-    return folder / SLURM_FOLDER / f"job{job.number}.json"
+def problem_of(folder: Path) -> str | None:
+    """Why the job of this folder is not completed; None if it is, with records that a comparison can read."""
+    if not folder.exists():
+        return "has not run"
+    ended = [line for line in last_lines(folder / LOG_NAME) if line.startswith(_ENDED)]
+    why = ended[-1].removeprefix(_ENDED) if ended else "runs, or was killed"
+    try:
+        run = read_run(folder)
+    except ConfigError as error:
+        return f"{why}; {error}" if why == "completed" else why
+    if run.summary.get("status") != "completed":
+        return why if why != "completed" else "no summary.json says that it is completed"
+    return next((problem for problem in run.problems if "cannot be read" in problem), None)
+
+
+def write_end(folder: Path, how: str) -> None:
+    """Record in the log of a job how its process ended; `problem_of` reads it."""
+    with open(folder / LOG_NAME, "a", encoding="utf-8") as log:
+        log.write(f"\n{_ENDED}{how}\n")
+
+
+def last_lines(log: Path) -> list[str]:
+    """The lines of the last 64 KiB that are not empty."""
+    if not log.is_file():
+        return []
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        return [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
 
 
 def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> Sweep:
@@ -107,17 +113,14 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
     runs = check_command_line(arguments) if runs is None else runs
     settings = runs[0]
     if settings.resume_sweep is not None:
-        others = [word for word in own if not word.startswith(("resume_sweep", "launcher"))]
+        others = [word for word in own if not word.startswith(("resume_sweep", "only_group", "launcher"))]
         if words or varying or others:
             raise ConfigError("resume_sweep runs what is missing in a sweep: leave out the other settings")
-        sweep = read_sweep(Path(settings.resume_sweep))
-        for job in sweep.jobs:
-            job.is_started = job.is_started or job.status != "pending"
-            if job.status != "completed":
-                job.status, job.exit_code, job.why = "pending", None, None
-        if any(word.startswith("launcher") for word in own):
-            sweep.launcher = settings.launcher
-        return sweep
+        sweep = replace(read_sweep(Path(settings.resume_sweep)), only_group=settings.only_group)
+        has_launcher = any(word.startswith("launcher") for word in own)
+        return replace(sweep, launcher=settings.launcher) if has_launcher else sweep
+    if settings.only_group is not None:
+        raise ConfigError("only_group needs resume_sweep=FOLDER")
     jobs = _plan_jobs(words, varying, runs)
     folder = hydra_folder(hydra, "sweep")
     if (folder / "sweep.json").is_file():
@@ -189,29 +192,23 @@ def _most_windows(cfg: Config) -> int:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """The record of a sweep.
+    """The plan of a sweep.
 
     Raises:
         ConfigError: the folder has none, or one that cannot be read.
     """
     try:
         document = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-        jobs = [_read_job(job) for job in document["jobs"]]
-        for number, path in enumerate(_outcome_path(folder, job) for job in jobs):
-            if path.is_file():
-                jobs[number] = _read_job(json.loads(path.read_text(encoding="utf-8")))
-        launcher = from_mapping(LauncherConfig, document.get("launcher", {}))
-        allocations = {str(one): list(numbers) for one, numbers in document.get("allocations", {}).items()}
-        return Sweep(folder, str(document["compare_by"]), jobs, launcher, allocations)
+        known = [item.name for item in fields(Job)]  # an earlier version kept outcomes here too
+        jobs = [Job(**{name: values[name] for name in known if name in values}) for values in document["jobs"]]
+        for job in jobs:
+            is_text = all(isinstance(word, str) for word in job.overrides)
+            if type(job.number) is not int or job.name != safe_name(job.name) or not is_text:
+                raise ValueError("a job has an impossible name or impossible settings")
+        return Sweep(
+            folder, str(document["compare_by"]), jobs, from_mapping(LauncherConfig, document.get("launcher", {}))
+        )
     except FileNotFoundError:
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{folder}/sweep.json cannot be read as the record of a sweep: {str(error)[:200]}") from None
-
-
-def _read_job(values: Mapping[str, Any]) -> Job:
-    job = Job(**values)
-    is_text = all(isinstance(word, str) for word in job.overrides)
-    if type(job.number) is not int or job.name != safe_name(job.name) or not is_text:
-        raise ValueError("a job has an impossible name or impossible settings")
-    return job

@@ -32,7 +32,7 @@ from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError, Launche
 from cl_train.config.validation import flatten, load, setting_fields, show, suggest, suggest_key, to_mapping
 
 GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
-MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "compare_by")  # and those of `launcher`
+MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "only_group", "compare_by")  # and those of `launcher`
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 _FIELDS = setting_fields(Config)
 _PACKAGE = Path(__file__).resolve().parents[1]

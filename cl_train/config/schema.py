@@ -319,6 +319,9 @@ class Config:
     nproc: int = neutral_setting(1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1)
     repeats: int = neutral_setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1)
     resume_sweep: str | None = neutral_setting(None, "multirun: run what is missing in this folder of a sweep")
+    only_group: int | None = neutral_setting(
+        None, "multirun: with resume_sweep, only the jobs of this group, and no report; Slurm's jobs do that", minimum=0
+    )
     compare_by: str = neutral_setting("channels_last", "multirun: the setting whose values the report compares")
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cl_train.comparison.sweep_plan import read_sweep
+from cl_train.comparison.sweep_plan import problem_of, read_sweep
 from tests.clusters import slurm
 from tests.processes import LIMIT_S, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY
@@ -37,8 +37,8 @@ def test_a_sweep_survives_scancel_and_a_requeue(tmp_path: Path, image_folder: Pa
             return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
         requeued = folder / "tests.networks.gated_contiguous_seed=2_1"
-        wait_until(lambda: len(list(gate.iterdir())) == 2 and len(read_sweep(folder).allocations) == 2)
-        [first, second] = read_sweep(folder).allocations
+        wait_until(lambda: len(list(gate.iterdir())) == 2)
+        [first, second] = sorted(slurm_command("squeue", "-h", "--array", "-o", "%i").split())
         slurm_command("scancel", first)
         slurm_command("scancel", "--batch", "--signal=TERM", second)
         wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")
@@ -46,10 +46,12 @@ def test_a_sweep_survives_scancel_and_a_requeue(tmp_path: Path, image_folder: Pa
         slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now")  # Slurm would wait two minutes
         output, _ = waiting.communicate(timeout=LIMIT_S)
     assert waiting.returncode == 1
-    assert [job.status for job in read_sweep(folder).jobs] == ["failed", "failed", "completed", "completed"]
+    problems = [problem_of(folder / job.name) for job in read_sweep(folder).jobs]
+    assert [problem is None for problem in problems] == [False, False, True, True], output
     failed = json.loads((folder / "comparison.json").read_text())["failed"]
     assert [entry["job"] for entry in failed] == [0, 1]
-    assert all("CANCELLED" in entry["why"] for entry in failed), output
+    assert ["interrupted" in failed[0]["why"], failed[1]["why"]] == [True, "has not run"], output
+    assert "resume_sweep=" in output
     undisturbed = folder / requeued.name.replace("_1", "_2")
     assert "resumed from" in (requeued / "train.log").read_text()
     assert losses(requeued) == losses(undisturbed)

@@ -1,6 +1,7 @@
 """Sweeps of a stand-in for train.py, whose jobs fail in several ways, and one of the real program."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from cl_train.comparison import sweep as sweep_module
-from cl_train.comparison.local_jobs import LOG_NAME, LocalJobs, continued
 from cl_train.comparison.report import compare_folders
-from cl_train.comparison.slots import Slot
 from cl_train.comparison.sweep import run_sweep
-from cl_train.comparison.sweep_plan import plan_sweep, read_sweep
+from cl_train.comparison.sweep_jobs import LocalJobs, Slot, continued
+from cl_train.comparison.sweep_plan import LOG_NAME, plan_sweep, problem_of, read_sweep
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
 from cl_train.system import locks
@@ -66,6 +66,11 @@ def stand_in(tmp_path: Path) -> Path:
 
 def calls(stand_in: Path) -> list[str]:
     return (stand_in.parent / "calls").read_text().split()
+
+
+def problems(folder: Path) -> dict[str, str | None]:
+    """Of each job of the sweep in `folder`, by its name."""
+    return {job.name: problem_of(folder / job.name) for job in read_sweep(folder).jobs}
 
 
 def sweep(stand_in: Path, folder: Path, *words: str) -> int:
@@ -158,22 +163,22 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     folder = tmp_path / "sweep"
     words = ["channels_last=true", "model=resnet18,alexnet,resnet34,vgg11,vgg13,resnet50"]
     assert sweep(stand_in, folder, *words) == 1
-    jobs = {job.name.partition("_")[0]: job for job in read_sweep(folder).jobs}
-    assert [name for name, job in jobs.items() if job.status == "completed"] == ["resnet18", "resnet34", "resnet50"]
-    assert jobs["alexnet"].why == "RuntimeError: the weights are not numbers (exit code 1)"
-    assert jobs["vgg11"].exit_code == -signal.SIGKILL
-    assert jobs["vgg11"].why is not None and jobs["vgg11"].why.startswith("killed by SIGKILL")
-    assert jobs["vgg13"].why is not None and jobs["vgg13"].why.startswith("out of memory: MemoryError: DefaultCPU")
+    jobs = {name.partition("_")[0]: str(why) for name, why in problems(folder).items()}
+    assert [name for name, why in jobs.items() if why == "None"] == ["resnet18", "resnet34", "resnet50"]
+    assert jobs["alexnet"] == "RuntimeError: the weights are not numbers (exit code 1)"
+    assert jobs["vgg11"].startswith("killed by SIGKILL")
+    assert jobs["vgg13"].startswith("out of memory: MemoryError: DefaultCPU")
     failed = json.loads((folder / "comparison.json").read_text())["failed"]
     assert [entry["job"] for entry in failed] == [1, 3, 4]
     assert "killed by SIGKILL" in (folder / "comparison.md").read_text()
-    assert "3 jobs did not finish" in capsys.readouterr().out.splitlines()[-1]
+    verdict, resume = capsys.readouterr().out.splitlines()[-2:]
+    assert "3 jobs did not finish" in verdict and f"resume_sweep={folder} runs what is missing" in resume
 
     (stand_in.parent / "mended").touch()
     (stand_in.parent / "calls").unlink()
     assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
     assert calls(stand_in) == ["alexnet_channels_last", "vgg11_channels_last", "vgg13_channels_last"]
-    assert {job.status for job in read_sweep(folder).jobs} == {"completed"}
+    assert set(problems(folder).values()) == {None}
     assert json.loads((folder / "comparison.json").read_text())["failed"] == []
 
 
@@ -251,10 +256,9 @@ def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tm
     job = planned.jobs[0]
     (folder / job.name / "checkpoints").mkdir(parents=True)
     (folder / job.name / "checkpoints" / "step-1.pt").touch()
-    job.is_started = True
+    (folder / job.name / LOG_NAME).touch()
     stand_in.write_text("import sys; print(sys.argv)")
-    LocalJobs(folder, [planned.jobs[:1]], [Slot()], [str(stand_in)], lambda job: None).run()
-    assert job.status == "completed"
+    LocalJobs(folder, [planned.jobs[:1]], [Slot()], [str(stand_in)]).run()
     assert "'resume=auto'" in (folder / job.name / LOG_NAME).read_text()
 
 
@@ -272,8 +276,9 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_
     process.send_signal(signum)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signum
-    assert [job.status for job in read_sweep(folder).jobs] == ["completed", "interrupted", "pending"]
-    assert "stopped by SIG" in output
+    done, interrupted, pending = problems(folder).values()
+    assert done is None and pending == "has not run" and str(interrupted).startswith("interrupted, stopped by SIG")
+    assert "stopped by SIG" in output and "resume_sweep=" in output
     assert len(json.loads((folder / "comparison.json").read_text())["failed"]) == 2
 
 
@@ -292,7 +297,7 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
     )
     planned = plan_sweep(["-m", "nproc=2", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     planned.folder.mkdir()
-    LocalJobs(planned.folder, [planned.jobs[:1]], [Slot()], [str(stand_in)], lambda job: None).run()
+    LocalJobs(planned.folder, [planned.jobs[:1]], [Slot()], [str(stand_in)]).run()
     log = (planned.folder / planned.jobs[0].name / LOG_NAME).read_text()
     assert "rank 0 of 2" in log and "rank 1 of 2" in log
 
@@ -352,18 +357,36 @@ def test_a_sweep_without_axes_has_a_name_and_deletes_nothing(stand_in: Path, tmp
     assert (tmp_path / "resnet18_contiguous" / "metrics.jsonl").exists()
 
 
-def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in: Path, tmp_path: Path) -> None:
+def test_resuming_uses_only_folders_that_the_sweep_has_started(
+    stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    for job, status in zip(planned.jobs, ("running", "pending"), strict=True):
-        (planned.folder / job.name).mkdir(parents=True)
-        job.status = status
+    started, foreign = (planned.folder / job.name for job in planned.jobs)
+    for folder in (started, foreign):
+        folder.mkdir(parents=True)
+    (started / LOG_NAME).touch()
     planned.save()
-    stand_in.write_text("import sys; print(sys.argv)")
+    stand_in.write_text(STAND_IN.replace("settings = ", "print(sys.argv); settings = "))
     assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 1
-    started, foreign = read_sweep(planned.folder).jobs
-    assert started.status == "completed"
-    assert "'overwrite=true'" in (planned.folder / started.name / LOG_NAME).read_text()
-    assert foreign.status == "failed" and not any((planned.folder / foreign.name).iterdir())
+    assert problem_of(started) is None and "'overwrite=true'" in (started / LOG_NAME).read_text()
+    assert not any(foreign.iterdir())
+    assert f"failed ({foreign} exists already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["deleted", "metrics.jsonl", "summary.json"])
+def test_what_is_lost_after_a_sweep_runs_again(stand_in: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "sweep"
+    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
+    lost = folder / "resnet18_contiguous"
+    if damage == "deleted":
+        shutil.rmtree(lost)
+    else:
+        (lost / damage).write_text("garbage\n{\n")
+    assert problem_of(lost) is not None
+    (stand_in.parent / "calls").unlink()
+    assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
+    assert calls(stand_in) == [lost.name]
+    assert len(json.loads((folder / "comparison.json").read_text())["pairs"]) == 1
 
 
 @pytest.mark.parametrize("name", ["../precious", "a/b", ""])
@@ -394,7 +417,7 @@ def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path
     wait_until(lambda: not job.is_running())
     (stand_in.parent / "mended").touch()
     assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
-    assert {job.status for job in read_sweep(folder).jobs} == {"completed"}
+    assert set(problems(folder).values()) == {None}
 
 
 def test_a_job_waits_for_the_process_that_still_writes_to_its_folder(
@@ -403,7 +426,7 @@ def test_a_job_waits_for_the_process_that_still_writes_to_its_folder(
     planned = plan_sweep(["-m", "channels_last=true", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     [job] = planned.jobs
     (planned.folder / job.name).mkdir(parents=True)
-    job.status = "running"
+    (planned.folder / job.name / LOG_NAME).touch()
     planned.save()
     program = (
         "import time; from cl_train.system.locks import lock_file\n"

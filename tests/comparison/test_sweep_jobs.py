@@ -1,10 +1,19 @@
-"""Which GPUs and cores the jobs of a sweep get."""
+"""Which GPUs and cores the jobs of a sweep get, and the signals that stop them; test_sweep.py runs jobs."""
 
+import logging
+import signal
 from dataclasses import replace
 
 import pytest
 
-from cl_train.comparison.slots import Slot, chosen_gpus, own_cores, plan_slots
+from cl_train.comparison.sweep_jobs import (
+    Slot,
+    Stopped,
+    chosen_gpus,
+    own_cores,
+    plan_slots,
+    signals_handled,
+)
 from cl_train.config.schema import Config, ConfigError, DataConfig
 
 CORES = list(range(16))
@@ -57,3 +66,37 @@ def test_chosen_gpus() -> None:
 
 def test_all_own_cores_are_listed_once() -> None:
     assert len(set(own_cores())) == len(own_cores()) > 0
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_sigint_stops_a_second_time() -> None:
+    """Slurm sends SIGTERM more than once, and the jobs still save their checkpoints then."""
+    before = signal.getsignal(signal.SIGTERM)
+    with signals_handled():
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            with pytest.raises(Stopped):
+                signal.raise_signal(signum)
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_sweep_under_nohup_survives_the_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_handled():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_arrives_during_logging_stops() -> None:
+    class Stream:
+        def write(self, text: str) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    handler: logging.Handler = logging.StreamHandler(Stream())
+    record = logging.LogRecord("slurm", logging.WARNING, __file__, 1, "SIGCONT", None, None)
+    with signals_handled(), pytest.raises(Stopped):
+        handler.emit(record)
