@@ -222,7 +222,7 @@ def kill_sweep_launcher(bench: Bench, kills: int) -> Outcome:
                 words += ["nproc=2", "batch_size=4"]
             sweep = ["-m", "channels_last=false,true", f"hydra.sweep.dir={folder}", *words]
             launcher = start_program(sweep, bench.folder / f"launcher-{number}.log", slow_ms=60)
-            wait_for(folder / "sweep.json", content="running")
+            wait_until(lambda: any(folder.glob("*/job.log")))  # noqa: B023
             if number % 3:  # else at the job's start
                 wait_until(lambda: any("train" in path.read_text() for path in folder.glob("*/metrics.jsonl")))  # noqa: B023
                 time.sleep(rng.uniform(0, 0.4))

@@ -1,16 +1,16 @@
 """Jobs of a sweep that raise, are killed or run out of memory."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import tiny
 from bench import Bench
 from forkserver import HERE
 from outcome import Outcome
+
+from cl_train.comparison.sweep_plan import problem_of, read_sweep
 
 MODELS = ("tiny:model", "tiny:raising_model", "tiny:killed_model", "tiny:out_of_memory_model")
 
@@ -33,21 +33,16 @@ def problems_of_sweep(bench: Bench, folder: Path, models: tuple[str, ...]) -> li
     sweep = ["-m", f"model={','.join(models)}", "compare_by=model", f"hydra.sweep.dir={folder}", *words]
     code, output = run_program(sweep, broken)
     problems = [] if code == 1 else [f"exit code {code}: {output[-500:]}"]
-    first = jobs_of(folder)
-    for job in first:
-        expected = "completed" if job["number"] == 0 else "failed"
-        if job["status"] != expected or (expected == "failed" and not job["why"]):
-            problems.append(f"{job['name']}: {job['status']}, {job['why']}")
-    if len(first) != len(models):
-        return [*problems, f"{len(first)} jobs in the record"]
-    stamp = (folder / first[0]["name"] / "summary.json").stat().st_mtime_ns
+    names = [job.name for job in read_sweep(folder).jobs]
+    outcomes = [problem_of(folder / name) for name in names]
+    if len(names) != len(models) or outcomes[0] is not None or not all(outcomes[1:]):
+        return [*problems, f"how the jobs ended: {outcomes}"]
+    stamp = (folder / names[0] / "summary.json").stat().st_mtime_ns
     broken.unlink()
     code, output = run_program(["-m", f"resume_sweep={folder}"], broken)
     problems += [] if code == 0 else [f"resume_sweep: exit code {code}: {output[-500:]}"]
-    problems += [
-        f"{job['name']}: {job['status']} in the end" for job in jobs_of(folder) if job["status"] != "completed"
-    ]
-    if (folder / first[0]["name"] / "summary.json").stat().st_mtime_ns != stamp:
+    problems += [f"{name}: {why} in the end" for name in names if (why := problem_of(folder / name))]
+    if (folder / names[0] / "summary.json").stat().st_mtime_ns != stamp:
         problems.append("the completed job ran again")
     return problems
 
@@ -61,8 +56,3 @@ def run_program(words: list[str], broken: Path) -> tuple[int, str]:
     command = [sys.executable, str(tiny.REPOSITORY / "train.py"), *words]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=tiny.REPOSITORY)
     return result.returncode, result.stdout + result.stderr
-
-
-def jobs_of(folder: Path) -> list[dict[str, Any]]:
-    jobs: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["jobs"]
-    return jobs
