@@ -8,14 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from cl_train.comparison.run_records import Run
-from cl_train.comparison.statistics import (
-    MAX_REPEATS,
-    MIN_WINDOWS,
-    Interval,
-    interval_of_runs,
-    repeats_to_decide,
-    verdict_of,
-)
+from cl_train.comparison.statistics import MIN_WINDOWS, Interval, interval_of_runs, repeats_to_decide, verdict_of
 from cl_train.config.schema import LAYOUT_NAMES, Config
 from cl_train.config.validation import setting_fields, show
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
@@ -87,7 +80,16 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
         if not candidates:
             single.append(baseline)
         pairs += [compare_pair(*_same_repeats(baseline, candidate), by) for candidate in candidates]
-    return pairs + [compare_pair(first, second, by) for first, second in _most_similar(single, by)]
+    single.sort(key=lambda runs: _baseline_first(str(runs[0].settings.get(by))))
+    while single:
+        baseline = single.pop(0)
+        value, model = baseline[0].settings.get(by), baseline[0].fact("model")
+        partners = [runs for runs in single if runs[0].settings.get(by) != value and runs[0].fact("model") == model]
+        if partners:
+            nearest = min(partners, key=lambda runs: len(_differences(baseline[0], runs[0], by)))
+            single.remove(nearest)
+            pairs.append(compare_pair(baseline, nearest, by))
+    return pairs
 
 
 def compare_two(first: Run, second: Run, by: str) -> Pair:
@@ -187,21 +189,6 @@ def _baseline_first(value: str) -> tuple[bool, float, str]:
     return value.lower() not in ("false", "fp32"), float(value) if is_number else 0.0, value
 
 
-def _most_similar(single: Sequence[list[Run]], by: str) -> list[tuple[list[Run], list[Run]]]:
-    """Pairs of runs of one model with different `by`: each run with the one that differs in the fewest settings."""
-    couples = []
-    rest = sorted(single, key=lambda runs: _baseline_first(str(runs[0].settings.get(by))))
-    while rest:
-        baseline = rest.pop(0)
-        value, model = baseline[0].settings.get(by), baseline[0].fact("model")
-        partners = [runs for runs in rest if runs[0].settings.get(by) != value and runs[0].fact("model") == model]
-        if partners:
-            best = min(partners, key=lambda runs: len(_differences(baseline[0], runs[0], by)))
-            rest.remove(best)
-            couples.append((baseline, best))
-    return couples
-
-
 def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     """`contiguous` and `channels_last` for layouts, else `precision=bf16`; equal names are followed by the run's."""
     layouts = LAYOUT_NAMES if by == "channels_last" else {}
@@ -290,9 +277,8 @@ def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | 
     if interval.n == 1:
         yield "one run per side cannot show how much processes differ: 5 % is assumed; repeats=3 measures it"
     if verdict == "inconclusive":
-        repeats = repeats_to_decide(interval)
-        needed = f"about {repeats}" if repeats else f"more than {MAX_REPEATS}"
-        yield f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible; {needed} repeats would decide"
+        needed = repeats_to_decide(interval) or "over 100"
+        yield f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible; {needed} repeats would decide it"
 
 
 def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:
