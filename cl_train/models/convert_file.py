@@ -42,6 +42,10 @@ _SUFFIXES_OF = {"TorchScript": (".pt", ".pth", ".safetensors"), "exported progra
 _NO_MODEL = "give model=<name>, the model that these weights belong to"
 
 
+class _Discarded(Exception):
+    """The written file is wrong: `output_file` removes it."""
+
+
 @dataclass(frozen=True)
 class FileConversion:
     """What was converted, and whether values and outputs are the same."""
@@ -136,24 +140,11 @@ def convert_file(
     trust: bool = False,
     overwrite: bool = False,
 ) -> FileConversion:
-    """Write `source` to `target`, read that back, run it on a batch, and compare values and outputs.
+    """Write `source` as the kind of file that the suffix of `target` names, read that back, run it on a batch in
+    `memory_format`, and compare it with the original in the other one. A file that is wrong is not kept.
 
-    The suffix of `target` chooses the kind: .pth, .pt and .safetensors hold weights (or TorchScript stays TorchScript),
-    .pt2 an exported program, .onnx an ONNX model. A file that is wrong is not kept.
-
-    Args:
-        source: a file, a run folder, or with `weights` the name of a model.
-        memory_format: of the model once it is loaded. Files of weights are contiguous and record it; the tensors of
-            programs have its strides.
-        model_name: builds the model that the weights belong to; files of cl_train name their own.
-        input_shape: of the random images; (): two images of the recorded size, else of 224 px. An exported program has
-            its own shapes.
-        entry, prefix: see `read_weights`.
-        output: the entry of the model's output to compare; None: all floating-point tensors.
-        trust: load a TorchScript or exported program, which runs its code.
-
-    Raises ConfigError: see `read_weights` and `read_program`; `target` exists or has an unsuitable suffix; the weights
-    do not fit the model.
+    The arguments are the settings of `cl-train convert`.
+    Raises ConfigError: see `read_weights`; `target` exists or has another suffix; the weights do not fit the model.
     """
     path = weights_path(source)
     if path is not None and target.resolve() == path.resolve():
@@ -173,10 +164,6 @@ def convert_file(
             raise _Discarded
     assert result is not None
     return result
-
-
-class _Discarded(Exception):
-    """The written file is wrong: `output_file` removes it."""
 
 
 def read_saved(
@@ -238,53 +225,57 @@ def _convert(
     output: str | int | None,
 ) -> FileConversion:
     crop = saved.card.preprocessing.crop if saved.card.preprocessing else 224
-    shape = input_shape or (2, 3, crop, crop)
+    shape, stored_before = input_shape or (2, 3, crop, crop), saved.stored
     original = _runnable(saved, shape[-1])
-    inputs = _random_inputs(saved, shape, torch.float32 if original is None else _dtype_of(original))
-    if file.suffix in _EXCHANGE and original is None:
-        raise ConfigError(f"out=*{file.suffix}: {_NO_MODEL}")
-    stored_before = saved.stored
+    dtype = next((p.dtype for p in original.parameters() if p.is_floating_point()), torch.float32) if original else None
+    inputs = _random_inputs(saved, shape, dtype or torch.float32)
     written, candidate = _write(saved, file, memory_format, original, inputs)
+    tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE) if dtype else None
+    difference, faults, doubts = None, [], []
     is_equal = None if written is None else _same_values(saved.tensors, written.tensors)
-    faults = ["not converted: the values read back differ"] if is_equal is False else []
+    if is_equal is False:
+        faults.append("not converted: the values read back differ")
     if not any(tensor.dim() in CHANNELS_LAST for tensor in saved.tensors.values()):
         faults.append(
             "not converted: the file has no tensor of 4 or 5 dimensions (a frozen program holds its weights as "
             "constants; convert it before torch.jit.freeze)"
         )
-    difference, doubt = None, f"outputs not compared: {_NO_MODEL}"
-    if original is not None and candidate is not None:
-        difference, fault, doubt = _compare(original, candidate, inputs, memory_format, output)
-        faults += [fault] if fault else []
+    if original is None or candidate is None or tolerance is None:
+        doubts.append(f"outputs not compared: {_NO_MODEL}")
+    else:
+        other = torch.channels_last if memory_format == torch.contiguous_format else torch.contiguous_format
+        failed, reason = doubts, "outputs not compared"
+        try:
+            references = _outputs(original, inputs, other, output)
+            failed, reason = faults, "not converted"
+            difference = _largest_difference(references, _outputs(candidate, inputs, memory_format, output))
+            if not difference <= tolerance:
+                faults.append(f"the outputs {'differ' if math.isfinite(difference) else 'are not finite'}")
+        except ConfigError as error:
+            failed.append(f"{reason}: {error}")
     return FileConversion(
         saved.kind,
         saved.taken,
         len(saved.tensors),
         stored_before,
-        stored_before if written is None else written.stored,
+        written.stored if written else stored_before,
         str(saved.card.memory_format),
         is_equal,
         difference,
-        None if original is None else TOLERANCES.get(_dtype_of(original), HALF_TOLERANCE),
+        tolerance,
         tuple(faults),
-        (doubt,) if doubt else (),
+        tuple(doubts),
     )
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 def _write(
-    saved: SavedModel,
-    file: Path,
-    memory_format: torch.memory_format,
-    original: nn.Module | None,
-    inputs: Inputs,
+    saved: SavedModel, file: Path, memory_format: torch.memory_format, original: nn.Module | None, inputs: Inputs
 ) -> tuple[SavedModel | None, nn.Module | None]:
     """Returns what is read back from the file (None: ONNX), and the model that it runs (None: only its weights)."""
     program = saved.program
     if file.suffix in _EXCHANGE and program is None:
-        assert original is not None
+        if original is None:
+            raise ConfigError(f"out=*{file.suffix}: {_NO_MODEL}")
         program = _exported(original, inputs, torch.contiguous_format if file.suffix == ".onnx" else memory_format)
     if file.suffix == ".onnx":
         return None, _write_onnx(program, file, saved.card)
@@ -320,17 +311,16 @@ class _OnnxModel(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        runtime = optional_module("onnxruntime", f"out={path}")
-        self._session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self._path = path
 
     def forward(self, *arguments: Any, **named: Any) -> list[torch.Tensor]:
+        # Opened here: `crash_safe` forks, and the threads of a session do not survive that.
+        runtime = optional_module("onnxruntime", f"out={self._path}")
+        session = runtime.InferenceSession(self._path, providers=["CPUExecutionProvider"])
         tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
-        names = [value.name for value in self._session.get_inputs()]
+        names = [value.name for value in session.get_inputs()]
         arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
-        return [torch.from_numpy(array) for array in self._session.run(None, arrays)]
-
-
-# --- comparing --------------------------------------------------------------------------------------------------------
+        return [torch.from_numpy(array) for array in session.run(None, arrays)]
 
 
 def _same_values(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
@@ -342,35 +332,12 @@ def _same_values(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
     )
 
 
-def _compare(
-    original: nn.Module,
-    candidate: nn.Module,
-    inputs: Inputs,
-    memory_format: torch.memory_format,
-    output: str | int | None,
-) -> tuple[float | None, str, str]:
-    """The largest difference of the outputs / the largest output, what is wrong, and why they were not compared."""
-    other = torch.channels_last if memory_format == torch.contiguous_format else torch.contiguous_format
-    tolerance = TOLERANCES.get(_dtype_of(original), HALF_TOLERANCE)
-    try:
-        references = _outputs(original, inputs, other, output)
-    except ConfigError as error:
-        return None, "", f"outputs not compared: {error}"
-    try:
-        outputs = _outputs(candidate, inputs, memory_format, output)
-    except ConfigError as error:
-        return None, f"not converted: {error}", ""
-    difference = max(
+def _largest_difference(references: list[torch.Tensor], outputs: list[torch.Tensor]) -> float:
+    """Relative to the largest output."""
+    return max(
         ((one - other).abs().max() / one.abs().max().clamp_min(1e-30)).item()
         for one, other in zip(references, outputs, strict=True)
     )
-    if difference <= tolerance:
-        return difference, "", ""
-    return difference, "the outputs differ" if math.isfinite(difference) else "the outputs are not finite", ""
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype) -> Inputs:

@@ -102,10 +102,7 @@ def kind_of(path: Path) -> Kind:
 def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = None) -> SavedModel:
     """Read a file of weights to the CPU. No code in the file runs, and its size bounds the memory used.
 
-    Args:
-        entry: of a file with several entries, the one that holds the weights; None: the first of `ENTRIES` in the file.
-        prefix: take only the names that begin with it, and remove it; None: remove `module.` and `_orig_mod.`.
-
+    `entry` holds the weights, by default the first of `ENTRIES`. Only names with `prefix` are taken, and it is removed.
     Raises ConfigError: no such file, a program, more than tensors and plain types, a damaged file, no such entry.
     """
     kind = kind_of(path)

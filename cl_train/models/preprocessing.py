@@ -20,12 +20,9 @@ _TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), (
 
 @cache  # an evaluation follows it, and then logs it
 def published_preprocessing(model: str, weights: str) -> dict[str, Any]:
-    """The settings of `data` for weights: `image_size`, `val_resize`, `val_interpolation`, `mean`, `std`.
+    """`Preprocessing.settings` of torchvision's weights, of timm's at their test size, or of what a file records.
 
-    Sources: `transforms()` of torchvision's weights; the pretrained configuration of timm at its test size; what a file
-    records. Empty for other files, and for transforms other than a resize of the short side and a square centre crop
-    (timm's crop modes "squash" and "border").
-
+    Empty if unknown, or no centre crop after a resize of the short side (timm's crop modes "squash" and "border").
     Raises ConfigError: unknown weights, an unreadable file, or timm is not installed.
     """
     if path := weights_path(weights):

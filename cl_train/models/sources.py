@@ -71,16 +71,9 @@ def build_model(
 ) -> nn.Module:
     """Build a model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
 
-    Args:
-        name: a torchvision name, `timm/<name>`, or `package.module:function`, a function that takes `num_classes`.
-        weights: the name of weights in the zoo (downloaded), or a file of weights; the classifier is replaced if its
-            number of classes differs.
-        image_size: height and width of the input in pixels; vision transformers are built for it.
-        drop_path: largest probability that a residual block is skipped (Huang et al., "Deep networks with stochastic
-            depth", 2016); None = the model's default. A function of yours gets the keyword `drop_path` if it is set.
-        keep_classifier: refuse weights with another number of classes, because a new classifier cannot be evaluated.
-
-    Raises ConfigError: unknown names, with suggestions; weights that do not fit.
+    A function of the user's gets `num_classes`, and `drop_path` (Huang et al., "Deep networks with stochastic depth",
+    2016) if it is set. Vision transformers are built for `image_size`. A classifier of another number of classes than
+    the weights is new, which `keep_classifier` refuses. Raises ConfigError: unknown names, weights that do not fit.
     """
     check_model(name, weights)
     file = None if weights is None else weights_path(weights)
@@ -218,9 +211,8 @@ def head_parameters(model: nn.Module) -> set[str]:
 
 
 def load_weights_file(model: nn.Module, path: Path) -> bool:
-    """Load a file of weights into `model`; its memory format does not change.
+    """Load a file of weights into `model`. Returns whether its classifier has another number of classes, and is new.
 
-    Returns whether the classifier has another number of classes than the file, and kept its initialisation.
     Raises ConfigError: see `read_weights`; or the shapes do not fit.
     """
     weights = read_weights(path)
@@ -263,13 +255,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """A deep copy of `model` on `device` (None: each tensor where it is); `model` and its layout are unchanged.
+    """A deep copy of `model`, eager, on `device` (None: each tensor where it is; "meta": shapes and strides only).
 
-    `copy_model(model, "meta")` copies shapes and strides only, and allocates nothing. A result that a module keeps as
-    an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy` refuses, is copied as a constant; the
-    module computes it anew in each forward pass. A compiled model gives an eager copy.
-
-    Raises ConfigError: lazy modules that have not seen a batch, or an attribute that cannot be copied.
+    A result that a module keeps as an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy` refuses,
+    is copied as a constant. Raises ConfigError: lazy modules, or an attribute that cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)
     refuse_lazy(model)
@@ -289,10 +278,7 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 
 def _copy_scripted(module: torch.jit.ScriptModule, device: torch.device | str | None) -> torch.jit.ScriptModule:
-    """A copy through TorchScript's file format: `copy.deepcopy` returns parameters with an autograd graph.
-
-    TorchScript does not support the meta device: such a copy keeps its memory.
-    """
+    """A copy through a file: `copy.deepcopy` returns parameters with an autograd graph. There is no meta device."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
