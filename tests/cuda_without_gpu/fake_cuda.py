@@ -7,7 +7,7 @@ allocator's rule for `record_stream` is checked when memory is freed.
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar
 
@@ -226,9 +226,19 @@ class Graph:
         Graph.alive.discard(self)
 
 
+def select_conv_backend(input: torch.Tensor, weight: torch.Tensor, *more: Any, **words: Any) -> Any:
+    """torch asks the GPU, which is not there, whether cuDNN takes bf16: as for fp16 since Ampere."""
+    if input.dtype == torch.bfloat16:
+        input, weight = input.half(), weight.half()
+    return _select_conv_backend(input, weight, *more, **words)
+
+
+_select_conv_backend = torch._C._select_conv_backend
+
+
 @contextmanager
-def fake_cuda() -> Iterator[Device]:
-    """CUDA calls go to a `Device`; tensors on cuda:0 have no data."""
+def fake_cuda(*, watched: bool = True) -> Iterator[Device]:
+    """CUDA calls go to a `Device`, and with `watched` kernels too; tensors on cuda:0 have no data."""
     device = Device()
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "Stream", device.make_stream),
@@ -239,6 +249,7 @@ def fake_cuda() -> Iterator[Device]:
         (torch.cuda, "CUDAGraph", Graph),
         (torch.cuda, "graph", device.capture),
         (torch.cuda, "is_bf16_supported", lambda *arguments, **words: True),
+        (torch._C, "_select_conv_backend", select_conv_backend),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
     ]
@@ -249,7 +260,7 @@ def fake_cuda() -> Iterator[Device]:
         for cached in caches:
             cached.cache_clear()
         try:
-            with _Watch(device), torch.autograd.set_multithreading_enabled(False):
+            with _Watch(device) if watched else nullcontext(), torch.autograd.set_multithreading_enabled(False):
                 yield device
         finally:
             for cached in caches:
