@@ -190,7 +190,8 @@ class GraphedStep:
         """A recording that failed midway leaves gradients in its memory, and GradScaler in the middle of a step."""
         self._parts.model.zero_grad(set_to_none=True)
         self._parts.optimizer.zero_grad(set_to_none=True)
-        self._parts.scaler._per_optimizer_states.clear()
+        if self._parts.scaler.is_enabled():
+            self._parts.scaler._per_optimizer_states.clear()
         self._call, self._static, self._is_eager = None, [], True
 
     def release(

@@ -1,7 +1,9 @@
 """Every message of torch that means "out of memory", wherever it may appear: the fallback, and the memory released."""
 
+import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +12,24 @@ from torch import nn
 from cl_train.comparison import paired
 from cl_train.comparison.alternation import alternate
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
+from cl_train.data.batch import DeviceFormat
+from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import resolve_precision
 from cl_train.system.memory import is_out_of_memory
+from cl_train.training.batch_size import BatchSpeed, search
+from cl_train.training.nonfinite import TrainingFault
+from cl_train.training.preflight import check_model_trains
+from cl_train.training.run_log import describe_failure
+from tests import networks
+from tests.conftest import Run
 from tests.networks import small
+from tests.step.test_train_step import make_batch, make_parts
+
+Error = Callable[[], BaseException]
 
 CPU = torch.device("cpu")
-ERRORS: list[Callable[[], BaseException]] = [
+WORKLOAD = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
+ERRORS: list[Error] = [
     lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of"),
     lambda: torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
     lambda: RuntimeError("CUDA driver error: out of memory"),
@@ -28,7 +42,7 @@ ERRORS: list[Callable[[], BaseException]] = [
     lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
     lambda: MemoryError(),
 ]
-OTHERS: list[Callable[[], BaseException]] = [
+OTHERS: list[Error] = [
     lambda: RuntimeError("shapes do not fit"),
     lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
     lambda: RuntimeError("CUDA error: no kernel image is available for execution on the device"),
@@ -38,17 +52,17 @@ OTHERS: list[Callable[[], BaseException]] = [
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_each_message_is_understood(error: Callable[[], BaseException]) -> None:
+def test_each_message_is_understood(error: Error) -> None:
     assert is_out_of_memory(error())
 
 
 @pytest.mark.parametrize("error", OTHERS)
-def test_other_errors_are_not_out_of_memory(error: Callable[[], BaseException]) -> None:
+def test_other_errors_are_not_out_of_memory(error: Error) -> None:
     assert not is_out_of_memory(error())
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_alternation_drops_the_last_variant_and_releases_it(error: Callable[[], BaseException]) -> None:
+def test_alternation_drops_the_last_variant_and_releases_it(error: Error) -> None:
     """As `paired` calls it: the list of models, and a block of the last one that fails in its fifth step."""
     models = [nn.Linear(2, 2) for _ in range(3)]
     dropped, calls, released = weakref.ref(models[-1]), iter(range(100)), []
@@ -66,9 +80,7 @@ def test_alternation_drops_the_last_variant_and_releases_it(error: Callable[[], 
 
 def test_a_comparison_of_layouts_releases_the_dropped_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
-    workload = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
-    layouts = (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)
-    timed = [TimedModel(small(3), layout, workload) for layout in layouts]
+    timed = [TimedModel(small(3), layout, WORKLOAD) for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)]
     dropped = weakref.ref(timed[-1].model)
 
     def fail(steps: int) -> list[float]:
@@ -79,3 +91,105 @@ def test_a_comparison_of_layouts_releases_the_dropped_model(monkeypatch: pytest.
     found = paired._compare(timed, target_ci=1.0, time_limit_s=0.0)
     assert [speed.layout for speed in found.speeds] == ["contiguous", "channels_last"]
     assert dropped() is None
+
+
+class Limited(nn.Module):
+    """Raises `error` above a number of images; remembers the activations of its last pass weakly."""
+
+    def __init__(self, error: Error, most: int = 0, *, when: str = "both") -> None:
+        super().__init__()
+        self.network, self.error, self.most, self.when = small(3), error, most, when
+        self.held: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        activations = images * 2
+        self.held.append(weakref.ref(activations))
+        if len(images) > self.most and self.when in ("both", "training" if self.training else "evaluation"):
+            raise self.error()
+        logits: torch.Tensor = self.network(activations)
+        return logits
+
+    def is_released(self) -> bool:
+        gc.collect()
+        return all(reference() is None for reference in self.held)
+
+
+@pytest.mark.parametrize("error", ERRORS[::5])  # they share one check, and each measures for a second
+def test_a_comparison_halves_the_batch(error: Error, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
+    model = Limited(error, most=2)
+    found = paired.benchmark_layouts(model, WORKLOAD, target_ci=1.0, time_limit_s=0.0)
+    assert found.batch_size == 2 and model.is_released()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_trial_step_names_the_batch(error: Error) -> None:
+    model = Limited(error)
+    form = DeviceFormat(CPU, torch.float32, torch.channels_last)
+    sizes = {"batch_size": 8, "image_size": 16, "num_classes": 3, "compiled": False}
+    with pytest.raises(TrainingFault, match=r"batch_size=8: out of memory.*batch_size=auto") as caught:
+        check_model_trains(model, resolve_precision("fp32", CPU), form, model_name="tests:x", **sizes)  # type: ignore[arg-type]
+    del caught
+    assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_auto_batch_size_stays_below(error: Error) -> None:
+    def measure(size: int) -> BatchSpeed:
+        if size > 16:
+            raise error()
+        return BatchSpeed(size, 100.0 * size, 0.1 * size)
+
+    found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
+    assert [item.batch_size for item in found] == [8, 16]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_memory_for_a_graph_runs_out(error: Error, caplog: pytest.LogCaptureFixture) -> None:
+    """`cuda_graph=auto` continues with eager steps; `true` ends the run in one line."""
+
+    class FullRecorder(Recorder):
+        def record(self, work: object) -> object:  # type: ignore[override]
+            raise RecordingError(f"the work cannot be recorded as a CUDA graph: {error()}")
+
+    for fall_back in (True, False):
+        parts = make_parts("fp32")
+        step = GraphedStep(parts, FullRecorder(CPU), warm_up=1, fall_back=fall_back)
+        step([make_batch(parts)])
+        if fall_back:
+            assert step([make_batch(parts)]).loss.isfinite()
+            assert "the steps run eagerly" in caplog.messages[-1]
+            continue
+        with pytest.raises(RecordingError) as caught:
+            step([make_batch(parts)])
+        assert "use cuda_graph=false" in (describe_failure(caught.value) or "")
+
+
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_a_step_or_an_evaluation_ends_the_run_in_one_line(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
+) -> None:
+    """Not the trial, which has fewer images here."""
+    models = []
+
+    def network(num_classes: int) -> nn.Module:
+        models.append(Limited(ERRORS[0], most=2, when=when))
+        return models[-1]
+
+    monkeypatch.setattr(networks, "small", network)
+    try:
+        train("log_to=[]", folder=tmp_path)
+    except torch.OutOfMemoryError as error:
+        said = describe_failure(error)
+    assert said is not None and said.startswith("out of memory: CUDA out of memory. Tried to allocate 20.00 MiB")
+    assert "Lower batch_size" in said and len(said.splitlines()) == 1
+    assert "out of memory" in (tmp_path / "train.log").read_text()
+    assert Run(tmp_path, 1).summary["status"] == "failed"
+    assert models[-1].is_released()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_each_message_is_described_in_one_line(error: Error) -> None:
+    said = describe_failure(error())
+    assert said is not None and said.startswith("out of memory") and "Lower batch_size" in said
+    assert len(said.splitlines()) == 1

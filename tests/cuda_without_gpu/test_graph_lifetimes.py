@@ -1,0 +1,161 @@
+"""No CUDA graph is alive when the process group is destroyed: NCCL would wait for it for ever."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
+from cl_train.step.precision import autocast
+from cl_train.step.train_step import train_step
+from cl_train.system.distributed import Dist
+from cl_train.training import build, loop
+from tests.conftest import Run
+from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
+from tests.step.test_train_step import make_batch, make_parts
+
+CPU = torch.device("cpu")
+
+
+class StubRecorder(Recorder):
+    """On a CPU, with a graph that counts: its replay runs the work again."""
+
+    fails = ""
+
+    def record(self, work: Any) -> Any:
+        graph = Graph()
+        if self.fails:
+            raise RecordingError(self.fails)
+        self._graphs.add(graph)  # type: ignore[arg-type]
+
+        def replay() -> Any:
+            graph.replay()
+            return work()
+
+        return replay
+
+
+@pytest.fixture
+def destroyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many graphs are alive each time that the process group is destroyed, in a run of one "rank"."""
+    alive: list[int] = []
+    Graph.alive.clear()
+    processes = loop.processes
+
+    @contextmanager
+    def in_a_group(*arguments: Any) -> Iterator[Dist]:
+        with processes(*arguments) as dist:
+            try:
+                yield dist
+            finally:
+                alive.append(len(Graph.alive))
+
+    monkeypatch.setattr(loop, "processes", in_a_group)
+    monkeypatch.setattr(build, "Recorder", StubRecorder)
+    yield alive
+    gc.collect()
+    assert len(Graph.alive) == 0
+
+
+WORDS = ("cuda_graph=true", "log_to=[]", "batch_size=8", "data.image_size=16")
+
+
+def test_a_run_that_ends_well(train: Any, destroyed: list[int]) -> None:
+    assert train(*WORDS, "epochs=1").exit_code == 0
+    assert destroyed == [0]
+
+
+@pytest.mark.parametrize("fault", ["nan", "interrupt"])
+def test_a_run_that_fails_while_a_traceback_refers_to_the_graph(
+    train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fault: str
+) -> None:
+    def fail(*arguments: Any) -> None:
+        assert len(Graph.alive) == 1, "recorded before the fault"
+        raise KeyboardInterrupt if fault == "interrupt" else RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(loop, "console_line", fail)
+    with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+        train(*WORDS, "log_every=5", folder=tmp_path)
+    assert destroyed == [0], caught
+    assert Run(tmp_path, 1).summary["status"] == "failed"
+
+
+def test_planted_a_graph_that_nobody_releases_is_found(
+    train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(GraphedStep, "release", lambda step, *error: kept.append(step))
+    train(*WORDS, "epochs=1")
+    assert destroyed == [1]
+    kept.clear()
+
+
+def test_growing_images_leave_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    Graph.alive.clear()
+    parts = make_parts("fp32")
+    step = GraphedStep(parts, StubRecorder(CPU), warm_up=1)
+    for images in (8, 8, 5, 5, 3, 3):
+        step([make_batch(parts, images=images)])
+        assert len(Graph.alive) <= 1
+    step.release(None, None, None)
+    assert len(Graph.alive) == 0 and not step.is_recorded
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
+def test_auto_falls_back_to_eager_steps_with_the_same_results(
+    precision: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after `.item()` in a model, or without memory for the graph: a recording that ends in the middle of a step."""
+    expected, parts = make_parts(precision), make_parts(precision)
+    step = GraphedStep(parts, Halfway(CPU), warm_up=1, fall_back=True)
+    for group in expected.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    for seed in range(5):
+        result = step([make_batch(parts, seed=seed)])
+        assert result.loss.item() == train_step(expected, [make_batch(expected, seed=seed)]).loss.item()
+    assert len(caplog.messages) == 1 and "operation not permitted" in caplog.messages[0]
+    assert not step.is_recorded and len(Graph.alive) == 0
+
+
+def test_without_auto_the_run_ends_with_the_reason() -> None:
+    parts = make_parts("fp32")
+    step = GraphedStep(parts, Halfway(CPU), warm_up=1)
+    step([make_batch(parts)])
+    with pytest.raises(RecordingError, match=r"operation not permitted.*cuda_graph=false"):
+        step([make_batch(parts)])
+
+
+class Halfway(StubRecorder):
+    """The recording fails after the backward pass: gradients are left, and GradScaler is in the middle of a step."""
+
+    def record(self, work: Any) -> Any:
+        parts = work.__self__._parts
+        batch = work.__self__._static[0]
+        with autocast(parts.precision, CPU):
+            output = parts.model(batch.images).float().sum()
+        parts.scaler.scale(output).backward()
+        if parts.scaler.is_enabled() and parts.masters is None:
+            parts.scaler.unscale_(parts.optimizer)
+        raise RecordingError("CUDA error: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("message", ["CUDA error: operation not permitted when stream is capturing", "out of memory"])
+def test_a_recording_that_fails_leaves_dropout_working(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real `Recorder.record`: its error has the first cause, and the generator no longer records."""
+    states: list[Any] = []
+    generator = SimpleNamespace(clone_state=lambda: "not recording", graphsafe_set_state=states.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+
+    def work() -> None:
+        try:
+            raise torch.AcceleratorError(message)
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with fake_cuda(), pytest.raises(RecordingError, match=message):
+        Recorder(CUDA).record(work)
+    assert states == ["not recording"]
