@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cl_train.data.batch import DeviceFormat
 from torch import nn
 
 from cl_train.comparison import paired
 from cl_train.comparison.alternation import alternate
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
-from cl_train.data.batch import DeviceFormat
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import resolve_precision
 from cl_train.system.memory import is_out_of_memory

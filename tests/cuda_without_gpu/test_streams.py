@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from cl_train.data.batch import DeviceFormat
 from torch import nn
 
 from cl_train.data import device as data_device
-from cl_train.data.batch import DeviceFormat
 from cl_train.data.device import DevicePrefetcher, HostBatch, Normalise, to_device
 from cl_train.memory_format import model_call
 from cl_train.step.cuda_graph import Recorder
