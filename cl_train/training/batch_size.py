@@ -161,6 +161,6 @@ def _measured_if_it_fits(measure: Callable[[int], BatchSpeed], size: int) -> Bat
     try:
         return measure(size)
     except (RuntimeError, MemoryError, OutOfMemory) as error:
-        if not is_out_of_memory(error):
+        if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
             raise
         return None

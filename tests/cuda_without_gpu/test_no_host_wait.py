@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cl_train.data.batch import Batch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from cl_train.data.device import Batch
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.step import train_step as step_module
 from cl_train.step.cuda_graph import GraphedStep, Recorder

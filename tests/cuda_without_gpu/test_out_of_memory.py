@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from cl_train.data.batch import DeviceFormat
 from torch import nn
 
 from cl_train.comparison import paired
 from cl_train.comparison.alternation import alternate
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
+from cl_train.data.device import DeviceFormat
+from cl_train.memory_format.crashes import OutOfMemory
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import resolve_precision
 from cl_train.system.memory import is_out_of_memory
+from cl_train.training import preflight
 from cl_train.training.batch_size import BatchSpeed, search
 from cl_train.training.nonfinite import TrainingFault
-from cl_train.training.preflight import check_model_trains
 from cl_train.training.run_log import describe_failure
 from tests import networks
 from tests.conftest import Run
+from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.networks import small
 from tests.step.test_train_step import make_batch, make_parts
 
@@ -123,17 +125,21 @@ def test_a_comparison_halves_the_batch(error: Error, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_the_trial_step_names_the_batch(error: Error) -> None:
-    model = Limited(error)
-    form = DeviceFormat(CPU, torch.float32, torch.channels_last)
+def test_the_trial_step_names_the_batch(error: Error, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the format of a GPU, on which the trial takes place, and on the CPU."""
+    model, trial = Limited(error), preflight.trial_step
+    on_cpu, on_gpu = (DeviceFormat(device, torch.float32, torch.channels_last) for device in (CPU, CUDA))
+    monkeypatch.setattr(
+        preflight, "trial_step", lambda model, precision, form, *more: trial(model, precision, on_cpu, *more)
+    )
     sizes = {"batch_size": 8, "image_size": 16, "num_classes": 3, "compiled": False}
     with pytest.raises(TrainingFault, match=r"batch_size=8: out of memory.*batch_size=auto") as caught:
-        check_model_trains(model, resolve_precision("fp32", CPU), form, model_name="tests:x", **sizes)  # type: ignore[arg-type]
+        preflight.check_batch_fits(model, resolve_precision("fp32", CPU), on_gpu, **sizes)  # type: ignore[arg-type]
     del caught
     assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", [*ERRORS, lambda: OutOfMemory("the process was killed by SIGKILL")])
 def test_auto_batch_size_stays_below(error: Error) -> None:
     def measure(size: int) -> BatchSpeed:
         if size > 16:
