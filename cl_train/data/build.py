@@ -22,7 +22,7 @@ from cl_train.data.sample import FIRST_RUN, ensure_imagenette, ensure_sample
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.transforms import label_mix
-from cl_train.data.user_dataset import DatasetReader, StreamReader, load_datasets
+from cl_train.data.user_dataset import DatasetReader, StreamReader, UserDatasets, load_datasets
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 
@@ -57,13 +57,13 @@ class ImageData:
         if self.val_loader.reader.label_shape != self.label_shape:
             raise ConfigError("data.dataset: the labels of one split are vectors, those of the other are not")
 
-    def batch_count(self, epoch: int) -> int:
+    def batch_count(self) -> int:
         """Full global batches of an epoch; the remaining images are dropped."""
-        return self.train_loader.batch_count(epoch)
+        return self.train_loader.batch_count()
 
     def check_batches(self) -> None:
         """Raises ConfigError: there are fewer training images than one batch of all ranks."""
-        if self.batch_count(0) == 0:
+        if self.batch_count() == 0:
             size, ranks = self.train_loader.batch_size, self.dist.world_size
             raise ConfigError(
                 f"{self.train_images} training images are fewer than one global batch of {size * ranks} ({size} x"
@@ -122,11 +122,11 @@ class SyntheticData:
         self._seed, self._world_size = seed, world_size
         self._batches: dict[tuple[DeviceFormat, int, int], Batch] = {}
 
-    def batch_count(self, epoch: int) -> int:
+    def batch_count(self) -> int:
         return self.train_images // (self._batch_size * self._world_size)
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
-        for _ in range(first_batch, self.batch_count(epoch)):
+        for _ in range(first_batch, self.batch_count()):
             yield self._batch(form, self._batch_size, self._sizes.image_size_at(epoch))
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
@@ -165,12 +165,10 @@ def build_data(
     if cfg.name == "synthetic":
         return SyntheticData(cfg, sizes, batch_size, seed=seed, world_size=dist.world_size)
     if training and augment.repeats > batch_size * dist.world_size:
-        raise ConfigError(
-            f"augment.repeats={augment.repeats} is more than one global batch of {batch_size * dist.world_size}; raise"
-            " batch_size"
-        )
+        global_batch = f"one global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
+        raise ConfigError(f"augment.repeats={augment.repeats} is more than {global_batch}; raise batch_size")
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-    data = image_data(cfg, augment, sizes, batch_size, seed, dist, bad_images, training=training)
+    data = image_data(cfg, augment, batch_size, seed, dist, bad_images, training=training)
     if training:
         data.check_batches()
     return data
@@ -184,40 +182,33 @@ def size_schedule(cfg: DataConfig) -> SizeSchedule:
 def image_data(
     cfg: DataConfig,
     augment: AugmentConfig,
-    sizes: SizeSchedule,
     batch_size: int,
     seed: int,
     dist: Dist,
     bad_images: BadImages,
-    source: ImageSource | None = None,
+    source: ImageSource | UserDatasets | None = None,
     *,
     training: bool = True,
 ) -> ImageData:
     """The images of a folder, of shards, of the user's datasets, or of `source`."""
     val_size = cfg.val_size or cfg.image_size
-    train_images: Any
-    val_images: Any
     shards: tuple[Indices, ...] | None = None
-    if cfg.name == "dataset":
-        train_images, val_images, classes, fingerprint = load_datasets(cfg.dataset, cfg.image_size, val_size)
-    else:
-        source = source or _source(cfg, dist, training)
-        train_images, val_images, classes, fingerprint = source.train, source.val, source.classes, source.fingerprint
-        if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
-            shards = source.train.by_shard()
+    if source is None:
+        is_own = cfg.name == "dataset"
+        source = load_datasets(cfg.dataset, cfg.image_size, val_size) if is_own else _source(cfg, dist, training)
+    if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
+        shards = source.train.by_shard()
+    classes = source.classes
 
     def loader(images: Any, sizes: SizeSchedule, *, training: bool) -> HostLoader:
-        settings = (cfg, augment, seed)
         if isinstance(images, Split):
-            reader: Reader = ImageReader(images, *settings, training=training)
-        elif not isinstance(images, IterableDataset):
-            size = sizes.image_sizes[-1]
-            reader = DatasetReader(images, len(classes), size, *settings, training=training)
-        elif training and augment.repeats > 1:
+            reader: Reader = ImageReader(images, cfg, augment, seed, training=training)
+        elif training and augment.repeats > 1 and isinstance(images, IterableDataset):
             raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
         else:
+            kind = StreamReader if isinstance(images, IterableDataset) else DatasetReader
             size = sizes.image_sizes[-1]
-            reader = StreamReader(images, len(classes), size, *settings, training=training, dist=dist)
+            reader = kind(images, len(classes), size, cfg, augment, seed, dist, training=training)
 
         def order(epoch: int) -> Indices:
             indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(reader))
@@ -225,16 +216,15 @@ def image_data(
 
         return HostLoader(reader, sizes, batch_size, cfg, dist, bad_images, order if training else None)
 
-    val_sizes = SizeSchedule(((0, val_size),))
-    val = loader(val_images, val_sizes, training=False)
-    train = loader(train_images, sizes, training=True) if training else val
+    val = loader(source.val, SizeSchedule(((0, val_size),)), training=False)
+    train = loader(source.train, size_schedule(cfg), training=True) if training else val
     if training and train.is_stream and dist.is_main:
         log.warning(
             "data.dataset is an IterableDataset: it controls its order, which depends on data.workers; a resumed epoch"
             " reads the skipped batches again; it must divide its samples among ranks and workers itself"
         )
     mix = label_mix(augment, len(classes), seed, dist)
-    return ImageData(classes, fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
+    return ImageData(classes, source.fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
 
 
 def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int, dist: Dist) -> ImageData:
@@ -242,8 +232,8 @@ def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int,
     assert cfg.root is not None
     images = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=len(images))
-    sizes, source = SizeSchedule(((0, cfg.image_size),)), ImageSource(classes, images, images, "")
-    return image_data(cfg, AugmentConfig(), sizes, batch_size, 0, dist, bad_images, source, training=False)
+    source = ImageSource(classes, images, images, "")
+    return image_data(cfg, AugmentConfig(), batch_size, 0, dist, bad_images, source, training=False)
 
 
 def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
-from cl_train.data.build import ImageData, image_data, size_schedule
+from cl_train.data.build import ImageData, image_data
 from cl_train.data.device import DeviceFormat, Normalise, to_device
 from cl_train.data.folder import EXTENSIONS
 from cl_train.data.loader import BadImages
@@ -122,7 +122,7 @@ def image_loader(
     normalise = Normalise(mean, std, form) if device is not None else None
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
     bad_images = BadImages(skip=skip_bad_images, limit=sys.maxsize)
-    data = image_data(cfg.data, augment, size_schedule(cfg.data), batch_size, seed, dist, bad_images)
+    data = image_data(cfg.data, augment, batch_size, seed, dist, bad_images)
     if split == "train":
         data.check_batches()
     return ImageLoader(data, split, normalise)

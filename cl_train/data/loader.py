@@ -230,7 +230,7 @@ class HostLoader:
                 f" memory, and {free / 2**30:.1f} GiB are free: lower batch_size or data.prefetch={cfg.prefetch}"
             )
 
-    def batch_count(self, epoch: int = 0) -> int:
+    def batch_count(self) -> int:
         batch_size, ranks = self.batch_size, self._dist.world_size
         if self._order is None:
             return -(-len(range(self._dist.rank, self.samples, ranks)) // batch_size)
@@ -317,7 +317,7 @@ class HostLoader:
             rank, ranks = 0, 1
         else:
             indices = self._order(epoch)
-        for number in range(first_batch, self.batch_count(epoch)):
+        for number in range(first_batch, self.batch_count()):
             yield number, rank_share(indices, number, batch_size, rank, ranks)
 
     def _tasks(

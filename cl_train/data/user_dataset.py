@@ -94,13 +94,15 @@ class DatasetReader:
         cfg: DataConfig,
         augment: AugmentConfig,
         seed: int,
+        dist: Dist,
         *,
         training: bool,
     ) -> None:
         """Raises ConfigError if the first sample cannot be used."""
         self._dataset, self._classes, self._seed, self._training = dataset, classes, seed, training
         self._transform = ImageTransform(cfg, augment, seed, training=training)
-        self._samples, self.times = len(dataset), WorkerTimes()
+        self._samples, self.times, self._dist = len(dataset), WorkerTimes(), dist
+        self._rewind()
         try:
             self.dtype, self.label_shape = self._first_form(image_size, cfg.worker_timeout_s)
         except (BadImage, WorkerError) as error:
@@ -135,6 +137,12 @@ class DatasetReader:
             raise
         except (Exception, SystemExit) as error:
             raise BadImage(_reason(error)) from error
+
+    def _rewind(self) -> None:
+        """Before the first sample of an IterableDataset."""
+        self._stream: Iterator[Any] | None = None
+        self._position = self._taken = 0  # rows that were filled; samples that were taken from the stream
+        self._last: Any = None  # sample, or the exception in its place
 
     def _load(self, index: int, epoch: int, random_index: int) -> Any:
         with seeded_everywhere(self._seed, epoch, random_index):
@@ -181,10 +189,7 @@ class StreamReader(DatasetReader):
     The last sample is kept, so that it can also take the place of a bad one before it.
     """
 
-    def __init__(self, *arguments: Any, dist: Dist, **settings: Any) -> None:
-        self._rank, self._ranks, self._iteration = dist.rank, dist.world_size, 0
-        self._rewind()
-        super().__init__(*arguments, **settings)
+    _iteration = 0
 
     def name(self, index: int) -> str:
         worker = get_worker_info()
@@ -199,11 +204,6 @@ class StreamReader(DatasetReader):
                 self._dataset.set_epoch(epoch)
         return range(self._position, self._position + rows)
 
-    def _rewind(self) -> None:
-        self._stream: Iterator[Any] | None = None
-        self._position = self._taken = 0  # rows that were filled; samples that were taken from the stream
-        self._last: Any = None  # sample, or the exception in its place
-
     def _load(self, index: int, epoch: int, random_index: int) -> Any:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -211,7 +211,9 @@ class StreamReader(DatasetReader):
         if self._taken <= index:
             self._taken += 1
             try:
-                with seeded_everywhere(self._seed, epoch, (index * workers + number) * self._ranks + self._rank):
+                with seeded_everywhere(
+                    self._seed, epoch, (index * workers + number) * self._dist.world_size + self._dist.rank
+                ):
                     self._stream = iter(self._dataset) if self._stream is None else self._stream
                     self._last = next(self._stream)
             except StopIteration:

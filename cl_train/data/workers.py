@@ -35,7 +35,7 @@ from cl_train.system.child_process import watch_parent
 _POLL_S = 1.0
 _CLOSE_S = 2.0
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_FILES = 4, 32  # per worker (a queue, and multiprocessing's two pipes), and for everything else
+_FILES = 8, 32  # per worker of both splits (each has a queue and two pipes), and for everything else
 _SEMAPHORES = 4  # pages of /dev/shm per worker, for the locks of its queue
 BEGUN, SAMPLE, PID = range(3)  # columns of the progress array
 

@@ -138,7 +138,7 @@ def synthetic(world_size=1, **settings):
 def test_synthetic_yields_one_batch_again_and_again(target):
     data = synthetic()
     batches = list(data.train(0, DeviceFormat(CPU, torch.bfloat16, target)))
-    assert len(batches) == data.batch_count(0) == 12
+    assert len(batches) == data.batch_count() == 12
     assert all(batch is batches[0] for batch in batches)
     assert batches[0].images.dtype == torch.bfloat16 and batches[0].images.is_contiguous(memory_format=target)
     assert batches[0].images.shape == (8, 3, 16, 16) and 0 <= batches[0].targets.min() <= batches[0].targets.max() < 7
@@ -149,7 +149,7 @@ def test_synthetic_is_the_same_in_both_layouts_and_counts_its_validation():
     data = synthetic(world_size=3)
     first, second = (next(data.train(0, DeviceFormat(CPU, torch.float32, target))).images for target in FORMATS)
     assert torch.equal(first, second)
-    assert data.batch_count(0) == 100 // 24
+    assert data.batch_count() == 100 // 24
     seen = sum(len(b.targets) for b in data.validation(DeviceFormat(CPU, torch.float32, torch.channels_last)))
     assert 3 * seen == data.val_images
 

@@ -78,7 +78,7 @@ def test_different_classes_are_listed_from_both_sides(tmp_path):
 
 def test_fewer_images_than_one_global_batch(tmp_path):
     root = write_folder(tmp_path, train=7, val=2)
-    assert folder_data(root, batch_size=7).batch_count(0) == 1
+    assert folder_data(root, batch_size=7).batch_count() == 1
     with pytest.raises(ConfigError, match=r"7 training images are fewer than one global batch of 8 \(4 x 2\)"):
         folder_data(root, batch_size=4, world_size=2)
 
@@ -89,7 +89,7 @@ def test_too_little_memory_for_the_batches(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"lower batch_size or data\.prefetch=3"):
         folder_data(root, batch_size=8)
     monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: None)
-    assert folder_data(root, batch_size=8).batch_count(0) == 1
+    assert folder_data(root, batch_size=8).batch_count() == 1
 
 
 def test_fingerprint_follows_names_and_classes(tmp_path):

@@ -50,7 +50,7 @@ def test_epochs_and_seeds_differ(root):
 def test_starting_within_an_epoch_gives_the_same_rest(root, first_batch):
     data = folder_data(root, workers=2)
     whole = train_batches(data)
-    assert len(whole) == data.batch_count(0) == 13
+    assert len(whole) == data.batch_count() == 13
     same(train_batches(data, first_batch=first_batch), whole[first_batch:])
     data.close()
 
@@ -192,6 +192,6 @@ def test_repeated_images_have_their_own_random_numbers_and_a_resumed_epoch_is_th
 
 
 def test_more_repeats_than_images_of_a_global_batch_are_refused(root):
-    assert folder_data(root, augment=AugmentConfig(repeats=8), batch_size=4, world_size=2).batch_count(0) == 6
+    assert folder_data(root, augment=AugmentConfig(repeats=8), batch_size=4, world_size=2).batch_count() == 6
     with pytest.raises(ConfigError, match=r"augment\.repeats=9.* 8 "):
         folder_data(root, augment=AugmentConfig(repeats=9), batch_size=4, world_size=2)

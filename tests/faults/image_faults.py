@@ -144,8 +144,8 @@ def through_loader(root: Path, count: int, workers: int, expected_bad: int, outc
         logging.disable(logging.NOTSET)
     outcome.counts["through the loader"] = images
     outcome.counts["counted by the loader"] = skipped
-    if images != data.batch_count(0) * 8:
-        outcome.lost.append(f"the loader gave {images} images, not {data.batch_count(0) * 8}")
+    if images != data.batch_count() * 8:
+        outcome.lost.append(f"the loader gave {images} images, not {data.batch_count() * 8}")
     # A bad image is met a second time where it is tried in place of a bad neighbour; the last batch may be dropped.
     if skipped < expected_bad - 8:
         outcome.lost.append(f"the loader counted {skipped} bad images, {expected_bad} cannot be decoded")
