@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError
@@ -27,6 +27,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     """
     if overwrite and continues(resume, folder):
         raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
+    is_new = not folder.exists()
     check_writable(folder)
     with ExitStack() as stack:
         try:
@@ -52,7 +53,22 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
                 f"{folder} holds the results of an earlier run: continue it with resume=auto, choose another folder "
                 "with hydra.run.dir=FOLDER, or delete them with overwrite=true"
             )
-        yield
+        try:
+            yield
+        except ConfigError:
+            if is_new:
+                _remove_empty(folder)
+            raise
+
+
+def _remove_empty(folder: Path) -> None:
+    """A run that was refused leaves nothing, unless it has recorded something."""
+    if not any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+        for name in (".lock", "train.log"):
+            (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / "checkpoints").rmdir()
+            folder.rmdir()
 
 
 def continues(resume: str | None, folder: Path) -> bool:

@@ -101,7 +101,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     precision = resolve_precision(cfg.precision, dist.device)
     # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
-    announce(cfg.model, precision, dist, folder)
+    announce(cfg.model, precision, dist)
     if cfg.weights is not None and dist.is_main:
         log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
 
@@ -131,6 +131,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         checkpoints.check()
     progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
+    log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())
 
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
@@ -299,14 +300,13 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def announce(model_name: str, precision: Precision, dist: Dist, folder: Path) -> None:
-    """Model, device, precision, folder, and which ranks run on which node."""
+def announce(model_name: str, precision: Precision, dist: Dist) -> None:
+    """Model, device, precision, and which ranks run on which node."""
     ranks = f"{dist.world_size} process{'es' * (dist.world_size > 1)}"
     log.info("%s on %s, %s", model_name, device_name(dist.device), ranks)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
     for line in precision_warnings(precision, dist.device) if dist.is_main else []:
         log.warning("%s", line)
-    log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
     ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
     if len(ranks_of) > 1:

@@ -227,6 +227,7 @@ def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Pa
     words = ["data=folder", f"data.root={tmp_path}/images", f"hydra.run.dir={tmp_path}/run"]
     refused = fork_server.start(words, tmp_path / "log")
     assert refused.wait() == 2 and "has no folder 'val'" in refused.output() and "Traceback" not in refused.output()
+    assert "run folder" not in refused.output() and not (tmp_path / "run").exists()
 
 
 def test_a_glob_takes_all_choices_of_a_group() -> None:
