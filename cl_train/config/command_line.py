@@ -244,7 +244,7 @@ def group_choices(group: str, folders: Sequence[Path] | None = None) -> list[str
 
 
 class UserFiles(FileConfigSource):
-    """The user's files of settings: YAML without aliases that sets no more of Hydra than the command line may."""
+    """The user's files of settings, which `_read_settings` accepts."""
 
     @staticmethod
     def scheme() -> str:
@@ -253,7 +253,7 @@ class UserFiles(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path) / self._normalize_file_name(config_path)
         if config_path.partition("/")[0] == "hydra":
-            raise ConfigError(f"{path} would configure Hydra; {_ONLY}")
+            raise ConfigError(f"{path}: {_ONLY}")
         _read_settings(path)
         return super().load_config(config_path)
 
@@ -262,9 +262,9 @@ _ONLY = f"a file of settings can set only {' and '.join(HYDRA_KEYS)} of Hydra, s
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """The content of a user's file. Raises ConfigError: no mapping, aliases, or settings of Hydra.
+    """The content of a user's file: YAML that sets no more of Hydra than the command line may, and names no code.
 
-    Nested aliases expand to any size (a "billion laughs" file), and ${key} does the same job.
+    Aliases are refused, because nested ones expand to any size (a "billion laughs" file); ${key} does the same job.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -275,13 +275,13 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected settings, key: value")
-    code = [key for key, _ in flatten(values) if any(re.fullmatch("_.*_", part) for part in key.split("."))]
-    if code:
+    keys = [key for key, _ in flatten(values)]
+    if code := [key for key in keys if re.search(r"(^|\.)_\w*_(\.|$)", key)]:
         raise ConfigError(f"{path}: {code[0]} is no setting; a file of settings cannot name code to run")
-    hydra = values.get("hydra", {})
-    wrong = [key for key, _ in flatten({"hydra": hydra}) if key not in HYDRA_KEYS]
-    if wrong or not isinstance(hydra, dict):
-        raise ConfigError(f"{path} sets {', '.join(wrong[:3]) or 'hydra'}; {_ONLY}")
+    placed = re.findall(r"^\s*#\s*@package\s.*", text, flags=re.MULTILINE)
+    set_keys = {key for key in keys if key.partition(".")[0] == "hydra"} - {*HYDRA_KEYS}
+    if set_keys or "hydra" in f"{placed} {values.get('defaults')}":
+        raise ConfigError(f"{path}: {_ONLY}")
     return values
 
 
@@ -362,18 +362,14 @@ class UserFolders(SearchPathPlugin):
 
 
 def _compose(words: Sequence[str], folders: tuple[Path, ...]) -> DictConfig:
-    """What Hydra composes from the words and the files; its node `hydra` is as in the project's own files."""
+    """What Hydra composes from the words and the files. Of its node `hydra` only the folders are used."""
     _prepare_hydra()
     UserFolders.folders = folders[-2::-1]
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-            raw = compose("config", overrides=list(words), return_hydra_config=True)
-        wrong = [key for key, value in _hydra_settings(raw).items() if value != _own_hydra_settings().get(key)]
+            return compose("config", overrides=list(words), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
-    if wrong:
-        raise ConfigError(f"conf/ sets hydra.{wrong[0]}; {_ONLY}")
-    return raw
 
 
 @functools.cache
@@ -392,24 +388,6 @@ def _prepare_hydra() -> None:
     # `conf/config.yaml` starts from the defaults: plain values, because Hydra would stop at the first wrong type of a
     # typed node, and `load` reports all.
     ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
-
-
-def _hydra_settings(raw: DictConfig) -> dict[str, Any]:
-    """What would configure Hydra, by key; without the folders, and what Hydra notes about the run itself."""
-    values: dict[str, Any] = OmegaConf.to_container(raw.hydra, resolve=False)  # type: ignore[assignment]
-    for kind in ("run", "sweep"):
-        values[kind].pop("dir")
-    for noted in ("runtime", "overrides"):
-        del values[noted]
-    values["job"].pop("override_dirname")
-    return values
-
-
-@functools.cache
-def _own_hydra_settings() -> dict[str, Any]:
-    UserFolders.folders = ()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        return _hydra_settings(compose("config", return_hydra_config=True))
 
 
 def forget_files() -> None:
