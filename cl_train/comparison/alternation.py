@@ -35,6 +35,10 @@ class Alternation:
         """Seconds per step: the median over the variant's blocks."""
         return statistics.median(self.blocks[variant])
 
+    def mean_s(self, variant: int) -> float:
+        """Seconds per step: the geometric mean over the blocks, so that `speed_ratios` are quotients of it."""
+        return statistics.geometric_mean(self.blocks[variant])
+
     def speed_ratios(self) -> list[Interval]:
         """Speed of each variant / speed of the first one, with a 95 % interval over the rounds."""
         return _speed_ratios(self.blocks)

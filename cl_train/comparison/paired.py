@@ -30,7 +30,7 @@ BLOCK_S = 0.25
 
 @dataclass(frozen=True)
 class LayoutSpeed:
-    """The speed of one layout, a median over blocks; `ratio` is to the first layout of the comparison."""
+    """The speed of one layout, a geometric mean over blocks; `ratio` is to the first layout of the comparison."""
 
     layout: str
     images_per_s: float
@@ -235,7 +235,7 @@ def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float) -> 
     is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
     speeds = []
     for index, ratio in enumerate(done.speed_ratios()):
-        name, peak_gib, step_s = timed[index].layout.name, timed[index].peak_memory_gib(timed), done.median_s(index)
+        name, peak_gib, step_s = timed[index].layout.name, timed[index].peak_memory_gib(timed), done.mean_s(index)
         verdict = "not_comparable" if index and is_too_busy else verdict_of(ratio)
         speeds.append(LayoutSpeed(name, workload.batch_size / step_s, 1000 * step_s, peak_gib, ratio, verdict))
     return Comparison(

@@ -171,6 +171,9 @@ def test_a_comparison_prints_and_becomes_json(monkeypatch: pytest.MonkeyPatch) -
     values = json.loads(json.dumps(done.to_dict(), allow_nan=False))
     assert [pair["candidate"] for pair in values["pairs"]] == ["channels_last"]
     assert values["pairs"][0]["ratio"] == pytest.approx(done.ratio.ratio, abs=1e-3)
+    assert done.ratio.ratio == pytest.approx(done.speeds[1].images_per_s / done.speeds[0].images_per_s), (
+        "no contradiction"
+    )
     assert done.verdict == values["pairs"][0]["verdict"] == "not_comparable", "on a busy machine"
     assert "60 %" in str(done) and "images/s" in str(done)
 
