@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cl_train.data.image_loader import image_loader as image_loader
     from cl_train.memory_format.audit import audit as audit
     from cl_train.memory_format.convert import convert as convert
+    from cl_train.memory_format.guard import layout_guard as layout_guard
     from cl_train.memory_format.layout import classify as classify
     from cl_train.models.convert_file import load_model as load_model
 
@@ -33,6 +34,7 @@ _MODULES = {
     "compare_layouts": "cl_train.comparison.paired",
     "convert": "cl_train.memory_format.convert",
     "image_loader": "cl_train.data.image_loader",
+    "layout_guard": "cl_train.memory_format.guard",
     "load_model": "cl_train.models.convert_file",
     "train": "cl_train.commands.train",
 }

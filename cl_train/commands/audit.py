@@ -1,14 +1,19 @@
 """Audit a model: which operators keep channels_last, which lose it, where in the model, and what it costs.
 
     cl-train audit model=shufflenet_v2_x1_0                      every loss with its module and line of code
-    cl-train audit model=my_package.my_model:build out=audit.json
+    cl-train audit model=mobilenet_v2 time=true                  why is it faster, or slower: every operator in both
+    cl-train audit model=mobilenet_v2 time=true repro=slow.py chart=times.png
+    cl-train audit model=my_package.my_model:build max_lost=0    for CI: exit code 1 if more calls lose it
+    cl-train audit operators=true precision=bf16                 what each operator of torch does, on this machine
     cl-train audit model=my_package.my_model:segment output_entry=mask   a model that returns a dict
     cl-train audit model=resnext50_32x4d compile=true            also: which graphs inductor converts by itself
 
-Exit codes: 0 done, 2 wrong usage or a model that does not run.
+Exit codes: 0 done, 1 more than max_lost calls lost the format, 2 wrong usage or a model that does not run.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cl_train.commands.json_result import print_result
@@ -22,6 +27,7 @@ from cl_train.config.schema import (
     ConfigError,
     setting,
 )
+from cl_train.system.files import output_file
 
 if TYPE_CHECKING:  # torch is imported only after the settings have been checked
     import torch
@@ -52,6 +58,12 @@ class AuditSettings:
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step and each permuting copy")
+    time: bool = setting(False, "also time every operator of a training step in both layouts")
+    time_limit_s: float = setting(30.0, "time=true: for all rounds; at least four are measured", above=0)
+    repro: str | None = setting(None, "time=true: file for a program of torch alone that times the worst operator")
+    chart: str | None = setting(None, "time=true: file (.png, .svg) for a bar chart of both layouts")
+    max_lost: int | None = setting(None, "exit with 1 if more calls lose channels_last", minimum=0)
+    operators: bool = setting(False, "instead of a model: which of torch's operators keep channels_last here")
     compile: bool = setting(False, "also report which compiled graphs inductor lays out channels_last")
     out: str | None = setting(None, "file for the report as JSON")
     overwrite: bool = setting(False, OVERWRITE_HELP)
@@ -63,13 +75,51 @@ SETTINGS = {"settings": AuditSettings}
 
 
 def main(words: list[str]) -> int:
-    print_result(AuditSettings, words, measure)
-    return 0
+    result = print_result(AuditSettings, words, measure)
+    return 1 if result.get("exceeded") else 0
 
 
 def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
-    report = audit_model(settings)
-    return report.to_dict(), f"{report}\n\n{report.summary()}"
+    if settings.operators:
+        return _operator_table(settings)
+    if not settings.time and (settings.repro or settings.chart):
+        raise ConfigError("repro= and chart= need time=true")
+    files = (Path(name) if name else None for name in (settings.repro, settings.chart))
+    with ExitStack() as stack:
+        opened = [path and stack.enter_context(output_file(path, overwrite=settings.overwrite)) for path in files]
+        report = audit_model(settings)
+        if settings.time:
+            _write_extras(report, *opened)
+    text, lost = f"{report}\n\n{report.summary()}", report.totals["lost"]
+    exceeded = settings.max_lost is not None and lost > settings.max_lost
+    if exceeded:
+        text += f"\n{lost} calls lose channels_last, more than max_lost={settings.max_lost}"
+    return {**report.to_dict(), "exceeded": exceeded}, text
+
+
+def _write_extras(report: "LayoutReport", program: Path | None, chart: Path | None) -> None:
+    from cl_train.comparison.chart import write_times_chart
+    from cl_train.memory_format.reproduction import reproduction
+
+    if program:
+        program.write_text(reproduction(report.times.worst(), report.model, report.device), encoding="utf-8")
+    if chart and not write_times_chart(report.times, f"{report.model}, {report.precision} on {report.device}", chart):
+        raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
+
+
+def _operator_table(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+    import torch
+
+    from cl_train.memory_format.audit_report import markdown_table
+    from cl_train.memory_format.operator_support import operator_support
+    from cl_train.step.precision import resolve_precision
+    from cl_train.system.distributed import choose_device
+
+    device = choose_device(settings.device)
+    dtype = resolve_precision(settings.precision, device).input_dtype
+    rows = operator_support(device, dtype)
+    where = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    return {"schema_version": 1, **where, "operators": rows}, f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
 
 
 def audit_model(settings: AuditSettings) -> "LayoutReport":
@@ -111,6 +161,8 @@ def audit_model(settings: AuditSettings) -> "LayoutReport":
         output=settings.output_entry,
         backward=settings.backward,
         measure=settings.measure,
+        time=settings.time,
+        time_limit_s=settings.time_limit_s,
         name=settings.model,
     )
     if settings.compile:

@@ -5,11 +5,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cl_train.comparison.statistics import Interval
 
 # Green and purple, distinguishable with a colour vision deficiency (ColorBrewer PRGn), and unlike TensorBoard's runs.
+if TYPE_CHECKING:
+    from cl_train.memory_format.operator_times import OperatorTimes
+
 COLOURS = {
     "faster": "#1b7837",
     "slower": "#762a83",
@@ -96,3 +99,38 @@ def _limits(bars: Sequence[Bar]) -> tuple[float, float]:
     low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)])
     high = max([1.25, *(min(one.high, one.ratio * 2) for one in shown)])
     return low / 1.15, high * 1.2
+
+
+def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
+    """The step in both layouts, stacked by kind of operator, and the ten largest differences of modules."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return False
+    figure = Figure(figsize=(10, 4.6), dpi=130, layout="constrained")
+    figure.suptitle(f"{title}\n{times.summary()[1]}", fontsize=12, fontweight="bold")
+    stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
+    kinds = sorted(times.rows(lambda call: call.kind), key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
+    shown = [(row.name, row.contiguous_ms, row.channels_last_ms) for row in kinds[:7]]
+    rest = [sum(row.contiguous_ms for row in kinds[7:]), sum(row.channels_last_ms for row in kinds[7:])]
+    bottom = [0.0, 0.0]
+    colours = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#bbbbbb"]
+    for (name, *ms), colour in zip([*shown, ("other", rest[0], rest[1])], colours, strict=False):
+        stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, color=colour, width=0.6)
+        bottom = [sum(pair) for pair in zip(bottom, ms, strict=True)]
+    stacked.set_ylabel("milliseconds of a step, by kind of operator")
+    handles, names = stacked.get_legend_handles_labels()
+    stacked.legend(handles[::-1], names[::-1], fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    rows = times.modules()[:10]
+    for y, row in enumerate(rows):
+        colour = COLOURS["slower" if row.difference_ms > 0 else "faster"]
+        differences.barh(y, row.difference_ms, color=colour, alpha=1.0 if row.is_significant else 0.3)
+        differences.plot(row.interval_ms, [y, y], color="#333333", lw=1.5)
+    differences.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    differences.invert_yaxis()
+    differences.axvline(0, color="#333333", lw=1)
+    differences.set_xlabel("ms that channels_last costs more (pale: within noise)")
+    for axes in (stacked, differences):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    return True

@@ -22,6 +22,7 @@ from cl_train.memory_format.crashes import OutOfMemory, crash_safe
 from cl_train.memory_format.model_call import explain_failure, random_state_restored
 from cl_train.models.sources import device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
+from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 from cl_train.system.memory import is_out_of_memory, release_memory
 
@@ -52,6 +53,7 @@ class Comparison:
     seconds: float
     stopped_by: str  # "target_ci" or "time_limit"
     others_pct: float | None = None  # share of the cores that other processes used meanwhile; None = unknown
+    utilisation: dict[str, Any] | None = None  # of the fastest layout, see `step.utilisation`; None if compiled
 
     @property
     def verdict(self) -> str:
@@ -90,6 +92,8 @@ class Comparison:
                 f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
                 f"{speed.peak_memory_gib:8.2f} GiB{against}"
             )
+        if self.utilisation:
+            lines.append(f"  {describe(self.utilisation)}")
         if self.batch_size != self.batch_size_requested:
             lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts used {self.batch_size}")
         lines += [
@@ -238,7 +242,14 @@ def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float) -> 
         name, peak_gib, step_s = timed[index].layout.name, timed[index].peak_memory_gib(timed), done.mean_s(index)
         verdict = "not_comparable" if index and is_too_busy else verdict_of(ratio)
         speeds.append(LayoutSpeed(name, workload.batch_size / step_s, 1000 * step_s, peak_gib, ratio, verdict))
+    used = None
+    if not workload.compile:
+        gflop = flops_of(timed[0].forward) / workload.batch_size / 1e9
+        used = utilisation(
+            gflop, max(speed.images_per_s for speed in speeds), workload.precision, workload.device,
+            training=workload.mode == "train",
+        )  # fmt: skip
     return Comparison(
         tuple(speeds), workload.precision.name, workload.batch_size, workload.batch_size, done.rounds, done.seconds,
-        done.stopped_by, others_pct,
+        done.stopped_by, others_pct, used,
     )  # fmt: skip

@@ -95,17 +95,22 @@ class TimedModel:
         targets = torch.randint(logits.shape[1], (len(self.inputs),), generator=generator)
         return Batch(self.inputs, targets.to(workload.device))
 
+    def forward(self) -> Any:
+        """The model's output for the batch."""
+        with autocast(self.workload.precision, self.workload.device):
+            return call_model(self.model, self.inputs)
+
     def eager_step(self) -> None:
         """One step, not replayed; the host does not wait for the device."""
         workload = self.workload
         if self._parts is None:
-            with torch.inference_mode(), autocast(workload.precision, workload.device):
-                call_model(self.model, self.inputs)
+            with torch.inference_mode():
+                self.forward()
         elif self._batch is not None:
             train_step(self._parts, [self._batch])
         else:
             with autocast(workload.precision, workload.device):
-                output = call_model(self.model, self.inputs)
+                output = self.forward()
                 loss = workload.loss(output) if workload.loss else mean_square(output_tensors(output, workload.output))
             self._parts.scaler.scale(loss).backward()
             update_weights(self._parts)

@@ -22,6 +22,7 @@ from cl_train.memory_format.model_call import (
     state_restored,
 )
 from cl_train.memory_format.operator_recorder import OperatorRecorder
+from cl_train.memory_format.operator_times import time_operators
 from cl_train.step.precision import Precision, autocast
 from cl_train.system.timing import timed_s
 
@@ -38,6 +39,8 @@ def audit(
     output: str | int | None = None,
     backward: bool = True,
     measure: bool = False,
+    time: bool = False,
+    time_limit_s: float = 30.0,
     name: str | None = None,
 ) -> LayoutReport:
     """Run one step of `model` on `batch` and report which operator calls kept, lost and restored channels_last.
@@ -54,6 +57,8 @@ def audit(
         output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a tuple's index.
         backward: False: forward only, without gradients.
         measure: also time the step, and each permuting copy separately, in milliseconds.
+        time: also time every operator of the step, with an SGD update, in both layouts (`operator_times`).
+        time_limit_s: for `time`, without warm-up.
         name: of the model, for the report.
 
     Raises ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch; no scalar loss.
@@ -64,15 +69,19 @@ def audit(
     device = images.device
     described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
 
-    def step() -> None:
+    def forward(batch: Any) -> torch.Tensor | None:
         with autocast(precision, device), nullcontext() if backward else torch.no_grad():
             result = call_model(model, batch)
             if not backward:
-                return
+                return None
             scalar = loss(result) if loss is not None else mean_square(output_tensors(result, output))
         if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
             raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
-        if scalar.requires_grad:  # False if all parameters are frozen
+        return scalar
+
+    def step() -> None:
+        scalar = forward(batch)
+        if scalar is not None and scalar.requires_grad:  # False if all parameters are frozen
             scalar.backward()
 
     recorder = OperatorRecorder(max(images.dim(), 4))
@@ -81,10 +90,14 @@ def audit(
         with recorder.module_hooks(), recorder:
             step()
         step_ms = _median_ms(step, device) if measure else None
+        model.zero_grad(set_to_none=True)
+        times = None
+        if time:
+            times = time_operators(model, batch, forward, precision=precision, device=device, time_limit_s=time_limit_s)
     of_model = (name or type(model).__name__, model_memory_format(model), described)
     calls = recorder.merged_calls()
     report = LayoutReport(
-        *of_model, precision.name, str(device), torch.__version__, calls, recorder.step_bytes, step_ms
+        *of_model, precision.name, str(device), torch.__version__, calls, recorder.step_bytes, step_ms, times
     )
     if measure:
         _time_copies(calls, device)

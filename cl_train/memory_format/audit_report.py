@@ -54,6 +54,7 @@ class LayoutReport:
     calls: list[Call] = field(default_factory=list)
     step_bytes: int = 0
     step_ms: float | None = None
+    times: Any = None  # the `operator_times.OperatorTimes` of both layouts, if measured
     compiled: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
@@ -129,6 +130,7 @@ class LayoutReport:
         return {
             "schema_version": SCHEMA_VERSION,
             **vars(self),
+            "times": self.times and self.times.to_dict(),
             "totals": self.totals,
             "moved_bytes": self.moved_bytes,
             "moved_pct": round(self.moved_pct, 3),
@@ -153,7 +155,7 @@ class LayoutReport:
         for title, rows in tables.items():
             if rows:
                 parts += ["", f"{title}:", "", markdown_table(rows)]
-        return "\n".join(parts)
+        return "\n".join([*parts, "", str(self.times)] if self.times else parts)
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:

@@ -53,6 +53,7 @@ from cl_train.training.records import (
     peak_memory_gib,
     read_records,
     speed,
+    utilisation_of,
 )
 from cl_train.training.run_log import RunLog, console_line, duration, mean, progress_bar
 from cl_train.training.setup import Run, Submitted, prepare_torch, set_up
@@ -386,6 +387,10 @@ def finish(run: Run, *, evaluate_only: bool) -> None:
     }
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
+    if run.dist.is_main and run.records and not run.stop_signal:
+        run.summary["utilisation"] = utilisation_of(
+            run.state.model, run.summary, run.state.parts.precision, run.dist.device
+        )
     on_main(lambda: run.writer.finish(run.summary), run.dist)  # a launcher may kill rank 0 when others end
     for line in closing_lines(run.summary, run.folder):
         log.info("%s", line)

@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from cl_train.models.sources import copy_model
+from cl_train.step.precision import Precision
+from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.files import AppendFile, retry, write_json, write_text
 from cl_train.system.machine_load import BUSY_PCT
 from cl_train.training.progress import score_of
@@ -169,6 +173,21 @@ def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
         "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
         "data_wait_pct": round(waited, 2),
     }
+
+
+def utilisation_of(
+    model: nn.Module, summary: dict[str, Any], precision: Precision, device: torch.device
+) -> dict[str, Any] | None:
+    """FLOPs and shares of the device's peak (`step.utilisation`); None for a model that cannot run on shapes alone."""
+    size = summary["image_size"]
+    try:
+        shapes = copy_model(model, "meta").train()
+        images = torch.empty(2, 3, size, size, device="meta", dtype=next(shapes.parameters()).dtype)
+        flops = flops_of(lambda: shapes(images))
+    except Exception:  # a user's model may raise any exception
+        return None
+    images_per_s = summary["images_per_s"]["end_to_end"]["median"] / summary["world_size"]
+    return utilisation(flops / len(images) / 1e9, images_per_s, precision, device, training=True)
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -255,7 +255,7 @@ def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dic
 def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
     """`summary.json` before the first step; `loop.results` replaces the empty results."""
     settings = ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")
-    unknown = ("step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct", "ended", "seconds")
+    unknown = ("utilisation", "step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct", "ended", "seconds")
     return {
         "schema_version": SCHEMA_VERSION,
         "status": "failed",

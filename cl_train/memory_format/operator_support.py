@@ -1,0 +1,114 @@
+"""Which operators keep channels_last on this torch, device and dtype, forward and backward, by small probes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from cl_train.memory_format.layout import classify
+
+SHAPE = (2, 8, 8, 8)  # every dimension above 1, so that no probe is ambiguous
+
+
+def _weight(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=x.dtype, device=x.device).to(memory_format=torch.channels_last)
+
+
+def _vector(x: torch.Tensor, length: int = 8) -> torch.Tensor:
+    return torch.ones(length, dtype=x.dtype, device=x.device)
+
+
+def _grid(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(2, 8, 8, 2, dtype=x.dtype, device=x.device)
+
+
+Probe = Callable[[torch.Tensor], torch.Tensor]
+
+_ELEMENTWISE = (
+    "relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh", "softplus",
+    "logsigmoid", "softsign", "tanhshrink", "dropout", "dropout2d",
+)  # fmt: skip
+_METHODS = ("sigmoid", "tanh", "exp", "sin", "erf", "neg", "contiguous", "clone", "double")
+
+PROBES: dict[str, Probe] = {
+    **{name: getattr(F, name) for name in (*_ELEMENTWISE, "normalize", "instance_norm")},
+    **{name: getattr(torch.Tensor, name) for name in _METHODS},
+    "conv2d 3x3": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), padding=1),
+    "conv2d 1x1": lambda x: F.conv2d(x, _weight(x, 8, 8, 1, 1)),
+    "conv2d strided": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), stride=2),
+    "conv2d dilated": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), padding=2, dilation=2),
+    "conv2d grouped": lambda x: F.conv2d(x, _weight(x, 8, 2, 3, 3), padding=1, groups=4),
+    "conv2d depthwise": lambda x: F.conv2d(x, _weight(x, 8, 1, 3, 3), padding=1, groups=8),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x, _weight(x, 8, 8, 3, 3), stride=2),
+    "batch_norm, training": lambda x: F.batch_norm(x, None, None, _vector(x), _vector(x), training=True),
+    "batch_norm, evaluation": lambda x: F.batch_norm(x, _vector(x), _vector(x), _vector(x), _vector(x)),
+    "group_norm": lambda x: F.group_norm(x, 2, _vector(x), _vector(x)),
+    "layer_norm over channels": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2),
+    "layer_norm over an image": lambda x: F.layer_norm(x, SHAPE[1:]),
+    "local_response_norm": lambda x: F.local_response_norm(x, 3),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "lp_pool2d": lambda x: F.lp_pool2d(x.abs() + 1, 2, 2),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 3),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=4),
+    "relu_": lambda x: F.relu_(x * 1),
+    "prelu": lambda x: F.prelu(x, _vector(x)),
+    "glu": lambda x: F.glu(x, 1),
+    "softmax over channels": lambda x: x.softmax(1),
+    "log_softmax over channels": lambda x: x.log_softmax(1),
+    "add": lambda x: x + x.flip(0),
+    "add_": lambda x: (x * 1).add_(x),
+    "mul by a channel's scale": lambda x: x * _vector(x).view(1, 8, 1, 1),
+    "div": lambda x: x / (x.abs() + 1),
+    "pow": lambda x: x.pow(2),
+    "sqrt": lambda x: (x.abs() + 1).sqrt(),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "cat": lambda x: torch.cat([x, x], 1),
+    "stack, flattened": lambda x: torch.stack([x, x], 2).flatten(1, 2),
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "split and cat": lambda x: torch.cat(x.split(4, 1)[::-1], 1),
+    "slice of the image": lambda x: x[:, :, 1:-1, 1:-1],
+    "index_select": lambda x: x.index_select(1, torch.arange(4, device=x.device)),
+    "flip": lambda x: x.flip(3),
+    "roll": lambda x: x.roll(1, 2),
+    "pad, zeros": lambda x: F.pad(x, (1, 1, 1, 1)),
+    "pad, reflect": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "pad, replicate": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "interpolate nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "interpolate bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "interpolate bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "grid_sample": lambda x: F.grid_sample(x, _grid(x), align_corners=False),
+    "reshape over five dimensions": lambda x: x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(SHAPE),
+    "fold of unfold": lambda x: F.fold(F.unfold(x, 2, stride=2), (8, 8), 2, stride=2),
+    "mean over the image, kept": lambda x: x - x.mean((2, 3), keepdim=True),
+    "sum over channels, kept": lambda x: x - x.sum(1, keepdim=True),
+    "cumsum": lambda x: x.cumsum(2),
+    "empty_like, filled": lambda x: torch.empty_like(x).copy_(x),
+}
+
+
+def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """One row per probe: the format of its output, and of its input's gradient when its output's is channels_last.
+
+    "error": the operator does not support the dtype on the device, or has no backward pass.
+    """
+    rows = []
+    for name, probe in PROBES.items():
+        x = torch.randn(SHAPE, device=device).to(dtype, memory_format=torch.channels_last).requires_grad_()
+        row = {"operator": name, "forward": "error", "backward": "error"}
+        try:
+            output = probe(x)
+            row["forward"] = classify(output)
+            gradient = torch.randn(output.shape, device=device).to(output.dtype, memory_format=torch.channels_last)
+            # not .backward(), which gives a leaf's gradient the strides of the leaf
+            row["backward"] = classify(torch.autograd.grad(output, x, gradient)[0])
+        except RuntimeError:  # torch's "not implemented for"
+            pass
+        rows.append(row)
+    return rows

@@ -1,0 +1,197 @@
+"""Planted costs are the first row, with their time; a row becomes a program; operators are probed; the command."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cl_train import audit, classify, convert
+from cl_train.commands.audit import main
+from cl_train.config.schema import ConfigError
+from cl_train.memory_format.operator_support import PROBES, SHAPE, operator_support
+from cl_train.memory_format.operator_times import OperatorTimes, Row, TimedCall
+from cl_train.memory_format.reproduction import reproduction
+
+CPU = torch.device("cpu")
+SLEEP_MS = 20.0
+
+
+class SleepForward(nn.Module):
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if classify(x) == self.layout:
+            time.sleep(SLEEP_MS / 1000)
+        return x * 1
+
+
+class _SleepInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if classify(gradient) == "channels_last":
+            time.sleep(SLEEP_MS / 1000)
+        return gradient
+
+
+class SleepBackward(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _SleepInBackward.apply(x)
+
+
+class Contiguous(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous()
+
+
+def model_with(planted: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), planted, nn.Conv2d(8, 8, 3))
+    convert(model)
+    return model
+
+
+def images(size: int = 12) -> torch.Tensor:
+    return torch.randn(2, 3, size, size).to(memory_format=torch.channels_last)
+
+
+def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
+    return audit(model, images(), time=True, time_limit_s=0.5, **options).times
+
+
+@pytest.mark.parametrize(
+    ("planted", "direction", "sign"),
+    [
+        (SleepForward("channels_last"), "forward", 1),
+        (SleepForward("contiguous"), "forward", -1),
+        (SleepBackward(), "backward", 1),
+    ],
+)
+def test_a_planted_sleep_is_the_first_row_with_its_time(planted: nn.Module, direction: str, sign: int) -> None:
+    times = times_of(model_with(planted))
+    for row in (times.modules()[0], times.operators()[0]):
+        assert sign * row.difference_ms == pytest.approx(SLEEP_MS, rel=0.1) and row.is_significant
+    assert times.modules()[0].name == "3"
+    (call,) = times.operators()[0].calls
+    assert (call.operator, call.module, call.direction) == ("python", "3", direction)
+
+
+def test_copies_are_a_row_and_convolutions_a_table() -> None:
+    model = nn.Sequential(model_with(Contiguous()), nn.Conv2d(8, 8, 3, padding=1, groups=2))
+    convert(model)
+    times = times_of(model)
+    copies = {row.name: row for row in times.kinds()}["layout copies forward"]
+    assert copies.contiguous_ms == 0 < copies.channels_last_ms and len(copies.calls) == 1
+    shapes = times.convolutions()
+    assert [(shape["calls"], shape["dtype"]) for shape in shapes] == [(1, "float32")] * 3
+    grouped = next(shape for shape in shapes if shape["groups"] == 2)
+    assert (grouped["input"], grouped["out"], grouped["kernel"]) == ("2x8x8x8", 8, "3x3")
+    assert all(grouped[f"{way}, {layout}"] > 0 for way in ("forward", "backward") for layout in ("contiguous",))
+    assert len(str(times).splitlines()[1]) < 130 and times.utilisation["gflop_per_image"] > 0
+    assert json.loads(json.dumps(times.to_dict()))["rounds"] >= 4
+
+
+def test_the_model_is_afterwards_what_it_was() -> None:
+    model = model_with(nn.Identity())
+    state = {name: (value.clone(), value.stride()) for name, value in model.state_dict().items()}
+    times_of(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name][0]) and value.stride() == state[name][1]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"backward": False}, {"loss": lambda output: output.sum()}])
+def test_inference_and_own_losses(options: Any) -> None:
+    times = times_of(model_with(nn.Identity()), **options)
+    phases = {call.direction for call in times.calls}
+    assert phases == ({"forward"} if "backward" in options else {"forward", "backward", "update"})
+
+
+def call_of(ms: list[tuple[float, float]], name: str = "aten.relu.default") -> TimedCall:
+    return TimedCall(name, "forward", name, "ReLU", "element-wise", "", ms=np.array(ms))
+
+
+def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explained() -> None:
+    noisy = call_of([(1, 1 + difference) for difference in (-3, -1, 1, 2, 3, 4, 5, 6, 7)], "aten.noisy.default")
+    certain = call_of([(1, 2 + index / 10) for index in range(9)], "aten.certain.default")
+    row = Row("", [noisy])
+    assert row.interval_ms == (-1, 6) and row.difference_ms == 3 and not row.is_significant
+    used = {"gflop_per_image": 1.0, "tflop_per_s": 1.0, "matmul_pct": 50.0, "data_sheet_pct": None}
+    times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), 1.0, used)
+    assert [row.name for row in times.modules()] == ["aten.certain.default", "aten.noisy.default"]
+    assert times.worst().calls == [certain] and times.speed_ratio == 1.25
+    assert times.explained_pct == pytest.approx(20) and "do not trust" in times.summary()[2]
+
+
+@pytest.mark.slow
+def test_a_row_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
+    times = times_of(model_with(nn.MaxPool2d(2)))
+    operators = [row for row in times.operators() if row.calls[0].operator != "python"]
+    found = {row.calls[0].operator: row for row in operators if len(row.calls[0].arguments) == 2}
+    for operator in ("convolution", "convolution_backward", "max_pool2d_with_indices_backward", "_fused_sgd_"):
+        row = next(row for name, row in found.items() if name.split(".")[1] == operator)
+        path = tmp_path / "slow.py"
+        path.write_text(reproduction(row, "a model", "cpu"))
+        assert "cl_train" not in path.read_text()
+        done = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        printed = re.findall(r"(contiguous|channels_last) +(\w+) +([\d.]+) ms", done.stdout)
+        assert {layout for layout, _, _ in printed} == {"contiguous", "channels_last"}
+        assert len(printed) == (4 if operator == "convolution" else 2) and all(float(ms) > 0 for *_, ms in printed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_table_of_operators_agrees_with_direct_strides(dtype: torch.dtype) -> None:
+    rows = operator_support(CPU, dtype)
+    assert len(rows) >= 60 and sum(row["forward"] == "error" for row in rows) <= 1
+    for row in rows:
+        if row["forward"] == "error":
+            continue
+        x = torch.empty_strided(SHAPE, (512, 1, 64, 8), dtype=dtype).normal_().requires_grad_()
+        gradients: list[torch.Tensor] = []
+        x.register_hook(gradients.append)
+        output = PROBES[row["operator"]](x)
+        assert descends(output) == (row["forward"] == "channels_last"), row
+        output.backward(torch.ones_like(output, memory_format=torch.channels_last))
+        assert descends(gradients[0]) == (row["backward"] == "channels_last"), row
+
+
+def descends(tensor: torch.Tensor) -> bool:
+    """Channels innermost: the strides of C, W, H, N ascend."""
+    n, c, h, w = tensor.stride()
+    return c < w < h < n
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_program_the_chart_and_counts_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model=shufflenet_v2_x0_5", "data.image_size=32", "precision=fp32", "measure=false"]
+    files = [f"repro={tmp_path}/slow.py", f"chart={tmp_path}/times.png", f"out={tmp_path}/audit.json"]
+    assert main([*words, "time=true", "time_limit_s=1", "max_lost=0", *files]) == 1
+    assert "more than max_lost=0" in capsys.readouterr().out
+    report = json.loads((tmp_path / "audit.json").read_text())
+    assert report["times"]["modules"] and report["exceeded"] is True
+    compile((tmp_path / "slow.py").read_text(), "slow.py", "exec")
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="exists"):
+        main([*words, "time=true", f"repro={tmp_path}/slow.py"])
+    with pytest.raises(ConfigError, match="need time=true"):
+        main([*words, "chart=a.png"])
+    assert main([*words, "max_lost=40"]) == 0
+    assert main(["operators=true", "json=true", "precision=fp32"]) == 0
+    table = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(table["operators"]) == len(PROBES) and table["dtype"] == "float32"
