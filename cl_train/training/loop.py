@@ -387,7 +387,7 @@ def finish(run: Run, *, evaluate_only: bool) -> None:
     }
     if run.summary["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
         run.summary["images_per_s"]["compute"] = run.summary["images_per_s"]["end_to_end"]
-    if run.dist.is_main and run.records and not run.stop_signal:
+    if run.dist.is_main and run.summary["images_per_s"]["end_to_end"] and not run.stop_signal:
         run.summary["utilisation"] = utilisation_of(
             run.state.model, run.summary, run.state.parts.precision, run.dist.device
         )
