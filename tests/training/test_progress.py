@@ -2,14 +2,14 @@
 
 import pytest
 
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import CheckpointConfig, Config, ConfigError, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.training.progress import Progress
 from cl_train.training.setup import make_plan
 
 
 def test_a_plan_counts_optimizer_steps() -> None:
-    cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=10)
-    cfg.schedule.name, cfg.optim.lr = "constant", 0.1
+    constant = {"schedule": ScheduleConfig(name="constant"), "optim": OptimConfig(lr=0.1)}
+    cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=10, **constant)
     plan = make_plan(cfg, 500, 2)
     assert (plan.image_sizes, plan.batch_size, plan.global_batch_size) == ((224,) * 4, 8, 48)
     assert plan.steps_per_epoch == plan.last_step == 10
@@ -18,9 +18,9 @@ def test_a_plan_counts_optimizer_steps() -> None:
 
 @pytest.mark.parametrize("reference_batch_size", [256, 0])
 def test_growing_images_leave_steps_and_learning_rate_alone(reference_batch_size: int) -> None:
-    cfg = Config(batch_size=32, epochs=4)
-    cfg.optim.reference_batch_size, cfg.optim.lr, cfg.schedule.name = reference_batch_size, 1.0, "linear"
-    cfg.data.size_schedule = [[0, 64], [2, 128]]
+    optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
+    data = DataConfig(size_schedule=[[0, 64], [2, 128]])
+    cfg = Config(batch_size=32, epochs=4, optim=optim, schedule=ScheduleConfig(name="linear"), data=data)
     plan = make_plan(cfg, 1280, 1)
     assert plan.image_sizes == (64, 96, 128, 128) and plan.last_step == 160
     peak = 32 / 256 if reference_batch_size else 1.0
@@ -34,8 +34,7 @@ def test_too_few_images_for_one_step() -> None:
 
 
 def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> None:
-    cfg = Config(batch_size=10, epochs=5, evaluate_every=2)
-    cfg.checkpoint.every_epochs = 3
+    cfg = Config(batch_size=10, epochs=5, evaluate_every=2, checkpoint=CheckpointConfig(every_epochs=3))
     plan = make_plan(cfg, 40, 1)
     progress, evaluated, saved = Progress(), [], []
     for _ in range(plan.last_step):
