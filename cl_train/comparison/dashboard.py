@@ -12,10 +12,7 @@ PARTS = ("median", "low", "high")
 
 
 def write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path) -> None:
-    """Write TensorBoard events into `folder`, into one subfolder per side, and into one per run for HParams.
-
-    `labels` name the pairs. Tags sort behind train/ and val/, which the Time Series page shows first.
-    """
+    """Into `folder`, a subfolder per side and, for HParams, one per run; tags sort behind train/ and val/."""
     import numpy as np
     from PIL import Image
     from torch.utils.tensorboard import SummaryWriter

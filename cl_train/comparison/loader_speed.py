@@ -52,10 +52,7 @@ def with_defaults(settings: LoaderBenchmarkSettings) -> LoaderBenchmarkSettings:
 
 
 def benchmark(settings: LoaderBenchmarkSettings) -> dict[str, Any]:
-    """Measure; returns the content of the JSON file.
-
-    Raises ConfigError: no such folder, or fewer images than one batch.
-    """
+    """Measure; returns the content of the JSON file. Raises ConfigError: no such folder, or no whole batch."""
     settings = with_defaults(settings)
     own = [ours(settings, count) for count in settings.workers]  # raises ConfigError for a missing folder
     result = measure([torchvision_reference(settings, settings.workers[-1]), *own], settings)

@@ -65,11 +65,7 @@ class Pair:
 
 
 def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
-    """Pair runs that differ only in `by`; repeats are paired by their number, else in the order in which they ran.
-
-    A run without an equal partner is paired with the most similar run of its model that has another value of `by`, so
-    that the report can name the differences: such a pair is never comparable.
-    """
+    """Pair runs that differ only in `by`; one without a partner, with the most similar run, as not comparable."""
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in sorted(runs, key=lambda run: run.started_at or 0.0):
         signature = json.dumps(_held_equal(run, by), sort_keys=True, default=str)
@@ -99,10 +95,7 @@ def compare_two(first: Run, second: Run, by: str) -> Pair:
 
 
 def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "channels_last") -> Pair:
-    """The verdict on repeats of one setting against repeats of another.
-
-    A loader-bound pair without a verdict is not comparable either, because the loader can mask a difference.
-    """
+    """The verdict on repeats of one setting against repeats of another; a loader can mask a difference."""
     count = min(len(baseline), len(candidate))
     first, second = list(baseline[:count]), list(candidate[:count])
     names = _names(first[0], second[0], by)
@@ -168,10 +161,7 @@ def _shown(first: Run, second: Run, by: str) -> dict[str, Any]:
 
 
 def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:
-    """The repeats (and seeds) that both sides have: they ran next to each other, which cancels drift.
-
-    A run whose partner failed is left out. Where runs of one side cannot be distinguished, all pair in order.
-    """
+    """The repeats and seeds that both sides have; where runs cannot be distinguished, all pair in order."""
     keys = {*differing(baseline), *differing(candidate)}
     one, other = (
         {str([run.repeat, *(run.settings.get(key) for key in keys)]): run for run in runs}

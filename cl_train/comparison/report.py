@@ -47,17 +47,10 @@ def compare_folders(
     parity_failures: Mapping[str, str] | None = None,
     show_table: bool = False,
 ) -> Report:
-    """Compare a sweep, a folder of runs, or the runs named; print the verdict, and write the report.
+    """Compare a sweep, a folder of runs, or two or more runs; print the verdict, and write the report to `out`.
 
-    Args:
-        folders: the folder of a sweep or of several runs, or two or more run folders.
-        by: the setting to compare by; None = the sweep's own, else channels_last.
-        out: where to write the report; None = the folder of a sweep, else nowhere.
-        parity_failures: why the runs of a model cannot be compared, by model.
-        show_table: print the whole report, not only the verdict.
-
-    Raises:
-        ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
+    `by` and `out` are by default those of the sweep. `parity_failures`: why runs cannot be compared, by model.
+    Raises ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")

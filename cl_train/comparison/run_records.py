@@ -62,12 +62,9 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read `metrics.jsonl`, and `config.yaml` and `summary.json` if they exist.
+    """A run from its files; config.yaml and summary.json may be missing.
 
-    Settings that `config.yaml` lacks are taken from the summary; fields that a record lacks are unknown.
-
-    Raises:
-        ConfigError: not a run folder, a damaged file or a value of the wrong type, or no window was finished.
+    Raises ConfigError: not a run folder, damaged, or without a window.
     """
     if not (folder / "metrics.jsonl").is_file():  # nor a FIFO, which would block
         raise ConfigError(f"{folder} is not a run folder: it has no file metrics.jsonl")
@@ -186,11 +183,7 @@ _SUMMARY: dict[str, Rule] = {
 
 
 def _checked(document: Any, rules: Mapping[str, Rule], where: str, required: Sequence[str] = ()) -> dict[str, Any]:
-    """The document without nulls, which mean unknown.
-
-    Raises:
-        ValueError: a value of the wrong type or size, or a required one is unknown.
-    """
+    """The document without nulls, which mean unknown; ValueError names a value of the wrong type or size."""
     if not isinstance(document, dict):
         raise ValueError(f"{where} is {repr(document)[:80]}")
     known = {name: value for name, value in document.items() if value is not None}
