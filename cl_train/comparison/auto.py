@@ -152,6 +152,8 @@ def _layouts(model: nn.Module, workload: Workload) -> list[Layout]:
 def _reason(done: Comparison, batch_size: int) -> str:
     ratios = [
         f"{speed.layout} is {speed.ratio.ratio:.2f}x [{speed.ratio.low:.2f}, {speed.ratio.high:.2f}]"
+        if speed.ratio.width < 1
+        else f"{speed.layout} is perhaps {speed.ratio.ratio:.1f}x"
         for speed in done.speeds[1:]
     ]
     smaller = "" if done.batch_size == batch_size else f" at batch {done.batch_size}"

@@ -19,6 +19,7 @@ from cl_train.comparison.statistics import Interval, repeats_to_decide, verdict_
 from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.crashes import OutOfMemory, crash_safe
+from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import explain_failure, random_state_restored
 from cl_train.models.sources import device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
@@ -159,14 +160,11 @@ def workload_of(
     **more: Any,
 ) -> Workload:
     """A `Workload` from plain values; `more` are its other fields."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {model!r:.60}: give a torch.nn.Module, such as torchvision.models.resnet18()")
+    refuse_lazy(model)
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}: must be at least 1")
     if more.get("mode", "train") not in ("train", "infer"):
         raise ConfigError(f"mode={more['mode']}: must be train or infer")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: must be at least 1")
     on = torch.device(device) if device is not None else device_of(model)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     sizes = [len(leaf) for leaf in tree_leaves(more.get("batch")) if isinstance(leaf, torch.Tensor) and leaf.dim()]

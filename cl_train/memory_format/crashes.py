@@ -90,8 +90,10 @@ def _place_of_crash(work: Callable[[], Any]) -> str:
     with mmap.mmap(-1, 2 * _PLACE_BYTES) as places:  # shared with the child
         outcome, exit_code = _forked(work, places)
         where, known = (bytes(part).rstrip(b"\0").decode() for part in (places[:_PLACE_BYTES], places[_PLACE_BYTES:]))
-    has_crashed = outcome is None and exit_code is not None
-    return (f" in {where}" if where and has_crashed else "") + (f"; {known}" if known else "")
+    what, _, reason = known.partition(": ")
+    if not where or outcome is not None or exit_code is None:  # it has not crashed again
+        return f"; {known}" if known else ""
+    return f" in {where}" + (f": {reason}" if known and where.endswith(what) else f"; {known}" if known else "")
 
 
 def _forked(work: Callable[[], Any], place: mmap.mmap | None) -> tuple[tuple[Any, Any] | None, int | None]:

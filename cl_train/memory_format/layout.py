@@ -102,7 +102,7 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
 def refuse_lazy(model: Any) -> None:
     """Raises ConfigError if this is no model, or a tensor of the model has no shape yet."""
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
-        raise ConfigError(f"a {type(model).__name__} is no model: expected a torch.nn.Module or an exported program")
+        raise ConfigError(f"a {type(model).__name__} is no model ({model!r:.60}): give a torch.nn.Module")
     lazy = next((name for name, tensor in named_tensors(model).items() if nn.parameter.is_lazy(tensor)), None)
     if lazy:
         raise ConfigError(f"{lazy} is lazy and has no shape yet: run one batch through the model first")
