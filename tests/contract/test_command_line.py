@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices, split_sweep
+from cl_train.config.schema import Config, ConfigError, OptimConfig
 from cl_train.config.validation import load, setting_fields, settings_from_arguments, to_mapping
 from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
@@ -275,6 +275,33 @@ def test_conf_of_the_working_folder_comes_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     (cfg,) = check_command_line(["experiment=mine"])
     assert (cfg.epochs, cfg.optim.lr) == (77, 0.77) and "smoke" in group_choices("experiment")
+
+
+def test_a_file_lies_between_conf_and_the_command_line(tmp_path: Path) -> None:
+    lines = [
+        "optim: {name: adamw, weight_decay: 0.1}",
+        "data: {name: folder, root: /x}",
+        "augment: strong",
+        "epochs: 7",
+    ]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    (cfg,) = check_command_line([f"config={tmp_path}/mine.yaml", "optim.lr=0.3"])
+    assert cfg.optim == OptimConfig(name="adamw", lr=0.3, weight_decay=0.1, decay_norm_and_bias=False)
+    assert (cfg.data.name, cfg.data.root, cfg.augment.mixup, cfg.epochs) == ("folder", "/x", 0.2, 7)
+    (cfg,) = check_command_line([f"config={tmp_path}/mine.yaml", "optim=sgd", "data=synthetic"])
+    assert (cfg.optim, cfg.data.root, cfg.epochs) == (OptimConfig(), None, 7), "a chosen group replaces its section"
+    runs = check_command_line(["-m", f"config={tmp_path}/mine.yaml", "epochs=1,2"])
+    assert [(cfg.epochs, cfg.optim.name) for cfg in runs] == [(1, "adamw"), (2, "adamw")]
+
+
+def test_recipes_of_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\nepochs: 77\n")
+    words = [f"--config-dir={tmp_path}", "experiment=mine", "optim=adamw"]
+    (cfg,) = check_command_line(words)
+    assert (cfg.epochs, cfg.optim.weight_decay) == (77, 0.05)
+    fixed, _ = split_sweep(["-m", *words])
+    assert check_command_line(fixed) == [cfg], "the jobs of a sweep find it too"
 
 
 def test_a_value_is_read_in_the_type_of_its_setting() -> None:
