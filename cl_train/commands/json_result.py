@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,16 +20,19 @@ def print_result(schema: type[T], words: list[str], measure: Callable[[T], tuple
     """
     settings: Any = settings_from_arguments(schema, words)
     path = Path(settings.out) if settings.out else None
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(sys.stderr if settings.json else sys.stdout))
-        # Opened before the measurement, which may take hours.
-        file = stack.enter_context(output_file(path, overwrite=settings.overwrite)) if path else None
-        result, text = measure(settings)
-        print(text)  # also if the file cannot be written
-        if file is not None:
-            write_json(file, result)
-    if path is not None:
-        print(f"written: {path}", file=sys.stderr if settings.json else sys.stdout)
+    text = ""
+    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
+        try:
+            # Opened before the measurement, which may take hours.
+            with output_file(path, overwrite=settings.overwrite) if path else nullcontext() as file:
+                result, text = measure(settings)
+                if file is not None:
+                    write_json(file, result)
+            if path is not None:
+                print(f"written: {path}")
+        finally:
+            if text:  # also if the file cannot be written
+                print(text)
     if settings.json:
         print(json.dumps(result))
     return result

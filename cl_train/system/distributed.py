@@ -19,6 +19,7 @@ from cl_train.system.child_process import end_with_parent
 from cl_train.system.launcher import adopt_srun, is_srun_task, read_launch
 
 T = TypeVar("T")
+_groups = 0  # process groups that this process has joined
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,8 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
             f"rank {launch.rank} did not meet the other {launch.world_size - 1} ranks at {address} within "
             f"{timeout_s:g} s: start all ranks, and check MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
         ) from error
+    global _groups
+    _groups += 1
     store = torch.distributed.PrefixStore(store_prefix("attempt"), store)
     torch.distributed.init_process_group(
         # gloo on CUDA too: the hosts exchange flags without waiting for a device
@@ -147,11 +150,12 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
 
 def store_prefix(name: str) -> str:
-    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the previous attempt.
+    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the previous attempt, nor the
+    second run of a program those of its first.
 
     torchrun does not count a restart after a node has joined, but then the number of processes changes.
     """
-    return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ['WORLD_SIZE']}"
+    return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ['WORLD_SIZE']}-{_groups}"
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:

@@ -24,11 +24,6 @@ from tests.processes import LIMIT_S
 RANK = int(os.environ["RANK"])
 
 
-def fresh_group() -> None:
-    """Every process group needs keys of its own in the ranks' store, as after a restart by torchrun."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1)
-
-
 def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Config:
     data = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0, **(data or {})}
     words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2, "batch_size": 8}
@@ -39,8 +34,14 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
     """The trial step runs backward on the model itself, as on a GPU; then four steps."""
     cfg = settings(folder, ddp_static_graph=True, channels_last=True)
     precision = resolve_precision("fp32", torch.device("cpu"))
-    original = preflight.copy_model
-    preflight.copy_model = lambda model: model  # type: ignore[assignment]
+    original = build.check_batch_fits
+
+    def on_the_model(
+        model: Any, precision: Any, batch_format: Any, *, batch_size: int, num_classes: int, **_: Any
+    ) -> None:
+        preflight.trial_step(model, precision, batch_format, (batch_size, 3, 32, 32), num_classes)
+
+    build.check_batch_fits = on_the_model  # type: ignore[assignment]
     equal = []
     with processes("cpu", LIMIT_S) as dist:
         torch.manual_seed(0)
@@ -51,7 +52,7 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
             state.train_step([Batch(images, torch.randint(3, (8,), generator=generator))])
             sums = gather_objects([parameter.sum().item() for parameter in state.model.parameters()], dist)
             equal.append(sums[0] == sums[1])
-    preflight.copy_model = original
+    build.check_batch_fits = original
     return equal
 
 
@@ -70,7 +71,6 @@ def resume_reads_on_rank_0_alone(folder: Path) -> Any:
     first = train(settings(folder, max_steps=3, data=growing), folder / "resumed")
     if RANK == 1:
         training_state.load_for_resume = _forbidden  # type: ignore[assignment]
-    fresh_group()
     second = train(settings(folder, resume="auto", data=growing), folder / "resumed")
     return [first, second]
 
@@ -125,7 +125,6 @@ CASES: list[Callable[[Path], Any]] = [
 def main(folder: Path) -> None:
     found = {}
     for case in CASES:
-        fresh_group()
         found[case.__name__] = case(folder)
     (folder / f"rank-{RANK}.json").write_text(json.dumps(found))
 
