@@ -183,8 +183,9 @@ def _list(folder: Path, classes: list[str], cfg: DataConfig) -> _Listing:
         files: list[bytes] = []
         for below, file_names in files_below(os.path.join(root, os.fsencode(name))):
             listing.folders.append(below)
+            prefix = below[len(root) + 1 :] + b"/"
             for file_name in file_names:
-                path = os.path.join(below, file_name)[len(root) + 1 :]
+                path = prefix + file_name
                 if file_name.lower().endswith(suffixes):
                     files.append(path)
                 elif not file_name.startswith(b"."):

@@ -64,19 +64,20 @@ def _clouds(x: Field, y: Field) -> Field:
     return (0.5 + 0.5 * np.tanh(sum(waves))).astype(np.float32)
 
 
-def _dots(x: Field, y: Field) -> Field:
-    x = x + np.floor(y) / 2  # every second row is shifted by half a cell
-    return _wave(0.5 - np.hypot(x - np.floor(x) - 0.5, y - np.floor(y) - 0.5))
+def _from_centre(x: Field, y: Field) -> Field:
+    """Distance from the centre of each unit cell; every second row of cells is shifted by half a cell."""
+    x = x + np.floor(y) / 2
+    return np.hypot(x - np.floor(x) - 0.5, y - np.floor(y) - 0.5)
 
 
 PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in periods, 0 to 1
-    "bricks": lambda x, y: np.maximum(_lines(y), _lines(x / 2 + np.floor(y - 0.25) / 2)),
-    "checks": lambda x, y: _either(_wave(x / 2), _wave(y / 2)),
+    "checks": lambda x, y: _either(_wave(x / 1.4), _wave(y / 1.4)),
     "clouds": _clouds,
     "columns": lambda x, y: _wave(x),
     "diagonals": lambda x, y: _wave(_turned(x, y, 45)),
-    "dots": _dots,
+    "dots": lambda x, y: _wave(0.5 - _from_centre(x, y)),
     "grid": lambda x, y: np.maximum(_lines(x), _lines(y)),
+    "rings": lambda x, y: _wave(3.2 * _from_centre(x / 2, y / 2)),
     "rows": lambda x, y: _wave(y),
     "triangles": lambda x, y: np.max([_lines(_turned(x, y, degrees)) for degrees in (30, 90, 150)], axis=0),
     "zigzags": lambda x, y: _wave(y + 1.4 * np.abs(x / 2 - np.floor(x / 2) - 0.5)),

@@ -15,10 +15,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,24 +131,15 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _expansions(pattern: str) -> Iterator[str]:
-    depth, cuts = 0, [pattern.find("{")]  # the first brace, the commas of its group, and the brace that closes it
-    for position in range(cuts[0], len(pattern)) if cuts[0] >= 0 else ():
-        depth += (pattern[position] == "{") - (pattern[position] == "}")
-        if depth == 0 or (depth == 1 and pattern[position] == ","):
-            cuts.append(position)
-        if depth == 0:
-            break
-    else:
-        yield pattern  # no group, or one that is not closed
+    group = re.search(r"\{((?:[^{}]|\{[^{}]*\})*)\}", pattern)  # with groups of one level inside
+    if group is None:
+        yield pattern
         return
-    parts = [pattern[start + 1 : end] for start, end in pairwise(cuts)]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", parts[0]) if len(parts) == 1 else None
-    words: Iterator[str] = (word for part in parts for word in _expansions(part))
-    if span:
+    words: Iterable[str] = re.split(r",(?![^{]*\})", group[1])  # at commas outside of inner groups
+    if span := re.fullmatch(r"(\d+)\.\.(\d+)", group[1]):
         words = (f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1))
     for word in words:
-        for end in _expansions(pattern[cuts[-1] + 1 :]):
-            yield pattern[: cuts[0]] + word + end
+        yield from _expansions(pattern[: group.start()] + word + pattern[group.end() :])
 
 
 def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:

@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,17 @@ _ROWS = 64  # read at once
 
 
 @dataclass(frozen=True)
-class _Table:
-    """What a file holds beside the pixels: `label_names` is empty if the file has no names for its labels."""
-
-    image_column: str
-    label_column: str
-    label_names: tuple[str, ...]
-    labels: list[int]
-    names: list[str]
-
-
-@dataclass(frozen=True)
 class _File:
-    """A parquet file and the rows of its split that come before it."""
+    """A parquet file without its pixels. `label_names` is empty if it has no names for its labels."""
 
     path: Path
     split: str
-    shard: str
-    first_row: int
-    table: _Table
+    image_column: str
+    label_names: tuple[str, ...]
+    labels: list[int]
+    names: list[str]
+    shard: str = ""
+    first_row: int = 0  # the rows of its split that come before it
 
 
 def unpack_parquet(
@@ -65,7 +57,7 @@ def unpack_parquet(
     with resumable_folder(out, overwrite=overwrite):
         files = _files(root, workers)
         classes = _class_names(files)
-        names = [[file.path.name, len(file.table.labels)] for file in files]
+        names = [[file.path.name, len(file.labels)] for file in files]
         record_settings(out, {"task": "parquet", "files": names, "to": to})
         write = partial(_write_shard if to == "shards" else _write_images, out, classes)
         counts = list(map_in_processes(write, files, workers, description=to, unit="file"))
@@ -86,16 +78,16 @@ def _files(root: Path, workers: int | None) -> list[_File]:
         if expected and int(expected[1]) != len(paths):
             raise ConfigError(f"'{root}' has {len(paths)} of {int(expected[1])} {split} files")
         row = 0
-        tables = map_in_processes(_read_table, paths, workers, description=f"{split} labels", unit="file")
-        for number, (path, table) in enumerate(zip(paths, tables, strict=True)):
-            files.append(_File(path, split, shard_name(root, split, number), row, table))
-            row += len(table.labels)
+        read = partial(_read_file, split)
+        for number, file in enumerate(map_in_processes(read, paths, workers, description=f"{split} labels")):
+            files.append(replace(file, shard=shard_name(root, split, number), first_row=row))
+            row += len(file.labels)
     if not files:
         raise ConfigError(f"'{root}' has no files *train*.parquet or *validation*.parquet")
     return files
 
 
-def _read_table(path: Path) -> _Table:
+def _read_file(split: str, path: Path) -> _File:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -117,7 +109,7 @@ def _read_table(path: Path) -> _Table:
         raise ConfigError(f"{path}: rows without a label")
     if label_names and max(labels, default=0) >= len(label_names):
         raise ConfigError(f"{path}: label {max(labels)}, but only {len(label_names)} labels have a name")
-    return _Table(image, label, label_names, labels, names)
+    return _File(path, split, image, label_names, labels, names)
 
 
 def _column(features: dict[str, Any], kind: str, default: str) -> str:
@@ -129,12 +121,12 @@ def _class_names(files: list[_File]) -> list[str]:
     """By label. Raises ConfigError if a label has images of two WordNet ids, or an id two labels."""
     wnids: dict[int, str] = {}
     used: set[int] = set()
-    label_names = files[0].table.label_names
+    label_names = files[0].label_names
     for file in files:
-        if file.table.label_names != label_names:
+        if file.label_names != label_names:
             raise ConfigError(f"{file.path}: its labels have other names than those of {files[0].path}")
-        used.update(file.table.labels)
-        for label, name in zip(file.table.labels, file.table.names, strict=True):
+        used.update(file.labels)
+        for label, name in zip(file.labels, file.names, strict=True):
             if wnid := re.search(r"(n\d{8})\.\w+$", name):
                 known = wnids.setdefault(label, wnid[1])
                 if known != wnid[1]:
@@ -148,7 +140,7 @@ def _class_names(files: list[_File]) -> list[str]:
     places = Counter(
         f"{file.split}/{classes[label]}/{_stem(name, classes[label])}"
         for file in files
-        for label, name in zip(file.table.labels, file.table.names, strict=True)
+        for label, name in zip(file.labels, file.names, strict=True)
         if name
     )
     if twice := [place for place, count in places.items() if count > 1]:
@@ -160,26 +152,22 @@ def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
     """(row in the split, label, file name, encoded image)"""
     import pyarrow.parquet as pq
 
-    image, row = file.table.image_column, 0
+    image, row = file.image_column, 0
     try:
         for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=[image], use_threads=False):
             for record in batch.to_pylist():
-                data = record[image]["bytes"] or _local_image(file.path.parent, file.table.names[row])
-                yield file.first_row + row, file.table.labels[row], file.table.names[row], data
+                data = record[image]["bytes"] or _local_image(file.path.parent, file.names[row])
+                yield file.first_row + row, file.labels[row], file.names[row], data
                 row += 1
     except (OSError, ValueError, TypeError, KeyError, BadImage) as error:
-        raise ConfigError(f"{file.path}: damaged (row {row}: {error})") from None
+        raise ConfigError(f"{file.path}: damaged (row {row}, {file.names[row]!r}: {error})") from None
 
 
 def _local_image(folder: Path, name: str) -> bytes:
-    """Raises BadImage. The content is checked, because the file was chosen by whoever wrote the table."""
     if not name:
         raise BadImage("no image")
-    try:
-        data = read_file(folder / name)
-        Encoded(data)
-    except BadImage as error:
-        raise BadImage(f"{name}: {error}") from None
+    data = read_file(folder / name)
+    Encoded(data)  # raises BadImage: whoever wrote the table could name any file
     return data
 
 
@@ -193,7 +181,7 @@ def _write_images(out: Path, classes: list[str], file: _File) -> int:
         suffix = ".png" if data.startswith(PNG_MAGIC) else ".JPEG"
         stem = _stem(name, classes[label]) or f"{row:08d}"
         write_image(out / file.split / classes[label] / f"{stem}{suffix}", data)
-    return len(file.table.labels)
+    return len(file.labels)
 
 
 def _stem(name: str, class_name: str) -> str:

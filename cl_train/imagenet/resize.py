@@ -5,7 +5,6 @@ second lossy compression, and small crops are enlarged from fewer pixels, so tha
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,8 @@ class ResizeReport:
 
     def __str__(self) -> str:
         lines = [f"{self.written:,} images written, {self.present:,} existed already"]
-        lines += [f"{self.bytes_in / 2**20:,.1f} MiB became {self.bytes_out / 2**20:,.1f} MiB"] if self.written else []
+        if self.written:
+            lines.append(f"{self.bytes_in / 2**20:,.1f} MiB became {self.bytes_out / 2**20:,.1f} MiB")
         if self.bad:
             lines += [f"{len(self.bad):,} images cannot be decoded and were not copied:", *self.bad[:_SHOWN]]
         return "\n".join(lines)
@@ -51,10 +51,8 @@ def resize_folder(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> ResizeReport:
-    """Copy every image below `root` to the same name below `out`, smaller, in parallel.
-
-    After an interruption, call it again to continue: each copy is written to a temporary name, decoded to verify it,
-    and then renamed, so that existing copies are complete.
+    """Copy every image below `root` to the same name below `out`, smaller, in parallel. After an interruption, call it
+    again to continue.
 
     Args:
         max_side: longest side of a copy, pixels; 400 if `short_side` is not given either.
@@ -65,13 +63,10 @@ def resize_folder(
         ConfigError: no such folder, a part of it that cannot be read, or an unusable `out`.
         RuntimeError: a worker process died.
     """
-    problems = []
     if max_side is not None and short_side is not None:
-        problems.append("give either max_side or short_side, not both")
+        raise ConfigError("give either max_side or short_side, not both")
     if not root.is_dir():
-        problems.append(f"'{root}' is not a folder")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"'{root}' is not a folder")
     if not short_side:
         max_side = max_side or _DEFAULT_MAX_SIDE
     report = ResizeReport()
@@ -79,7 +74,7 @@ def resize_folder(
         record_settings(out, {"task": "resize", "max_side": max_side, "short_side": short_side, "quality": quality})
         files = (os.path.join(below, name) for below, names in files_below(str(root)) for name in names)
         names = sorted(os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS))
-        copy = partial(_copy, root, out, partial(_smaller, max_side=max_side, short_side=short_side, quality=quality))
+        copy = partial(_copy, root, out, max_side, short_side, quality)
         for result in map_in_processes(copy, names, workers, description="resize", unit="img"):
             if result is None:
                 report.present += 1
@@ -92,17 +87,18 @@ def resize_folder(
     return report
 
 
-def _copy(root: Path, out: Path, smaller: Callable[[bytes], bytes], name: str) -> tuple[int, int] | str | None:
+def _copy(
+    root: Path, out: Path, max_side: int | None, short_side: int | None, quality: int, name: str
+) -> tuple[int, int] | str | None:
     """Bytes of the image and of its copy; or path and reason of a bad image; or None if the copy exists."""
-    target = out / name
-    if target.is_file():
+    if (out / name).is_file():
         return None
     try:
         data = read_file(root / name)
-        copy = smaller(data)
+        copy = _smaller(data, max_side, short_side, quality)
     except BadImage as bad:
         return f"{root / name}: {bad}"
-    write_image(target, copy)
+    write_image(out / name, copy)
     return len(data), len(copy)
 
 

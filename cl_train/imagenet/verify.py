@@ -65,7 +65,7 @@ def verify(root: Path, *, deep: bool = False, official_counts: bool = True, work
 def _check_class(path: str, deep: bool) -> _Class:
     images, bad = 0, []
     for folder, names in files_below(path):
-        for file in (os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")):
+        for file in (os.path.join(folder, name) for name in names if not name.startswith(".")):
             try:
                 _check_image(file, deep)
                 images += 1
@@ -75,7 +75,6 @@ def _check_class(path: str, deep: bool) -> _Class:
 
 
 def _check_image(path: str, deep: bool) -> None:
-    """Raises BadImage."""
     if not path.lower().endswith(EXTENSIONS):
         raise BadImage(f"its name does not end in {', '.join(EXTENSIONS)}")
     if deep:

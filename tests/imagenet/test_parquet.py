@@ -108,10 +108,10 @@ WRONG: list[tuple[str, list[Any], list[Any], Any]] = [
     ("label 2, but only 2", embedded(2), [0, 2], ["a", "b"]),
     ("one name: a_b", embedded(2), [0, 1], ["a/b", "a:b"]),
     ("two images", [embedded(1)[0]] * 2, [0, 0], None),
-    ("row 1: no image", [embedded(1)[0], {"bytes": None, "path": None}], [0, 1], None),
-    ("row 1: .*No such file", [embedded(1)[0], {"bytes": None, "path": "/nowhere/1.jpg"}], [0, 1], None),
-    ("row 0: .*not a JPEG or PNG", [{"bytes": None, "path": "train.parquet"}], [0], None),
-    ("row 0: .*not a regular file", [{"bytes": None, "path": "/dev/zero"}], [0], None),
+    ("row 1, .*: no image", [embedded(1)[0], {"bytes": None, "path": None}], [0, 1], None),
+    ("row 1, .*No such file", [embedded(1)[0], {"bytes": None, "path": "/nowhere/1.jpg"}], [0, 1], None),
+    ("row 0, .*not a JPEG or PNG", [{"bytes": None, "path": "train.parquet"}], [0], None),
+    ("row 0, .*not a regular file", [{"bytes": None, "path": "/dev/zero"}], [0], None),
 ]
 
 
