@@ -47,21 +47,21 @@ def _wave(x: Field, duty: float = 0.5) -> Field:
     return (0.5 + 0.5 * np.tanh(3 * (np.sin(2 * np.pi * x) - np.cos(np.pi * duty)))).astype(np.float32)
 
 
-_lines = partial(_wave, duty=0.25)
+_lines = partial(_wave, duty=0.3)
 
 
 def _turned(x: Field, y: Field, degrees: float) -> Field:
     return x * np.float32(np.cos(np.radians(degrees))) + y * np.float32(np.sin(np.radians(degrees)))
 
 
-def _either(a: Field, b: Field) -> Field:
-    """Exclusive or."""
-    return a + b - 2 * a * b
-
-
 def _clouds(x: Field, y: Field) -> Field:
     waves = [np.sin(2 * np.pi * (0.21 * _turned(x, y, degrees) + degrees / 50)) for degrees in (10, 43, 81, 117, 152)]
     return (0.5 + 0.5 * np.tanh(sum(waves))).astype(np.float32)
+
+
+def _random(x: Field, y: Field) -> Field:
+    """0 or 1, a hash of whole numbers."""
+    return (np.sin(12.9898 * x + 78.233 * y) * 43758.5453 % 1 < 0.5).astype(np.float32)
 
 
 def _from_centre(x: Field, y: Field) -> Field:
@@ -71,12 +71,12 @@ def _from_centre(x: Field, y: Field) -> Field:
 
 
 PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in periods, 0 to 1
-    "checks": lambda x, y: _either(_wave(x / 1.4), _wave(y / 1.4)),
     "clouds": _clouds,
     "columns": lambda x, y: _wave(x),
     "diagonals": lambda x, y: _wave(_turned(x, y, 45)),
     "dots": lambda x, y: _wave(0.5 - _from_centre(x, y)),
     "grid": lambda x, y: np.maximum(_lines(x), _lines(y)),
+    "mosaic": lambda x, y: _random(np.floor(1.5 * x), np.floor(1.5 * y)),
     "rings": lambda x, y: _wave(3.2 * _from_centre(x / 2, y / 2)),
     "rows": lambda x, y: _wave(y),
     "triangles": lambda x, y: np.max([_lines(_turned(x, y, degrees)) for degrees in (30, 90, 150)], axis=0),
@@ -86,7 +86,7 @@ PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in pe
 
 def render(pattern: Callable[[Field, Field], Field], width: int, height: int, rng: np.random.Generator) -> Pixels:
     """One image, uint8 [height, width, 3]."""
-    period = np.float32(rng.uniform(40, 80) * max(width, height) / 500)
+    period = np.float32(rng.uniform(45, 70) * max(width, height) / 500)
     x = np.arange(width, dtype=np.float32)[None, :] / period + np.float32(rng.uniform(0, 64))
     y = np.arange(height, dtype=np.float32)[:, None] / period + np.float32(rng.uniform(0, 64))
     degrees = rng.uniform(-7, 7)
@@ -101,10 +101,10 @@ def render(pattern: Callable[[Field, Field], Field], width: int, height: int, rn
 
 
 def _two_colours(rng: np.random.Generator) -> tuple[Field, Field]:
-    """Two random colours that differ by at least 90 grey levels in brightness, in either order."""
+    """Two random colours that differ by at least 110 grey levels in brightness, in either order."""
     while True:
         first, second = rng.uniform(10, 245, (2, 3))
-        if abs((first - second) @ (0.299, 0.587, 0.114)) >= 90:
+        if abs((first - second) @ (0.299, 0.587, 0.114)) >= 110:
             return first.astype(np.float32), second.astype(np.float32)
 
 
