@@ -313,7 +313,10 @@ def _composed(words: tuple[str, ...], folders: tuple[Path, ...]) -> tuple[Config
     typed = {override.key_or_group: override.value() for override in _parse_overrides(words)[0]}
     start = _start_file(typed)
     values = _start_values(start, typed) if start else {}
-    raw = _compose([*_start_choices(values, folders), *words], folders)
+    choices = _start_choices(values, folders)
+    if "data.root" in typed and not typed.keys() & {"data", "config", "experiment"}:
+        choices = ["data=folder"]  # whose images are of any size, unlike the sample's
+    raw = _compose([*choices, *words], folders)
     sections = {key: value for key, value in values.items() if key not in GROUPS or isinstance(value, dict)}
     for key, value in flatten(sections, _FIELDS):
         if key not in typed:

@@ -85,7 +85,7 @@ class DataConfig:
     val_fraction: float | None = setting(None, "share of the training images used for validation", above=0, maximum=0.9)
     extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff")
     image_size: int = setting(
-        224, "side of the training crop, pixels; data=sample sets 64, imagenette 128", minimum=8, maximum=4096
+        224, "side of the training crop, pixels; data=sample sets 48, imagenette 128", minimum=8, maximum=4096
     )
     size_schedule: list[list[int]] = setting(
         [], "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32"

@@ -45,6 +45,23 @@ def test_imagenet_takes_the_augmentation_of_the_published_recipes_unless_another
     }
 
 
+RECIPES = {  # data, image size, epochs, optimizer, learning rate
+    "": ("sample", 48, 3, "adamw", 0.008),
+    "optim=sgd optim.lr=0.1 epochs=5": ("sample", 48, 5, "sgd", 0.1),
+    "experiment=smoke": ("sample", 64, 2, "sgd", 0.05),
+    "data.root=/x": ("folder", 224, 5, "sgd", 0.1),
+    "data=folder data.root=/x": ("folder", 224, 5, "sgd", 0.1),
+    "data=synthetic": ("synthetic", 224, 5, "sgd", 0.1),
+    "experiment=resnet50_90ep data.root=/x": ("imagenet", 224, 90, "sgd", 0.1),
+}
+
+
+@pytest.mark.parametrize("words", RECIPES)
+def test_the_recipe_of_the_sample_is_for_the_sample_only(words: str) -> None:
+    (cfg,) = check_command_line(words.split())
+    assert (cfg.data.name, cfg.data.image_size, cfg.epochs, cfg.optim.name, cfg.optim.lr) == RECIPES[words]
+
+
 def test_a_sweep_is_checked_as_a_whole_and_in_order() -> None:
     runs = check_command_line(["-m", "channels_last=true,false", "model=resnet18,vgg11", "seed=range(2)"])
     seen = [(cfg.channels_last, cfg.model, cfg.seed) for cfg in runs]
