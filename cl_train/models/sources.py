@@ -93,8 +93,8 @@ def build_model(
             raise ConfigError(f"drop_path={drop_path}: model={name} has no adjustable drop path ({error})") from error
         if zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
             raise ConfigError(
-                f"model={name} weights={weights} cannot be downloaded ({type(error).__name__}: {error}); without a network, "
-                "copy the file from a machine that has one and give weights=FILE"
+                f"model={name} weights={weights} cannot be downloaded ({type(error).__name__}: {error}); without a "
+                "network, copy the file from a machine that has one and give weights=FILE"
             ) from error
         size = f" for images of {image_size} px" if image_size else ""
         raise ConfigError(
