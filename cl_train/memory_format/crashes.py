@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, ParamSpec, TypeVar
@@ -168,7 +169,7 @@ def _run_child(
             signal.signal(signum, signal.SIG_DFL)
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")  # if memory runs out, this process ends, not the user's
         os.dup2(errors, 2)  # without the C library's words on a crash; the parent prints the rest
         # A new thread, because OpenMP's threads of the forking one are gone: it would wait for them forever.
