@@ -62,10 +62,12 @@ class StopRequest:
     """Context manager for the main thread. Read `stop` and `save_requested` between steps.
 
     A second signal n that requests a stop exits at once with 128 + n and saves nothing: SIGINT at any time, SIGTERM and
-    SIGHUP from half a second after the first.
+    SIGHUP from half a second after the first. Without `ends_process` (a notebook) a second SIGINT raises
+    KeyboardInterrupt instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = True) -> None:
+        self._ends_process, self._interrupts = ends_process, 0
         self.stop: int | None = None  # the signal that requested the stop
         self._save = threading.Event()
         self._stopped_at = 0.0
@@ -87,7 +89,8 @@ class StopRequest:
         self._writer.setblocking(False)
         for signum in (*STOP_SIGNALS, SAVE_SIGNAL):
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # ignored under nohup
-                self._previous[signum] = signal.signal(signum, _ignore)
+                is_counted = signum == signal.SIGINT and not self._ends_process
+                self._previous[signum] = signal.signal(signum, self._raise_second if is_counted else _ignore)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
@@ -108,6 +111,11 @@ class StopRequest:
         self._thread.join()
         self._reader.close()
 
+    def _raise_second(self, signum: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+
     def _listen(self) -> None:
         while received := self._reader.recv(64):
             for signum in received:
@@ -122,6 +130,6 @@ class StopRequest:
                 self.stop, self._stopped_at = signum, now
                 if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                     os.write(2, b"\nstopping: the run is saved after this step; Ctrl-C again exits without saving\n")
-            elif signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S:
+            elif self._ends_process and (signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S):
                 os.write(2, f"second {signal.Signals(signum).name}: exiting without saving\n".encode())
                 os._exit(128 + signum)

@@ -90,14 +90,14 @@ def check_runs(runs: list[Config]) -> None:
 
 
 def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
-    """Run `cfg` with its records in `folder` (rank 0's), which name the `command` instead of the process's.
+    """Run `cfg` with its records in `folder` (rank 0's). A program that goes on after the run gives its own `command`.
 
     Raises:
         ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
         TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
     """
     with ExitStack() as stack:
-        signals = StopRequest()
+        signals = StopRequest(ends_process=command is None)
         stack.push(signals)  # closed last: a signal does not interrupt the closing of data and files
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))

@@ -128,6 +128,14 @@ def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> No
         assert request.stop is None
 
 
+def test_a_second_ctrl_c_in_a_program_that_goes_on_is_an_exception() -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest(ends_process=False) as request:
+        signal.raise_signal(signal.SIGINT)
+        wait_until(lambda: request.stop == signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 def test_only_one_at_a_time() -> None:
     with StopRequest(), pytest.raises(AssertionError), StopRequest():
         pass
