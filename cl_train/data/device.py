@@ -39,7 +39,7 @@ class Batch:
 
 
 class HostBatch(NamedTuple):
-    """A batch in the loader's memory, valid until the third one after it is requested.
+    """A batch in the loader's memory, valid until the next one is requested; on CUDA until the third.
 
     images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in `epoch`.
     """

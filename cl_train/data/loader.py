@@ -213,21 +213,25 @@ class HostLoader:
         self.is_stream = isinstance(reader, StreamReader)
         rows = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
         self._parts = max(1, min(batch_size // rows, self.workers))  # tasks of a batch
-        self._queued = max(1, cfg.prefetch * self._parts // max(1, self.workers))  # tasks of a worker
-        ahead = -(-self._queued * self.workers // self._parts)  # batches that the workers may be filling
-        self._slot_count = ahead + COPIES_UNDER_WAY + 1
+        in_use = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0  # batches that are read when one is requested
+        ahead = cfg.prefetch + COPIES_UNDER_WAY - in_use  # batches that the workers may be filling
+        self._queued = max(1, ahead * self._parts // max(1, self.workers))  # tasks of a worker
+        self._slot_count = -(-self._queued * self.workers // self._parts) + in_use + 1
         self._memory: _SharedMemory | None = None
         self._workers: Workers[_Task, _TaskResult] | None = None
         self._iterating: tuple[threading.Thread, int] | None = None  # thread and process
         self._lock, self._serial = threading.Lock(), itertools.count(1)
         check_resources(self.workers)
-        need = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize
-        need += 16 * self.samples * (not self.is_stream)  # the order of an epoch
+        batches = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize
+        order_bytes = 0 if self.is_stream else 16 * self.samples
         free = available_bytes(torch.device("cpu"))
-        if free is not None and need > free:  # the size of /dev/shm does not matter
+        if free is not None and batches + order_bytes > free:  # the size of /dev/shm does not matter
+            remedy = f"lower batch_size or data.prefetch={cfg.prefetch}"
+            if order_bytes > batches:
+                remedy = "is the length of the data set right?"
             raise ConfigError(
-                f"the loader's batches, and the order of {self.samples} samples, need {need / 2**30:.1f} GiB of"
-                f" memory, and {free / 2**30:.1f} GiB are free: lower batch_size or data.prefetch={cfg.prefetch}"
+                f"the loader's batches need {batches / 2**30:.1f} GiB of memory, the order of {self.samples} samples"
+                f" {order_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: {remedy}"
             )
 
     def batch_count(self) -> int:
@@ -239,8 +243,8 @@ class HostLoader:
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
         """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
 
-        A batch is valid until the third one after it is requested. Raises BadImageError, WorkerError; RuntimeError:
-        another thread is iterating.
+        A batch is valid until the next one is requested, on CUDA until the third. Raises BadImageError, WorkerError;
+        RuntimeError: another thread is iterating.
         """
         with self._begun() as iteration:
             batches = self._filled(iteration, epoch, 0 if self.is_stream else first_batch)

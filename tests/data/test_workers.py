@@ -1,6 +1,8 @@
 """Worker processes: what happens when they die or hang; none is left over."""
 
 import contextlib
+import errno
+import gc
 import itertools
 import os
 import re
@@ -10,12 +12,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import DataLoader
 
+from cl_train.config.schema import ConfigError
 from cl_train.data import workers as data_workers
 from cl_train.data.image_reader import ImageReader
 from cl_train.data.workers import WorkerError, Workers
@@ -99,6 +103,38 @@ def test_a_hanging_worker_is_named_after_the_timeout(root, workers, monkeypatch)
     with pytest.raises(WorkerError, match=rf"no loader worker finished an image for 1 s.*{last}.*worker_timeout_s"):
         train_batches(data)
     wait_until(lambda: have_ended(workers))
+
+
+def test_workers_that_cannot_all_be_started_are_ended(root, monkeypatch, capsys):
+    plain, started = ForkProcess.start, []
+
+    def start(self):
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        plain(self)
+        started.append(self)
+
+    monkeypatch.setattr(ForkProcess, "start", start)
+    with pytest.raises(WorkerError, match=r"cannot start 2 loader workers.*temporarily unavailable"):
+        train_batches(folder_data(root, workers=2))
+    wait_until(lambda: have_ended(started))
+    gc.collect()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        ({"resource.getrlimit": (48, 4096)}, "ulimit -n"),
+        ({"os.statvfs": SimpleNamespace(f_bavail=3, f_frsize=4096)}, "/dev/shm is full.*--shm-size"),
+    ],
+)
+def test_too_few_resources_for_the_workers_are_refused_at_once(root, monkeypatch, limits, named):
+    ((name, found),) = limits.items()
+    monkeypatch.setattr(f"cl_train.data.workers.{name}", lambda *_: found)
+    with pytest.raises(ConfigError, match=named):
+        folder_data(root, workers=6)
+    assert folder_data(root, workers=0).train_images == 53
 
 
 def test_our_own_fault_in_a_worker_reaches_the_caller(root, workers, monkeypatch):
