@@ -105,9 +105,10 @@ class BufferBackup:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        """By dtype and device: the names of buffers, their good values, and room for their present ones."""
+        """By dtype and device: the names of buffers, their good values, and room for their present ones, each as one
+        tensor and as its parts."""
         self._copies: dict[str, torch.Tensor] = {}
-        self._groups: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
+        self._groups: list[tuple[list[str], torch.Tensor, list[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
         by_kind: dict[object, dict[str, torch.Tensor]] = {}
         for name, buffer in self._models.named_buffers():
             if _is_dense(buffer):
@@ -116,8 +117,10 @@ class BufferBackup:
                 self._copies[name] = buffer.clone()
         for buffers in by_kind.values():
             good = torch.cat([buffer.flatten() for buffer in buffers.values()])
-            self._copies |= zip(buffers, _views(good, list(buffers.values())), strict=True)
-            self._groups.append((list(buffers), good, torch.empty_like(good)))
+            present = torch.empty_like(good)
+            parts, present_parts = (_views(flat, list(buffers.values())) for flat in (good, present))
+            self._copies |= zip(buffers, parts, strict=True)
+            self._groups.append((list(buffers), good, parts, present, present_parts))
 
     @torch.no_grad()
     def settle(self, is_bad: torch.Tensor) -> None:
@@ -137,11 +140,11 @@ class BufferBackup:
                 self.restore()
             self._copy()
             return
-        for names, good, present in self._groups:  # a launch for each, instead of one for each buffer
+        for names, good, parts, present, present_parts in self._groups:  # a few launches, not one for each buffer
             own = [buffers[name] for name in names]
-            torch._foreach_copy_(_views(present, own), own)
+            torch._foreach_copy_(present_parts, own)
             torch.where(is_bad, good, present, out=good)
-            torch._foreach_copy_(own, _views(good, own))
+            torch._foreach_copy_(own, parts)
 
     @torch.no_grad()
     def restore(self) -> None:
