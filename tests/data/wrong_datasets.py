@@ -194,7 +194,7 @@ ATTRIBUTES = (
     {"classes": "cats"},
     {"classes": ()},
     {"classes": {"cat": 1}},
-    {"classes": {"cat", "dog"}},
+    {"classes": {"cat"}},
     {"classes": ("a",), "num_classes": 2},
     {"num_classes": "x"},
     {"num_classes": 0},
