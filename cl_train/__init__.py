@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cl_train.comparison.auto import choose_memory_format as choose_memory_format
     from cl_train.comparison.paired import compare_layouts as compare_layouts
     from cl_train.comparison.parity import check_parity as check_parity
+    from cl_train.config.schema import ConfigError as ConfigError
     from cl_train.data.collate import channels_last_collate as channels_last_collate
     from cl_train.data.device import DevicePrefetcher as DevicePrefetcher
     from cl_train.data.image_loader import image_loader as image_loader
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "ConfigError": "cl_train.config.schema",
     "DevicePrefetcher": "cl_train.data.device",
     "audit": "cl_train.memory_format.audit",
     "channels_last_collate": "cl_train.data.collate",

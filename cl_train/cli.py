@@ -61,7 +61,7 @@ def _run_command(words: list[str]) -> int:
     if name in ("-h", "--help"):
         print(usage())
         return 0
-    if name == "--version":
+    if "--version" in words:
         print(f"cl-train {__version__}")
         return 0
     if name == "completion":

@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 
 _STALLED_S = 10.0  # without any CPU time: the work waits for a thread that the fork does not have
 _PLACE_BYTES = 4096
+_PROFILER = "External init callback must run in same thread"  # of torch's profiler, in any thread but the first
 _is_child = False
 if not torch.cuda.is_available():
     # The first backward pass starts autograd's threads. Without devices there are none, and a fork can differentiate;
@@ -121,7 +122,8 @@ def _forked(work: Callable[[], Any], place: mmap.mmap | None) -> tuple[tuple[Any
         pid = 0
         if not data:
             return None, (exit_code if data is not None else None)
-        sys.stderr.write(os.pread(errors, 2**20, 0).decode("utf-8", "replace"))
+        lines = os.pread(errors, 2**20, 0).decode("utf-8", "replace").splitlines(keepends=True)
+        sys.stderr.write("".join(line for line in lines if _PROFILER not in line))
         return pickle.loads(data), 0
     finally:
         if pid:  # a signal, such as Ctrl-C

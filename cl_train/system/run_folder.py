@@ -10,7 +10,9 @@ from pathlib import Path
 from cl_train.config.schema import ConfigError
 from cl_train.system.locks import LockHeld, lock_file
 
-_RECORDS = ("metrics.jsonl", "summary.json", "train.log", "events.out.tfevents.*", "checkpoints/*.pt")
+_CHECKPOINTS = ("checkpoints/step-*.pt", "checkpoints/best.pt")
+_RECORDS = ("metrics.jsonl", "summary.json", "train.log", "events.out.tfevents.*", *_CHECKPOINTS)
+_OF_A_RUN = ("config.yaml", "summary.json", *_CHECKPOINTS)  # train.log alone is of a run that was refused
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
@@ -19,7 +21,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     """Lock the run folder, which is released when a process is killed, and check that it holds no other run.
 
     Args:
-        overwrite: delete the records and checkpoints of an earlier run, except renamed (superseded) checkpoints.
+        overwrite: delete the records and checkpoints of an earlier run, but no file with another name.
 
     Raises:
         ConfigError: the folder cannot be written to, a record in it is not a regular file, another run is writing to
@@ -45,14 +47,16 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         if overwrite:
             for path in records:
                 path.unlink()
-        check_writable(folder / "checkpoints")
         metrics = folder / "metrics.jsonl"
-        is_used = (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("*.pt"))
-        if is_used and not continues(resume, folder):
+        is_used = (metrics.is_file() and metrics.stat().st_size > 0) or any(
+            path for pattern in _OF_A_RUN for path in folder.glob(pattern)
+        )
+        if is_used and not overwrite and not continues(resume, folder):
             raise ConfigError(
-                f"{folder} holds the results of an earlier run: continue it with resume=auto, choose another folder "
-                "with hydra.run.dir=FOLDER, or delete them with overwrite=true"
+                f"{folder} holds the results of an earlier run, or files of the same names: continue it with "
+                "resume=auto, choose another folder with hydra.run.dir=FOLDER, or delete them with overwrite=true"
             )
+        check_writable(folder / "checkpoints")
         try:
             yield
         except ConfigError:

@@ -51,6 +51,9 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     if cfg.optim.head_lr_ratio != 1 and not head:
         raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its classifier")
     freeze(model, cfg.freeze, head)
+    if cfg.freeze:
+        counts = [sum(p.numel() for p in model.parameters() if p.requires_grad == trains) for trains in (False, True)]
+        log.info("freeze: %s parameters are frozen, %s train", *(f"{count:,}" for count in counts))
     model = cast_model(model.to(dist.device), precision)
     layout = convert_layout(cfg, model, precision, num_classes, dist)
     masters = MasterWeights(model) if precision.master_weights else None

@@ -159,6 +159,8 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
             if not run.stop_signal:
                 end_epoch(run, records, save_due=save_due)
         bar.close()
+        if not (cfg.evaluate_only or run.records or cfg.resume is None or continues(cfg.resume, folder)):
+            run.checkpoints.save(run.progress, run.unlogged_steps)  # nothing was left to train: `folder` has none yet
         finish(run, evaluate_only=cfg.evaluate_only)
         return RunResult(folder, finite_or_null(run.summary), 128 + run.stop_signal if run.stop_signal else 0)
 

@@ -228,5 +228,9 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
         yield f"best top-1 {best['top1']:.2f} % after epoch {best['epoch']}: {best_file}"
     if summary["status"] == "interrupted" and (newest := max((folder / "checkpoints").glob("step-*.pt"), default=None)):
         yield f"saved: {newest.name}; to continue, repeat the command with hydra.run.dir={folder} resume=auto"
-    elif summary["status"] == "completed" and summary["steps"] and not (folder.parent / "sweep.json").is_file():
+    elif (
+        summary["status"] == "completed"
+        and summary["train"]["loss"] is not None
+        and not (folder.parent / "sweep.json").is_file()
+    ):
         yield "to compare the layouts, repeat the command with -m channels_last=true,false repeats=3"

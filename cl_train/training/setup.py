@@ -225,6 +225,10 @@ def starting_point(
     """Where the run starts, with the steps that its last process had not logged yet."""
     found = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
     if found is None:
+        if cfg.resume and checkpoints.dist.is_main and read_records(folder / "metrics.jsonl"):
+            log.warning(
+                "resume=%s: %s has no checkpoint: the run begins anew and replaces its records", cfg.resume, folder
+            )
         return Progress(), []
     progress, unlogged_steps = found
     if cfg.evaluate_only:
@@ -323,6 +327,8 @@ def announce_work(data: Data, plan: Plan, state: TrainState, cfg: Config) -> Non
     )  # fmt: skip
     if cfg.evaluate_only:
         return
+    if data.num_classes == 1:
+        log.warning("there is one class only: every answer is right; is data.root one level too high or too low?")
     left_out = data.train_images - plan.steps_per_epoch * plan.global_batch_size
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
     epochs = f"{cfg.epochs} epoch{'s' if cfg.epochs > 1 else ''}"

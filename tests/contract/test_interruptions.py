@@ -82,6 +82,14 @@ def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) 
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000003.pt", "best.pt"}
 
 
+def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(train: Train, tmp_path: Path) -> None:
+    train("epochs=1", folder=tmp_path / "first")
+    second = train("epochs=1", f"resume={tmp_path / 'first'}", folder=tmp_path / "second")
+    assert second.checkpoint()["progress"]["step"] == 3
+    third = train("epochs=2", "resume=auto", folder=tmp_path / "second")
+    assert [record["step"] for record in third.records("train")] == [4, 5, 6]
+
+
 @pytest.mark.parametrize("file", ["metrics.jsonl", "train.log", "checkpoints", "summary.json"])
 @pytest.mark.parametrize("until", ["middle", pytest.param("end", marks=pytest.mark.slow)])
 def test_a_full_disk_ends_no_run_and_loses_no_record(

@@ -37,6 +37,22 @@ def test_an_impossible_lock_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "checkpoints/best.pt", "checkpoints/step-00000003.pt"])
+def test_files_of_somebody_are_replaced_only_on_request(name: str, tmp_path: Path) -> None:
+    own, other = tmp_path / name, tmp_path / "checkpoints/my.pt"
+    other.parent.mkdir()
+    own.write_text("own")
+    other.write_text("precious")
+    with (
+        pytest.raises(ConfigError, match=r"resume=auto.*hydra\.run\.dir.*overwrite=true"),
+        claimed_folder(tmp_path, resume=None, overwrite=False),
+    ):
+        pass
+    assert own.read_text() == "own"
+    with claimed_folder(tmp_path, resume=None, overwrite=True):
+        assert other.read_text() == "precious" and (own.exists() == (name == "config.yaml"))
+
+
 def test_writable_makes_the_folder_and_leaves_nothing(tmp_path: Path) -> None:
     check_writable(tmp_path / "a/b")
     assert list((tmp_path / "a/b").iterdir()) == []
