@@ -84,9 +84,12 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         return _operator_table(settings)
     if not settings.time and (settings.repro or settings.chart):
         raise ConfigError("repro= and chart= need time=true")
-    files = (Path(name) if name else None for name in (settings.repro, settings.chart))
+    files = (("repro", settings.repro), ("chart", settings.chart))
     with ExitStack() as stack:
-        opened = [path and stack.enter_context(output_file(path, overwrite=settings.overwrite)) for path in files]
+        opened = [
+            stack.enter_context(output_file(Path(name), overwrite=settings.overwrite, key=key)) if name else None
+            for key, name in files
+        ]
         report = audit_model(settings)
         if settings.time:
             _write_extras(report, *opened)

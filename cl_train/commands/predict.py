@@ -64,11 +64,12 @@ def main(words: list[str]) -> int:
 
 
 def predict(settings: PredictSettings, file: Path) -> str:
-    """Write the table. Returns the number of images, and the accuracy if all have labels."""
+    """Write the table. Returns the number of images, the accuracy of those with labels, and what was left out."""
     import torch
 
     from cl_train.data.build import images_of_folder
     from cl_train.data.device import DeviceFormat
+    from cl_train.data.loader import BadImageError, first_reasons
     from cl_train.models.card import Preprocessing
     from cl_train.models.convert_file import load_saved
     from cl_train.step.precision import kernel_selection, resolve_precision
@@ -112,6 +113,9 @@ def predict(settings: PredictSettings, file: Path) -> str:
             labelled += int((labels >= 0).sum())
             rows += zip(labels.tolist(), best.tolist(), shares.tolist(), strict=True)
             bar.update(len(labels))
+    bad = data.bad_images.reasons
+    if not rows:
+        raise BadImageError(f"none of the {len(bad)} images could be decoded: {first_reasons(bad)}")
     names = [*card.classes, *map(str, range(len(card.classes), logits.shape[1]))]
     with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
         writer = csv.writer(opened)
@@ -122,5 +126,6 @@ def predict(settings: PredictSettings, file: Path) -> str:
             found = [value for number, share in pairs for value in (names[number], f"{share:.6f}")]
             writer.writerow([data.validation_name(index), names[label] if label >= 0 else "", *found])
     data.close()
+    left_out = f"; {len(bad)} left out: {first_reasons(bad)}" if bad else ""
     accuracy = f", {100 * correct / labelled:.3f} % of {labelled} with a label are correct" if labelled else ""
-    return f"{len(rows)} images{accuracy}"
+    return f"{len(rows)} images{accuracy}{left_out}"

@@ -101,6 +101,9 @@ def _words(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _words(value, f"{prefix}{name}.")
+        elif callable(value):
+            kind = type(value).__name__
+            raise ConfigError(f"{prefix}{name}= takes a name or package.module:function, not an object ({kind})")
         else:
             yield f"{prefix}{name}={_word(value)}"
 

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -72,6 +72,12 @@ class BadImages:
                 f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self._limit};"
                 f" the last one: '{name}': {reason}"
             )
+
+
+def first_reasons(reasons: Mapping[str, str]) -> str:
+    """The first names of `BadImages.reasons` with their reasons, in one line."""
+    first = "; ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:3])
+    return first + " ..." * (len(reasons) > 3)
 
 
 # --- in the workers ---------------------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
     count: Any = getattr(dataset, "num_classes", None)
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence | np.ndarray)):
         raise TypeError(f"`classes` must be a list of names in the order of the labels, not {_described(names)}")
+    if names is None and count is None:
+        raise ValueError("it has neither `classes` nor `num_classes`")
     if names is None and (isinstance(count, bool) or not 1 <= operator.index(count) <= _MOST_CLASSES):
         raise ValueError(f"`num_classes` is {count}, not a number from 1 to {_MOST_CLASSES}")
     named = tuple(map(str, names)) if names is not None else tuple(f"class_{label}" for label in range(count))

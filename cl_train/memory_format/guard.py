@@ -19,6 +19,7 @@ class _Guard(OperatorRecorder):
     def __init__(self, on_loss: str, allow: Sequence[str]) -> None:
         super().__init__()
         self._on_loss, self._allow = on_loss, allow
+        self._warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
 
     def record(self, call: Call) -> None:
         described = (short_name(call.operator), call.operator, call.module, call.module_type, call.source, call.line)
@@ -32,7 +33,8 @@ class _Guard(OperatorRecorder):
         )
         if self._on_loss == "raise":
             raise LayoutLost(message)
-        warnings.warn(message, stacklevel=3)
+        file, _, line = call.source.rpartition(":")
+        warnings.warn_explicit(message, UserWarning, file or __file__, int(line or 1), registry=self._warned)
 
 
 @contextmanager

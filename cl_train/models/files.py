@@ -78,9 +78,13 @@ def weights_path(weights: str | Path) -> Path | None:
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a file, from its suffix and its members; nothing in it is executed."""
+    """The kind of a file, from its suffix and its members; nothing is executed. Raises ConfigError: none, or ONNX."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
+    if path.suffix == ".onnx":
+        raise ConfigError(
+            f"{path}: an ONNX file runs with onnxruntime; here give the run, or a .pth or .safetensors file"
+        )
     if path.suffix == ".safetensors":
         return "safetensors"
     try:

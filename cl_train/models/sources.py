@@ -167,7 +167,7 @@ def torchvision_weights(name: str, weights: str) -> Any:
     if weights == "DEFAULT":
         return choices.DEFAULT
     if weights not in choices.__members__:
-        known = ["DEFAULT", *choices.__members__]
+        known = sorted(choices.__members__)
         near = suggest(weights, known)
         raise ConfigError(f"weights={weights}: not a file, nor weights of {name}{near} (there are {', '.join(known)})")
     return choices[weights]

@@ -53,24 +53,24 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
 
 
 @contextmanager
-def output_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
+def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
     """A new file in the folder of `path`, with its suffix, that becomes `path` at the end of the block.
 
     Enter it before the work: what is wrong with `path` is found at once. After an exception nothing is left behind:
-    `path` is as before, and folders that were created for it are removed.
+    `path` is as before, and folders that were created for it are removed. `key`: of the setting, for messages.
 
     Raises ConfigError: `path` is a folder, cannot be written, or exists without `overwrite`.
     """
     if path.is_dir():
-        raise ConfigError(f"out={path} is a folder: name a file")
-    _refuse_existing(path, overwrite or not os.path.lexists(path), "exists")
+        raise ConfigError(f"{key}={path} is a folder: name a file")
+    _refuse_existing(path, overwrite or not os.path.lexists(path), "exists", key)
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    created = _create_folders(path.parent)
+    created = _create_folders(path.parent, key)
     try:
         try:
             temporary.touch()
         except OSError as error:
-            raise _unwritable(path, error) from None
+            raise _unwritable(path, error, key) from None
         yield temporary
         os.replace(temporary, path)
     except BaseException:
@@ -109,19 +109,19 @@ def output_folder(path: Path, *, overwrite: bool, markers: Sequence[str]) -> Ite
         raise
 
 
-def _refuse_existing(path: Path, is_allowed: bool, what: str) -> None:
+def _refuse_existing(path: Path, is_allowed: bool, what: str, key: str = "out") -> None:
     if not is_allowed:
-        raise ConfigError(f"out={path} {what}: choose another name, or write overwrite=true")
+        raise ConfigError(f"{key}={path} {what}: choose another name, or write overwrite=true")
 
 
-def _create_folders(folder: Path) -> list[Path]:
+def _create_folders(folder: Path, key: str = "out") -> list[Path]:
     """Create `folder`; returns the new folders, innermost first."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _remove_empty(missing)
-        raise _unwritable(folder, error) from None
+        raise _unwritable(folder, error, key) from None
     return missing
 
 
@@ -131,8 +131,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"out={path} cannot be written: {error.strerror or error}; choose another place")
+def _unwritable(path: Path, error: OSError, key: str = "out") -> ConfigError:
+    return ConfigError(f"{key}={path} cannot be written: {error.strerror or error}; choose another place")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

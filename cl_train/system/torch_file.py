@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _MAX_VALUES = 1_000_000  # containers, tensors and plain values
+_ZIP_BEGIN = b"PK\x03\x04"
 _MAX_GROWTH = 8  # bytes of all tensors per byte of the file: weights may be shared between a few names
 
 
@@ -32,6 +33,9 @@ def read_torch_file(path: Path) -> Any:
         if zipfile.is_zipfile(path):
             _check_members(path)
         with path.open("rb") as file, warnings.catch_warnings():
+            if file.read(len(_ZIP_BEGIN)) == _ZIP_BEGIN and not zipfile.is_zipfile(file):
+                raise UnreadableFile("it is truncated or damaged")  # torch raises several errors, OSError too
+            file.seek(0)
             warnings.simplefilter("ignore")  # deprecated formats are either read or refused without a warning
             with torch.serialization.safe_globals([argparse.Namespace]):  # many checkpoints contain it
                 value = torch.load(file, map_location="cpu", weights_only=True)
@@ -42,7 +46,7 @@ def read_torch_file(path: Path) -> Any:
         raise UnreadableFile("it holds more than tensors and plain types; reading it could run code") from error
     except Exception as error:  # of a damaged file: RuntimeError, EOFError, KeyError, struct.error and others
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnreadableFile(f"refused by torch.load: {reason[:300]}") from error
+        raise UnreadableFile(f"it is truncated, damaged or no file of torch.save: {reason[:300]}") from error
     return value
 
 

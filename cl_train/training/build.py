@@ -47,6 +47,8 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     """
     model = build_model(cfg, num_classes, dist)
     check_parameters(model)
+    if cfg.weights is not None and not cfg.evaluate_only:
+        check_finite(model, cfg.weights)
     head = models.head_parameters(model)
     if cfg.optim.head_lr_ratio != 1 and not head:
         raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its classifier")
@@ -107,6 +109,13 @@ def check_parameters(model: nn.Module) -> None:
             raise ConfigError(f"{name} is on the meta device and has no values: build the model on the CPU")
         if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:
             raise ConfigError(f"{name} is a sparse parameter, which the optimizers do not update: make it dense")
+
+
+def check_finite(model: nn.Module, weights: str) -> None:
+    """Raises ConfigError: a parameter holds NaN or Inf. Constants may: a mask holds -Inf."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise ConfigError(f"weights={weights} holds {'NaN' if parameter.isnan().any() else 'Inf'} in {name}")
 
 
 def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:

@@ -17,6 +17,7 @@ import torch
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.user_function import user_function
 from cl_train.data.bottleneck import bottleneck_advice
+from cl_train.data.loader import first_reasons
 from cl_train.data.transforms import check_augment
 from cl_train.models import sources as models
 from cl_train.step.loss import build_loss
@@ -413,8 +414,7 @@ def warn_of_bad_images(run: Run) -> int:
     ranks = gather_objects((bad.skipped, bad.reasons), run.dist)
     reasons = {name: reason for _, of_rank in ranks for name, reason in of_rank.items()}
     if reasons and run.dist.is_main:
-        first = "; ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:3])
-        log.warning("%d images cannot be read and were skipped: %s%s", len(reasons), first, " ..." * (len(reasons) > 3))
+        log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
     return sum(skipped for skipped, _ in ranks)
 
 

@@ -72,13 +72,16 @@ def test_torchvision_code_with_the_recorded_preprocessing_predicts_alike(
             assert {classes[int(model(x[None]).argmax())] for x in (ours, theirs)} == {row["class1"]}
 
 
-def test_a_flat_folder_has_no_labels(run: Run, image_folder: Path, tmp_path: Path) -> None:
+def test_a_flat_folder_has_no_labels(
+    run: Run, image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "flat").mkdir()
     for index, path in enumerate(sorted(image_folder.glob("val/*/*"))):
         shutil.copy(path, tmp_path / "flat" / f"{index:02d}.jpg")
     (tmp_path / "flat/03.jpg").write_bytes(b"damaged")
     labelled = predicted(run.folder, image_folder, tmp_path / "a.csv")
     rows = predicted(run.folder, tmp_path / "flat", tmp_path / "b.csv", "data.on_bad_image=skip")
+    assert "20 images; 1 left out: " in (printed := capsys.readouterr().out) and "03.jpg (" in printed
     del labelled[3]
     assert {row["label"] for row in rows} == {""} and "03.jpg" not in {Path(row["file"]).name for row in rows}
     assert [row["class1"] for row in rows] == [row["class1"] for row in labelled]
@@ -90,6 +93,7 @@ def test_what_cannot_be_predicted(
     (tmp_path / "empty").mkdir()
     state = run.checkpoint()["model"]
     torch.save(state, tmp_path / "plain.pth")
+    (tmp_path / "weights.onnx").write_bytes(b"ONNX")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/image.jpg").write_bytes(b"damaged")
     where = {"weights": run.folder, "data.root": image_folder, "out": tmp_path / "out.csv", "model": SMALL}
@@ -97,6 +101,7 @@ def test_what_cannot_be_predicted(
     for change, problem in (
         ({"data.root": tmp_path / "empty"}, "no images"),
         ({"weights": tmp_path / "plain.pth"}, "data.image_size=224"),
+        ({"weights": tmp_path / "weights.onnx"}, "onnxruntime"),
         ({"weights": tmp_path / "empty"}, "without a checkpoint"),
         ({"out": tmp_path / "plain.pth"}, "overwrite=true"),
     ):
@@ -104,7 +109,10 @@ def test_what_cannot_be_predicted(
             predict.main([f"{name}={value}" for name, value in (where | change).items()])
     state["0.weight"].fill_(torch.nan)
     torch.save(state, tmp_path / "nan.pth")
-    for failing in ({"weights": tmp_path / "nan.pth", "data.image_size": 32}, {"data.root": tmp_path / "bad"}):
+    bad = {"data.root": tmp_path / "bad"}
+    for failing in (
+        {"weights": tmp_path / "nan.pth", "data.image_size": 32}, bad, bad | {"data.on_bad_image": "skip"}
+    ):  # fmt: skip
         assert predict.main([f"{name}={value}" for name, value in (where | failing).items()]) == 1
         assert "failed: " in capsys.readouterr().err
     assert not (tmp_path / "out.csv").exists()

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import cl_train
 from cl_train.cli import main
@@ -51,6 +52,8 @@ def test_settings_of_a_run_are_reused(settings: dict[str, object], tmp_path: Pat
 def test_faults_are_raised(settings: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="did you mean optim"):
         cl_train.train(lr=0.1)
+    with pytest.raises(ConfigError, match=r"model= takes a name or package.module:function, not an object \(Linear\)"):
+        cl_train.train(model=torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="command line"):
         cl_train.train("-m", "seed=1,2")
     with pytest.raises(TrainingFault, match="the loss is nan"):

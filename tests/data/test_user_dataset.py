@@ -99,7 +99,7 @@ def test_the_time_in_the_dataset_is_measured():
     ("name", "reason"),
     [
         ("another_size", r"\[3, 17, 17\]"),
-        ("without_classes", "num_classes"),
+        ("without_classes", "neither `classes` nor `num_classes`"),
         ("failing", "/nowhere"),
         ("Tensor", "did you mean Tensors"),
         ("random", "no function"),

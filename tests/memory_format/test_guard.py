@@ -110,8 +110,10 @@ def test_losses_are_allowed_by_pattern_or_only_warned_about() -> None:
     for pattern in ("clone", "block.*", "Lossy", "*test_guard.py:*", "*x.contiguous()*"):
         with cl_train.layout_guard(allow=[pattern]):
             model(images())
-    with pytest.warns(UserWarning, match="clone lost channels_last"), cl_train.layout_guard("warn"):
-        model(images())
+    with pytest.warns(UserWarning, match="clone lost channels_last") as warned, cl_train.layout_guard("warn"):
+        for _ in range(2):
+            model(images())
+    assert {Path(warning.filename).name for warning in warned} == {"test_guard.py"}
     with pytest.raises(ValueError, match="raise or warn"), cl_train.layout_guard("stop"):  # type: ignore[arg-type]
         pass
     assert not torch.nn.modules.module._global_forward_hooks

@@ -159,7 +159,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, 
         (files["scripted"], "out.onnx", {"trust": True}, "TorchScript can be written as .pt, .pth"),
         (weights, "out.onnx", {}, "model=<name>"),
         ("squeezenet1_1", "out.pth", {}, "weights=DEFAULT"),
-        ("squeezenet1_1", "out.pth", {"weights": "DEFAULTS"}, "did you mean DEFAULT"),
+        ("squeezenet1_1", "out.pth", {"weights": "DEFAULTS"}, r"mean DEFAULT\? \(there are DEFAULT, IMAGENET1K_V1\)"),
         (tmp_path, "out.pth", {}, "folder without a checkpoint"),
     ]
     for source, target, options, problem in cases:

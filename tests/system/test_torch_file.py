@@ -1,6 +1,7 @@
 """Files of torch.save from anywhere: no code runs, memory stays bounded, the reason is one line."""
 
 import collections
+import os
 import pickle
 import subprocess
 import sys
@@ -88,6 +89,14 @@ def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, content: by
     with pytest.raises(UnreadableFile) as caught:
         read_torch_file(tmp_path / "odd.pth")
     assert str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 39_900])
+def test_a_truncated_file_is_called_truncated(tmp_path: Path, size: int) -> None:
+    torch.save({"weight": torch.arange(10_000.0)}, tmp_path / "cut.pth")
+    os.truncate(tmp_path / "cut.pth", size)
+    with pytest.raises(UnreadableFile, match="truncated"):
+        read_torch_file(tmp_path / "cut.pth")
 
 
 def test_a_script_is_refused(tmp_path: Path) -> None:

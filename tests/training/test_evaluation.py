@@ -12,7 +12,7 @@ import torchvision
 from PIL import Image
 from torch import nn
 
-from cl_train.config.schema import DataConfig
+from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models import preprocessing
 from cl_train.models.preprocessing import follow_published_preprocessing, log_preprocessing, published_preprocessing
@@ -276,4 +276,6 @@ def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train: Callable[
     (tmp_path / "failed").mkdir()
     with pytest.raises(TrainingFault, match="NaN"):
         train("evaluate_only=true", f"weights={tmp_path / 'nan.pth'}", folder=tmp_path / "failed")
+    with pytest.raises(ConfigError, match=r"nan.pth holds NaN in 0\.weight"):
+        train("max_steps=1", f"weights={tmp_path / 'nan.pth'}")
     assert Run(tmp_path / "failed", 1).summary["status"] == "failed"
