@@ -245,7 +245,7 @@ def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
         assert cfg.root is not None, "config/rules.py requires data.root"
         root = Path(cfg.root).expanduser()
     if cfg.name == "shards":
-        source = read_shards(root)
+        source = read_shards(root, training=training)
     else:
         assert cfg.name in ("folder", "imagenet", "imagenette", "sample"), cfg.name
         source = read_folder(root, cfg, training=training)

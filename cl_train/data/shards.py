@@ -89,17 +89,18 @@ class ShardSplit(Split):
         return tuple(np.split(order, np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))[:-1]))
 
 
-def read_shards(root: str | Path, workers: int | None = None) -> ImageSource:
+def read_shards(root: str | Path, workers: int | None = None, *, training: bool = True) -> ImageSource:
     """Index the shards below `root`, or take the index from the user's cache if no shard has another size or time.
 
     Args:
         root: a folder with shards, or a path with brace patterns: `/data/im-{train-{0000..1023},val-{00..63}}.tar`.
         workers: processes that read shards for the index; None = as many as cores.
+        training: False = without train shards the val shards stand for both.
 
     Raises:
         ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels.
     """
-    shards, notes = _find_shards(str(root))
+    shards, notes = _find_shards(str(root), training)
     paths = [*shards["train"], *shards["val"]]
     manifest = Path(paths[0]).parent / MANIFEST
     if manifest.is_file():
@@ -142,7 +143,7 @@ def _expansions(pattern: str) -> Iterator[str]:
         yield from _expansions(pattern[: group.start()] + word + pattern[group.end() :])
 
 
-def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """Absolute paths of the train and val shards, sorted, and a note on other tar files."""
     explicit = "{" in root or root.endswith(".tar")
     paths = expand_braces(root) if explicit else sorted(glob.glob(os.path.join(glob.escape(root), "*.tar")))
@@ -153,6 +154,8 @@ def _find_shards(root: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     for path in paths:
         found[split_of(os.path.basename(path))].append(os.path.abspath(path))
     others = found.pop("")
+    if not training:
+        found["train"] = found["train"] or found["val"]
     problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name, files in found.items() if not files]
     _raise_all(problems + ([] if explicit else _gaps(found["train"] + found["val"])))
     notes = (f"{len(others)} tar files are neither train nor val shards: {listed(others)}",) if others else ()
@@ -293,7 +296,8 @@ def _checked_classes(train_labels: Indices, contents: list[_Content], manifest: 
     if wrong:
         problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
     counts = np.bincount(train_labels, minlength=max(len(classes), *(label + 1 for _, label in pairs)))
-    if empty := np.flatnonzero(counts == 0).tolist():
+    has_train = any(split_of(os.path.basename(content.path)) == "train" for content in contents)
+    if (empty := np.flatnonzero(counts == 0).tolist()) and has_train:
         problems.append(f"no training image has label {listed(empty)}; labels start at 0")
     _raise_all(problems)
     return tuple(classes)
@@ -315,6 +319,8 @@ def _check_manifest(path: Path, contents: list[_Content]) -> tuple[list[str], li
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
     found = {os.path.basename(content.path): len(content.images) for content in contents}
+    splits = {split_of(name) for name in found}  # an evaluation needs no train shards
+    expected = {name: count for name, count in expected.items() if split_of(name) in splits}
     return classes, [
         f"{path}: {name} has {found.get(name, 'missing')} images, {expected.get(name, 0)} are listed"
         for name in sorted(found.keys() | expected.keys())

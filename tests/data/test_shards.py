@@ -32,6 +32,17 @@ def test_images_are_sorted_by_label_and_name_and_read_as_they_were(tmp_path, man
     assert [source.train.read(index) for index in range(18)] == [contents[name] for name in names]
 
 
+@pytest.mark.parametrize("manifest", [False, True])
+def test_an_evaluation_needs_no_train_shards(tmp_path, manifest):
+    folder = write(tmp_path / "s", sound_shards(), manifest=manifest)
+    for shard in folder.glob("*train*.tar"):
+        shard.unlink()
+    source = read_shards(folder, workers=1, training=False)
+    assert source.classes == WNIDS and len(source.val) == 6
+    with pytest.raises(ConfigError, match="no train shards"):
+        read_shards(folder, workers=1)
+
+
 def test_each_shards_images_are_listed_in_the_order_of_the_file(tmp_path):
     source = read_shards(write(tmp_path / "s", sound_shards()), workers=1)
     names = [[source.train.name(index).partition(".tar/")[2] for index in shard] for shard in source.train.by_shard()]
