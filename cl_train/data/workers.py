@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
@@ -129,10 +129,16 @@ class Workers(Generic[Task, Result]):
         _kill(self.processes)
 
     def _restarted(self) -> Iterator[Result] | None:
-        """None if there are no workers, or if they do not answer although they are idle: they were killed."""
+        """None if there are no workers, or if a busy machine gives them no time: they are started again.
+
+        Raises WorkerError: one was killed or stopped since the last iteration.
+        """
         try:
             return iter(self._loader) if self._loader is not None else None
         except RuntimeError:
+            self._raise_if_dead()
+            if any(_is_stopped(process.pid) for process in self.processes):
+                raise WorkerError(f"a loader worker was stopped. Last images begun: {self._last_samples()}") from None
             self.close()
             return None
 
@@ -277,6 +283,13 @@ def _start_worker(progress: npt.NDArray[np.int64], parent: int, number: int) -> 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
     # A killed parent cannot end its workers. The kernel's signal for this would follow the thread that forked.
     threading.Thread(target=watch_parent, args=(parent,), daemon=True).start()
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """By SIGSTOP; False where there is no /proc."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _kill(processes: list[BaseProcess]) -> None:

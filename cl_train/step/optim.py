@@ -57,7 +57,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
         return name in frozen or any(name.removesuffix(end) in frozen for end in _ends(name))
 
     for name, parameter in parameters.items():
-        parameter.requires_grad_(parameter.requires_grad and not is_frozen(name))
+        if is_frozen(name):
+            parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"freeze=[{','.join(patterns)}] leaves nothing to train")
     for name, module in modules.items():

@@ -120,6 +120,7 @@ def tensorboard() -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
+    threading.excepthook = _report_thread
     writer: Any = None
     start: Record = {}
 
@@ -148,6 +149,12 @@ def tensorboard() -> Tracker:
             writer.flush()
 
     return track
+
+
+def _report_thread(args: threading.ExceptHookArgs) -> None:
+    """As by default, but without a traceback of SummaryWriter's thread on a full disk: its next call raises the error."""
+    if type(args.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+        threading.__excepthook__(args)
 
 
 def wandb() -> Tracker:

@@ -141,8 +141,8 @@ WRONG = [
     (["data=shards", "data.root=/x", "data.val_split=foo"], "no effect without data=folder"),
     (["data=shards", "data.root=/x", "data.extensions=[.webp]"], "no effect without data=folder"),
     (["optim=adamw", "optim.momentum=0.5"], "no effect without optim=sgd"),
-    (["optim.beta1=0.5"], "no effect without optim=adamw"),
-    (["optim.beta2=0.5"], "no effect without optim=adamw"),
+    (["optim=sgd", "optim.beta1=0.5"], "no effect without optim=adamw"),
+    (["optim=sgd", "optim.beta2=0.5"], "no effect without optim=adamw"),
     (["config=/no/such"], "no such file"),
     (["config=conf/optim/sgd.yaml"], "unknown setting 'name'"),
     (["config=conf/config.yaml", "experiment=smoke"], "cannot be combined"),
@@ -290,7 +290,7 @@ def test_conf_of_the_working_folder_comes_first(tmp_path: Path, monkeypatch: pyt
         (tmp_path / "conf" / group).mkdir(parents=True)
         (tmp_path / "conf" / group / ("mine.yaml" if group == "experiment" else "sgd.yaml")).write_text(text)
     monkeypatch.chdir(tmp_path)
-    (cfg,) = check_command_line(["experiment=mine"])
+    (cfg,) = check_command_line(["experiment=mine", "data=synthetic"])
     assert (cfg.epochs, cfg.optim.lr) == (77, 0.77) and "smoke" in group_choices("experiment")
 
 

@@ -85,7 +85,7 @@ def test_fewer_images_than_one_global_batch(tmp_path):
 
 def test_too_little_memory_for_the_batches(tmp_path, monkeypatch):
     root = write_folder(tmp_path, train=8, val=2)
-    monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: 50_000)
+    monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: 5_000)
     with pytest.raises(ConfigError, match=r"lower batch_size or data\.prefetch=3"):
         folder_data(root, batch_size=8)
     monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: None)
