@@ -152,7 +152,7 @@ def tensorboard() -> Tracker:
 
 
 def _report_thread(args: threading.ExceptHookArgs) -> None:
-    """As by default, but without a traceback of SummaryWriter's thread on a full disk: its next call raises the error."""
+    """As by default, but silent for SummaryWriter's thread on a full disk: its next call raises the error."""
     if type(args.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         threading.__excepthook__(args)
 
