@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from cl_train.config.validation import setting_fields
 from cl_train.system.launcher import read_launch
 from cl_train.system.locks import LockHeld, lock_file
 
+_QUEUE_POLL_S = 5.0
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
 
 
@@ -153,15 +155,21 @@ def _check_elements_ended(sweep: Sweep) -> None:
     """Raises ConfigError: Slurm still runs jobs of this sweep, or may do so."""
     if not (sweep.folder / "slurm").exists() or shutil.which("squeue") is None:
         return
+    ids = _queued_elements(sweep)
+    if ids is None:
+        raise ConfigError("squeue does not answer, and Slurm may still run jobs of this sweep: try again later")
+    if ids:
+        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(ids)}): wait for them, or scancel them")
+
+
+def _queued_elements(sweep: Sweep) -> list[str] | None:
+    """Slurm's ids of elements that wait or run; None if squeue does not answer."""
     command = ["squeue", "--noheader", "--format=%i", f"--name={_job_name(sweep)}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        done = subprocess.CompletedProcess(command, 1)
-    if done.returncode:
-        raise ConfigError("squeue does not answer, and Slurm may still run jobs of this sweep: try again later")
-    if ids := done.stdout.split():
-        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(ids)}): wait for them, or scancel them")
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split() if done.returncode == 0 else None
 
 
 def _submit(sweep: Sweep, groups: Sequence[int]) -> bool:
@@ -191,6 +199,8 @@ def _submit(sweep: Sweep, groups: Sequence[int]) -> bool:
             )
         print(f"submitted as Slurm job {array}, logs in {folder}", flush=True)
         sbatch.wait()
+        while sweep.launcher.wait and _queued_elements(sweep):  # `sbatch --wait` takes a requeued job for an ended one
+            time.sleep(_QUEUE_POLL_S)
     finally:
         sbatch.kill()
         sbatch.communicate()
