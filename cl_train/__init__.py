@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cl_train.commands.train import train as train
-    from cl_train.comparison.auto import choose_memory_format as choose_memory_format
+    from cl_train.comparison.paired import choose_memory_format as choose_memory_format
     from cl_train.comparison.paired import compare_layouts as compare_layouts
     from cl_train.comparison.parity import check_parity as check_parity
     from cl_train.config.schema import ConfigError as ConfigError
@@ -31,7 +31,7 @@ _MODULES = {
     "audit": "cl_train.memory_format.audit",
     "channels_last_collate": "cl_train.data.collate",
     "check_parity": "cl_train.comparison.parity",
-    "choose_memory_format": "cl_train.comparison.auto",
+    "choose_memory_format": "cl_train.comparison.paired",
     "classify": "cl_train.memory_format.layout",
     "compare_layouts": "cl_train.comparison.paired",
     "convert": "cl_train.memory_format.convert",

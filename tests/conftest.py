@@ -136,10 +136,10 @@ class Run:
 @pytest.fixture
 def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`channels_last=auto` measures two rounds, and knows no earlier choice."""
-    from cl_train.comparison import auto
+    from cl_train.comparison import paired
 
-    measure = auto.benchmark_layouts
-    monkeypatch.setattr(auto, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0}))
+    measure = paired.benchmark_layouts
+    monkeypatch.setattr(paired, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0}))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -1,13 +1,19 @@
 """The memory formats of one model compared in one process, in alternating blocks, with the step that training runs.
 
 Each layout has its own copy of the same weights and the same images; see `alternation` for the order and the interval.
+`channels_last=auto` uses the fastest layout. That choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one JSON
+file per combination of what can change it.
 """
 
+import hashlib
+import json
+import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
@@ -16,18 +22,36 @@ from torch.utils._pytree import tree_leaves
 
 from cl_train.comparison.alternation import alternate
 from cl_train.comparison.statistics import Interval, repeats_to_decide, verdict_of
-from cl_train.comparison.timed_model import CHANNELS_LAST, CONTIGUOUS, Layout, LossFunction, TimedModel, Workload
-from cl_train.config.schema import ConfigError
-from cl_train.memory_format.crashes import OutOfMemory, crash_safe
-from cl_train.memory_format.layout import refuse_lazy
+from cl_train.comparison.timed_model import (
+    CHANNELS_LAST,
+    CHANNELS_LAST_CONV,
+    CONTIGUOUS,
+    LAYOUTS,
+    Layout,
+    LossFunction,
+    TimedModel,
+    Workload,
+)
+from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
+from cl_train.config.validation import suggest
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.crashes import crash_safe
+from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, refuse_lazy
 from cl_train.memory_format.model_call import explain_failure, random_state_restored
-from cl_train.models.sources import device_of
+from cl_train.models.sources import copy_model, device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.step.utilisation import describe, flops_of, utilisation
+from cl_train.system.environment import describe_environment, device_name
+from cl_train.system.files import cache_folder, write_json
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 from cl_train.system.memory import is_out_of_memory, release_memory
 
+log = logging.getLogger(__name__)
+
 BLOCK_S = 0.25
+AUTO_TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
+AUTO_CPU_BATCH = 8  # images at most in an eager step on a CPU, so that enough steps fit into the time limit
+NOISY_WIDTH = 0.2  # of a ratio's interval: without a significant difference, a wider one is inconclusive
 
 
 @dataclass(frozen=True)
@@ -66,13 +90,6 @@ class Comparison:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
 
-    def _advice(self, ratio: Interval) -> str:
-        """How long the layouts have to be measured for a verdict."""
-        rounds = repeats_to_decide(ratio, degrees=1, most=20 * self.rounds) if self.rounds > 1 else None
-        if rounds is None:
-            return f"a verdict needs more than {20 * self.seconds:.0f} s, or a quieter machine"
-        return f"about time_limit_s={math.ceil(self.seconds * rounds / self.rounds)} would decide"
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
         kept = ("layout", "images_per_s", "step_ms", "peak_memory_gib")
@@ -85,7 +102,7 @@ class Comparison:
         return {**vars(self), "speeds": speeds, "pairs": pairs}
 
     def __str__(self) -> str:
-        lines = []
+        lines, notes = [], []
         for index, speed in enumerate(self.speeds):
             untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
             against = f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}" if index else ""
@@ -93,16 +110,19 @@ class Comparison:
                 f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
                 f"{speed.peak_memory_gib:8.2f} GiB{against}"
             )
+            if speed.verdict == "inconclusive":
+                rounds = repeats_to_decide(speed.ratio, degrees=1, most=20 * self.rounds) if self.rounds > 1 else None
+                advice = f"a verdict needs more than {20 * self.seconds:.0f} s, or a quieter machine"
+                if rounds is not None:
+                    advice = f"about time_limit_s={math.ceil(self.seconds * rounds / self.rounds)} would decide"
+                notes.append(f"  {speed.layout}: {advice}")
         if self.utilisation:
             lines.append(f"  {describe(self.utilisation)}")
         if self.batch_size != self.batch_size_requested:
             lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts used {self.batch_size}")
-        lines += [
-            f"  {speed.layout}: {self._advice(speed.ratio)}" for speed in self.speeds if speed.verdict == "inconclusive"
-        ]
         if self.others_pct is not None and self.others_pct >= BUSY_PCT:
-            lines.append(f"  other processes used {self.others_pct:.0f} % of the cores: measure on a quiet machine")
-        return "\n".join(lines)
+            notes.append(f"  other processes used {self.others_pct:.0f} % of the cores: measure on a quiet machine")
+        return "\n".join([*lines, *notes])
 
 
 def compare_layouts(
@@ -186,10 +206,8 @@ def benchmark_layouts(
             smaller = replace(workload, batch_size=batch_size)
             done = _benchmark(model, smaller, layouts, target_ci, time_limit_s)
             return replace(done, batch_size_requested=workload.batch_size)
-        except OutOfMemory:
-            pass
         except Exception as error:
-            if isinstance(error, ConfigError) or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         release_memory()  # outside the except block, where the exception no longer refers to tensors
         if batch_size == 1 or workload.batch is not None:
@@ -204,17 +222,12 @@ def _benchmark(
     """Raises ConfigError: the model fails or crashes, but for a lack of memory."""
     try:
         with measurement_state(workload):
-            timed = [TimedModel(model, layout, workload) for layout in layouts]
-            return _compare(timed, target_ci, time_limit_s)
-    except ConfigError:
-        raise
+            return _compare([TimedModel(model, layout, workload) for layout in layouts], target_ci, time_limit_s)
     except Exception as error:  # a user's model may raise any exception
-        if is_out_of_memory(error):
+        if isinstance(error, ConfigError) or is_out_of_memory(error):
             raise
-        raise ConfigError(
-            f"the model cannot be measured: {explain_failure(error)}; if it takes another input, give batch or "
-            "image_size"
-        ) from error
+        remedy = "if it takes another input, give batch or image_size"
+        raise ConfigError(f"the model cannot be measured: {explain_failure(error)}; {remedy}") from error
 
 
 @contextmanager
@@ -231,23 +244,167 @@ def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float) -> 
     steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
     load = MachineLoad()
     # The median step of a block: interruptions on a shared machine are not caused by the layout.
-    blocks = (lambda model=model: median(model.block_times_s(steps)) for model in timed)
-    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s, release_last=timed.pop)
+    blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
+    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s)
     workload, others_pct = timed[0].workload, load.others_pct()
     is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
-    speeds = []
-    for index, ratio in enumerate(done.speed_ratios()):
-        name, peak_gib, step_s = timed[index].layout.name, timed[index].peak_memory_gib(timed), done.mean_s(index)
-        verdict = "not_comparable" if index and is_too_busy else verdict_of(ratio)
-        speeds.append(LayoutSpeed(name, workload.batch_size / step_s, 1000 * step_s, peak_gib, ratio, verdict))
+    speeds: list[LayoutSpeed] = []
+    for one, ratio, times_s in zip(timed, done.speed_ratios(), done.blocks, strict=True):
+        verdict = "not_comparable" if speeds and is_too_busy else verdict_of(ratio)
+        step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
+        rate, peak_gib = workload.batch_size / step_s, one.peak_memory_gib(timed)
+        speeds.append(LayoutSpeed(one.layout.name, rate, 1000 * step_s, peak_gib, ratio, verdict))
     used = None
     if not workload.compile:
-        gflop = flops_of(timed[0].forward) / workload.batch_size / 1e9
-        used = utilisation(
-            gflop, max(speed.images_per_s for speed in speeds), workload.precision, workload.device,
-            training=workload.mode == "train",
-        )  # fmt: skip
+        gflop, best = flops_of(timed[0].forward) / workload.batch_size / 1e9, max(one.images_per_s for one in speeds)
+        used = utilisation(gflop, best, workload.precision, workload.device, training=workload.mode == "train")
     return Comparison(
         tuple(speeds), workload.precision.name, workload.batch_size, workload.batch_size, done.rounds, done.seconds,
         done.stopped_by, others_pct, used,
     )  # fmt: skip
+
+
+# --- channels_last=auto -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layout that `choose_memory_format` chose, and why; `conversion` as in `memory_format.convert`."""
+
+    memory_format: torch.memory_format
+    conversion: str
+    reason: str
+    seconds: float
+    cached: bool = False
+    conclusive: bool = True  # False: the measurement was too noisy, and the next run measures again
+
+    @property
+    def channels_last(self) -> bool:
+        return self.memory_format != torch.contiguous_format
+
+    def __str__(self) -> str:
+        return self.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "memory_format": MEMORY_FORMAT_NAMES[self.memory_format]}
+
+
+def choose_memory_format(
+    model: nn.Module,
+    *,
+    batch_size: int = 32,
+    image_size: int | tuple[int, ...] = 224,
+    precision: str = "auto",
+    device: torch.device | str | None = None,
+    compile: bool = False,
+    compile_mode: str = "default",
+    cuda_graph: bool = False,
+    optimizer: str = "sgd",
+    time_limit_s: float = AUTO_TIME_LIMIT_S,
+) -> Choice:
+    """Measure contiguous, channels_last, and channels_last for convolution weights only; choose the fastest.
+
+    Contiguous unless another layout is faster beyond noise. Call it with the model built, loaded and on its device,
+    before it is converted, wrapped or compiled. Copies are measured: `model`, its BatchNorm statistics and all random
+    generators are unchanged. For a model that cannot be measured (no memory for copies, a crash of torch in
+    channels_last) the choice is contiguous, with the reason.
+
+    Args:
+        batch_size: images per device and step; eager on a CPU at most 8 are measured.
+        image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
+        precision: one of `PRECISIONS` in cl_train/config/schema.py, such as auto or bf16.
+        device: default: where the model is.
+        compile: measure compiled copies; the time limit does not include compilation.
+        cuda_graph: measure the step as a replayed CUDA graph.
+        optimizer: one of `OPTIMIZERS` in cl_train/config/schema.py.
+        time_limit_s: for warm-up and measurement of an eager model.
+
+    Raises:
+        ConfigError: an impossible argument.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={optimizer}; use {', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}")
+    workload = workload_of(
+        model, batch_size, image_size, precision, device, compile=compile, compile_mode=compile_mode,
+        cuda_graph=cuda_graph, optim=OptimConfig(name=optimizer),
+    )  # fmt: skip
+    if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
+        return Choice(torch.contiguous_format, "full", "contiguous: the model has no convolutions", 0.0)
+    key = _cache_key(model, workload)
+    path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        layout = CHANNELS_LAST if known["channels_last"] else CONTIGUOUS
+        reason = f"{known['reason']} (measured before: {path})"
+        return Choice(layout.memory_format, known["conversion"], reason, known["seconds"], cached=True)
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, or one that cannot be read
+        log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
+    started_at = time.perf_counter()
+    try:
+        choice = _fastest_layout(model, workload, time_limit_s)
+    except ConfigError as error:
+        return Choice(torch.contiguous_format, "full", f"contiguous: the layouts cannot be measured: {error}", 0.0)
+    finally:
+        release_memory()
+        if workload.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(workload.device)  # the run's peak must not include this measurement's
+    choice = replace(choice, seconds=round(time.perf_counter() - started_at, 2))
+    if choice.conclusive:
+        kept = {name: getattr(choice, name) for name in ("channels_last", "conversion", "reason", "seconds")}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"key": key, **kept})
+        except OSError as error:
+            log.warning("channels_last=auto: the choice cannot be cached (%s), so the next run measures again", error)
+    return choice
+
+
+def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
+    # Where other tensors have four dimensions too, converting convolution weights only is another layout. Not for
+    # compiled models: each layout is another compilation, and the compiler moves tensors itself.
+    full, conv = (set(convert(copy_model(model, "meta"), mode).changed) for mode in ("full", "conv"))
+    layouts = [CONTIGUOUS, CHANNELS_LAST] + ([CHANNELS_LAST_CONV] if full != conv and not workload.compile else [])
+    batch_size = workload.batch_size
+    if workload.device.type == "cpu" and not workload.compile:
+        batch_size = min(batch_size, AUTO_CPU_BATCH)
+    measured = replace(workload, batch_size=batch_size)
+    done = benchmark_layouts(model, measured, layouts, time_limit_s=0.75 * time_limit_s)  # warm-up takes about the rest
+    baseline, *others = done.speeds
+    best = max((one for one in others if one.verdict == "faster"), key=lambda one: one.images_per_s, default=baseline)
+    ratios = [
+        f"{one.layout} is {one.ratio.ratio:.2f}x [{one.ratio.low:.2f}, {one.ratio.high:.2f}]"
+        if one.ratio.width < 1
+        else f"{one.layout} is perhaps {one.ratio.ratio:.1f}x"
+        for one in others
+    ]
+    smaller = "" if done.batch_size == workload.batch_size else f" at batch {done.batch_size}"
+    reason = (
+        f"{best.layout}: {' and '.join(ratios)} as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
+    )
+    is_noisy = best is baseline and any(
+        one.verdict == "not_comparable" or (one.verdict == "inconclusive" and one.ratio.width > NOISY_WIDTH)
+        for one in others
+    )
+    if is_noisy:
+        reason += "; too noisy to decide, so the next run measures again"
+    layout = LAYOUTS[best.layout]
+    return Choice(layout.memory_format, layout.conversion, reason, 0.0, conclusive=not is_noisy)
+
+
+def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
+    """Everything that could change which layout is faster. Shapes detect changed model code."""
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
+    versions = describe_environment(workload.device)
+    return {
+        "format_version": 2,
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "modules": hashlib.sha256(f"{model!r} {shapes}".encode()).hexdigest()[:16],
+        "batch_size": workload.batch_size,
+        "input_shape": list(workload.input_shape),
+        "precision": workload.precision.name,
+        "compile": workload.compile_mode if workload.compile else False,
+        "cuda_graph": workload.cuda_graph,
+        "optimizer": workload.optim.name,
+        "device": device_name(workload.device),
+        **{name: versions[name] for name in ("torch", "cuda", "cudnn", "driver")},
+    }

@@ -14,7 +14,7 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import to_memory_format
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.models.sources import copy_model
-from cl_train.step.cuda_graph import GraphedCall, Recorder, make_capturable
+from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step, update_weights
@@ -24,7 +24,6 @@ from cl_train.system.timing import step_times_s
 LossFunction = Callable[[Any], torch.Tensor]
 
 LEARNING_RATE = 1e-4  # costs as much as any other rate; random labels barely change the weights at this one
-_OUTSIDE_GRAPH = 3  # steps that run before a CUDA graph is recorded
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Layout:
 CONTIGUOUS = Layout("contiguous", torch.contiguous_format)
 CHANNELS_LAST = Layout("channels_last", torch.channels_last)
 CHANNELS_LAST_CONV = Layout("channels_last_conv", torch.channels_last, "conv")
+LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class TimedModel:
             self.model.compile(mode=workload.compile_mode)
         self.step: Callable[[], object] = self.eager_step
         if workload.cuda_graph:
-            recorder = Recorder(workload.device)
-            self.step = GraphedCall(self.eager_step, recorder, warm_up=_OUTSIDE_GRAPH)
+            self.step = GraphedCall(self.eager_step, Recorder(workload.device))
 
     def _labelled_batch(self) -> Batch | None:
         """The batch for the training step of classifiers; None for other kinds of models or losses."""
@@ -121,7 +120,7 @@ class TimedModel:
 
     def warm_up(self) -> float:
         """Select kernels, compile, create the optimizer's state, record the graph; returns seconds per step."""
-        self.block_times_s(2 + (_OUTSIDE_GRAPH if self.workload.cuda_graph else 0))
+        self.block_times_s(2 + (WARM_UP_STEPS if self.workload.cuda_graph else 0))
         return self.block_times_s(1)[0]
 
     def peak_memory_gib(self, others: list["TimedModel"]) -> float:

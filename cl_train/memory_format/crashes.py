@@ -46,7 +46,7 @@ class Crash(ConfigError):
     """The work ended its process; the message says by which signal, and in which module."""
 
 
-class OutOfMemory(Crash):
+class OutOfMemory(Crash, MemoryError):
     """The system ended the process."""
 
 

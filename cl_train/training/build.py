@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.comparison.auto import choose_memory_format
+from cl_train.comparison.paired import choose_memory_format
 from cl_train.config.rules import graph_conflict
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule

@@ -1,12 +1,14 @@
-"""Comparing the layouts of a small model: measurement, report, unchanged state and refusals."""
+"""Comparing the layouts of a small model, and channels_last=auto: measurement, report, cache, refusals."""
 
 import copy
 import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,37 +18,56 @@ from torch import nn
 
 from cl_train.comparison import paired
 from cl_train.comparison.alternation import alternate
-from cl_train.comparison.paired import benchmark_layouts, compare_layouts
-from cl_train.comparison.statistics import verdict_of
+from cl_train.comparison.paired import (
+    Choice,
+    Comparison,
+    LayoutSpeed,
+    benchmark_layouts,
+    choose_memory_format,
+    compare_layouts,
+)
+from cl_train.comparison.statistics import Interval, verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.memory_format.layout import model_memory_format
+from cl_train.step import utilisation
 from cl_train.step.precision import resolve_precision
 
 CPU = torch.device("cpu")
-QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.2}
+QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.0}
 
 
 @pytest.fixture(autouse=True)
-def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_and_with_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
+    monkeypatch.setitem(utilisation._MATMUL, "cpu", 16)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def network() -> nn.Module:
+def network(width: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 5),
-    )
+    stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout())
+    return nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
 
 
 def workload(precision: str = "fp32", **changes: Any) -> Workload:
     return replace(Workload(4, (3, 16, 16), resolve_precision(precision, CPU), CPU), **changes)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """The block leaves the model, its statistics, its layout and all random generators as they were."""
+    before = copy.deepcopy(model.state_dict())
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
+    yield
+    assert random.getstate() == generators[0]
+    assert np.array_equal(np.random.get_state()[1], generators[1])  # type: ignore[index]
+    assert torch.equal(torch.get_rng_state(), generators[2])
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert all(tensor.stride() == before[key].stride() for key, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters()) and model.training
 
 
 # --- the alternation --------------------------------------------------------------------------------------------------
@@ -91,21 +112,6 @@ def test_the_time_limit_leaves_two_rounds() -> None:
     assert (done.rounds, done.stopped_by) == (2, "time_limit")
 
 
-def test_out_of_memory_drops_the_last_variant_and_keeps_the_others() -> None:
-    calls = iter(range(100))
-
-    def third() -> float:
-        if next(calls) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return 0.01
-
-    done = alternate([lambda: 0.02, lambda: 0.01, third])
-    assert len(done.blocks) == 2 and done.rounds == 8
-    assert done.speed_ratios()[1].ratio == pytest.approx(2.0)
-    with pytest.raises(torch.OutOfMemoryError):
-        alternate([lambda: 0.02, third])
-
-
 # --- the timed model --------------------------------------------------------------------------------------------------
 
 
@@ -121,27 +127,19 @@ def test_both_sides_have_the_same_weights_and_images_in_their_layout() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), converted.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss": lambda out: out.square().mean()}, {"cuda_graph": True}])
-def test_a_training_step_trains_and_an_inference_does_not(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [("fp32", {}), ("fp16", {}), ("fp32", {"loss": lambda out: out.square().mean()}), ("fp32", {"cuda_graph": True})],
+)
+def test_a_training_step_trains_and_an_inference_does_not(precision: str, changes: dict[str, Any]) -> None:
     for mode, trains in (("train", True), ("infer", False)):
-        timed = TimedModel(network(), CHANNELS_LAST, workload(mode=mode, **changes))
+        timed = TimedModel(network(), CHANNELS_LAST, workload(precision, mode=mode, **changes))
         before = copy.deepcopy(timed.model.state_dict())
-        timed.step()
+        timed.warm_up()
         after = timed.model.state_dict()
         assert any(not torch.equal(after[key], before[key]) for key in before) is trains
-
-
-def test_a_graphed_step_is_recorded() -> None:
-    timed = TimedModel(network(), CONTIGUOUS, workload(cuda_graph=True))
-    timed.warm_up()
-    assert timed.step.is_recorded  # type: ignore[attr-defined]
-
-
-def test_fp16_goes_through_the_loss_scaler() -> None:
-    timed = TimedModel(network(), CONTIGUOUS, workload("fp16"))
-    assert timed._parts is not None and timed._parts.scaler.is_enabled()
-    timed.step()
-    assert timed._parts.scaler.get_scale() > 0
+        assert getattr(timed.step, "is_recorded", False) is timed.workload.cuda_graph
+        assert timed._parts is None or timed._parts.scaler.is_enabled() is (precision == "fp16")
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
@@ -152,17 +150,10 @@ def test_fp16_goes_through_the_loss_scaler() -> None:
 )
 def test_the_model_and_the_generators_stay_as_they_are(precision: str, mode: str) -> None:
     model = network()
-    before = copy.deepcopy(model.state_dict())
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
-    done = benchmark_layouts(model, workload(precision, mode=mode), **QUICK)
+    with unchanged(model):
+        done = benchmark_layouts(model, workload(precision, mode=mode), **QUICK)
     assert [speed.layout for speed in done.speeds] == ["contiguous", "channels_last"]
     assert all(speed.images_per_s > 0 and speed.peak_memory_gib > 0 for speed in done.speeds)
-    assert random.getstate() == generators[0]
-    assert np.array_equal(np.random.get_state()[1], generators[1])  # type: ignore[index]
-    assert torch.equal(torch.get_rng_state(), generators[2])
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    assert model_memory_format(model) == "contiguous" and model.training
 
 
 def test_a_comparison_prints_and_becomes_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +170,12 @@ def test_a_comparison_prints_and_becomes_json(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_out_of_memory_halves_the_batch_of_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the rounds, after a warm-up that fitted."""
     sizes: list[int] = []
 
     def block_times_s(self: TimedModel, steps: int) -> list[float]:
         sizes.append(len(self.inputs))
-        if sizes[-1] > 2 and self.layout is CHANNELS_LAST:
+        if self.layout is CHANNELS_LAST and (sizes[-1] > 4 or (sizes[-1] > 2 and sizes.count(4) > 6)):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
         return [0.01]
 
@@ -191,23 +183,25 @@ def test_out_of_memory_halves_the_batch_of_all_layouts(monkeypatch: pytest.Monke
     monkeypatch.setattr(crashes, "_is_child", True)  # `sizes` would stay in the child
     done = benchmark_layouts(network(), workload(batch_size=8), **QUICK)
     assert (done.batch_size, done.batch_size_requested) == (2, 8)
-    assert set(sizes[-8:]) == {2}, "both layouts"
-    with pytest.raises(ConfigError, match="a batch of 4"):
-        benchmark_layouts(network(), workload(batch=torch.randn(4, 3, 16, 16)), **QUICK)
+    assert sizes.count(4) == 7 and set(sizes[-8:]) == {2}, "both layouts"
+    with pytest.raises(ConfigError, match="a batch of 5"):
+        benchmark_layouts(network(), workload(batch_size=5, batch=torch.randn(5, 3, 16, 16)), **QUICK)
 
 
-def test_a_model_that_does_not_run_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="expected input") as error:
-        compare_layouts(network(), 4, image_size=(5, 16, 16))
-    assert len(error.value.problems) == 1
-    with pytest.raises(ConfigError, match="mode"):
-        compare_layouts(network(), 4, mode="trian")
-    with pytest.raises(ConfigError, match="batch_size=0"):
-        compare_layouts(network(), 0)
-    with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
-        compare_layouts("resnet18", 4)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"precision=fp61; use .*did you mean fp16"):
-        compare_layouts(network(), 4, precision="fp61")
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"image_size": (5, 16, 16)}, "expected input"),
+        ({"mode": "trian"}, "mode"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"model": "resnet18"}, r"torch\.nn\.Module"),
+        ({"precision": "fp61"}, "precision=fp61; use .*did you mean fp16"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        compare_layouts(**{"model": network(), "batch_size": 4, **arguments})
+    assert len(str(error.value).splitlines()) == 1
 
 
 class SlowInChannelsLast(nn.Module):
@@ -230,15 +224,130 @@ def test_compiled_copies_are_compared(without_inductor: None) -> None:
     assert all(speed.images_per_s > 0 for speed in done.speeds)
 
 
-def test_drift_of_three_layouts_is_measured_against_the_first() -> None:
+def test_three_layouts_are_measured_against_the_first() -> None:
     done = benchmark_layouts(network(), workload(), (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV), **QUICK)
     assert [pair["baseline"] for pair in done.to_dict()["pairs"]] == ["contiguous"] * 2
     assert done.speeds[2].layout == "channels_last_conv"
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# --- channels_last=auto -----------------------------------------------------------------------------------------------
+
+
+def choose(model: nn.Module, **changes: Any) -> Choice:
+    settings: dict[str, Any] = {"image_size": 16, "batch_size": 4, "precision": "fp32", "time_limit_s": 0.1}
+    return choose_memory_format(model, **(settings | changes))
+
+
+def measured(ratio: float, half: float) -> Comparison:
+    """The outcome of a benchmark."""
+    speeds = []
+    for layout, interval in (
+        ("contiguous", Interval(1, 1, 1, 5)),
+        ("channels_last", Interval(ratio, ratio - half, ratio + half, 5)),
+    ):
+        speeds.append(LayoutSpeed(layout, 100 * interval.ratio, 1.0, 0.1, interval, verdict_of(interval)))
+    return Comparison(tuple(speeds), "fp32", 4, 4, 5, 1.0, "target_ci")
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces the measurement: `result` is its result, `asked` what was to be measured."""
+    state: dict[str, Any] = {"result": measured(1.5, 0.01), "asked": []}
+
+    def benchmark(model: nn.Module, workload: Workload, layouts: Any, **_: Any) -> Comparison:
+        state["asked"].append((workload, layouts))
+        if isinstance(state["result"], Exception):
+            raise state["result"]
+        return state["result"]
+
+    monkeypatch.setattr(paired, "benchmark_layouts", benchmark)
+    monkeypatch.setattr(paired, "release_memory", lambda: None)
+    return state
+
+
+def test_auto_leaves_the_run_as_it_was() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    with unchanged(model):
+        choice = choose(model)
+    assert not choice.cached and choice.seconds > 0 and not model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("ratio", "half", "channels_last", "cached"),
+    [(1.5, 0.01, True, True), (0.8, 0.01, False, True), (1.02, 0.03, False, True), (1.004, 0.001, False, True),
+     (1.1, 0.6, False, False)],
+)  # fmt: skip
+def test_the_faster_one_beyond_noise_is_chosen_and_remembered(
+    outcome: dict[str, Any], tmp_path: Path, ratio: float, half: float, channels_last: bool, cached: bool
+) -> None:
+    outcome["result"] = measured(ratio, half)
+    first, second = choose(network()), choose(network())
+    values = json.loads(json.dumps(first.to_dict()))
+    assert (values["memory_format"], values["conversion"]) == (
+        "channels_last" if channels_last else "contiguous",
+        "full",
+    )
+    assert f"channels_last is {ratio:.2f}x" in first.reason or "perhaps" in first.reason
+    assert first.reason.startswith("channels_last" if channels_last else "contiguous")
+    assert ("too noisy" in first.reason) is not cached
+    assert second.cached is cached and second.channels_last == channels_last
+    assert (str(tmp_path) in second.reason) is cached and len(outcome["asked"]) == (1 if cached else 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": 8}, {"image_size": 32}, {"image_size": (3, 16, 24)}, {"precision": "bf16"}, {"compile": True},
+     {"cuda_graph": True}, {"optimizer": "adamw"}],
+)  # fmt: skip
+def test_what_could_change_the_answer_is_measured_anew(outcome: dict[str, Any], change: dict[str, Any]) -> None:
+    choose(network())
+    assert not choose(network(), **change).cached
+    assert outcome["asked"][-1][0].cuda_graph is ("cuda_graph" in change)
+    assert not choose(network(width=16)).cached, "other shapes under the same name"
+    assert not choose(nn.Sequential(*network(), nn.ReLU())).cached, "other modules of the same shapes"
+    assert choose(network()).cached
+
+
+def test_a_cache_that_is_damaged_or_cannot_be_written_does_not_stop_the_run(
+    outcome: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(network())
+    [path] = (tmp_path / "cl_train").iterdir()
+    path.write_text('{"key": ')
+    assert not choose(network()).cached
+    assert json.loads(path.read_text())["channels_last"] is True
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert choose(network()).channels_last
+    assert "cannot be cached" in caplog.text
+
+
+def test_what_cannot_be_measured_means_contiguous_and_is_said(outcome: dict[str, Any]) -> None:
+    outcome["result"] = ConfigError("a batch of 1 does not fit into the memory of cpu")
+    choice = choose(network())
+    assert not choice.channels_last and "does not fit" in choice.reason
+    assert not choose(network()).cached, "the next run tries again"
+    outcome["asked"].clear()
+    choice = choose(nn.Sequential(nn.Flatten(), nn.Linear(768, 5)))
+    assert not choice.channels_last and "no convolutions" in choice.reason and not outcome["asked"]
+    for change, problem in (({"optimizer": "sdg"}, "did you mean sgd"), ({"precision": "fp61"}, "did you mean fp16")):
+        with pytest.raises(ConfigError, match=problem):
+            choose(network(), **change)
+    assert not outcome["asked"]
+
+
+class WithPlane(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.plane = network(), nn.Parameter(torch.zeros(1, 3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("model", "compile", "third"),
+    [(WithPlane, False, [CHANNELS_LAST_CONV]), (WithPlane, True, []), (network, False, [])],
+)
+def test_convolution_weights_alone_are_measured_where_they_differ(
+    outcome: dict[str, Any], model: Callable[[], nn.Module], compile: bool, third: list[Any]
+) -> None:
+    choose(model(), compile=compile)
+    assert outcome["asked"][0][1] == [CONTIGUOUS, CHANNELS_LAST, *third]

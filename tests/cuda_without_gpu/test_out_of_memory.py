@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from cl_train.comparison import paired
-from cl_train.comparison.alternation import alternate
-from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
+from cl_train.comparison.timed_model import Workload
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import OutOfMemory
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
@@ -61,38 +60,6 @@ def test_each_message_is_understood(error: Error) -> None:
 @pytest.mark.parametrize("error", OTHERS)
 def test_other_errors_are_not_out_of_memory(error: Error) -> None:
     assert not is_out_of_memory(error())
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_alternation_drops_the_last_variant_and_releases_it(error: Error) -> None:
-    """As `paired` calls it: the list of models, and a block of the last one that fails in its fifth step."""
-    models = [nn.Linear(2, 2) for _ in range(3)]
-    dropped, calls, released = weakref.ref(models[-1]), iter(range(100)), []
-
-    def block(model: nn.Module) -> float:
-        if model is models[-1] and len(models) == 3 and next(calls) == 4:
-            raise error()
-        released.append(dropped() is None)
-        return 0.01
-
-    done = alternate((lambda model=model: block(model) for model in models), release_last=models.pop)
-    assert len(done.blocks) == len(models) == 2 and done.rounds == 8
-    assert released[-1], "the others continue in the memory of the dropped one"
-
-
-def test_a_comparison_of_layouts_releases_the_dropped_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
-    timed = [TimedModel(small(3), layout, WORKLOAD) for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)]
-    dropped = weakref.ref(timed[-1].model)
-
-    def fail(steps: int) -> list[float]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    timed[-1].block_times_s = fail  # type: ignore[method-assign]
-    timed[-1].warm_up = lambda: 0.01  # type: ignore[method-assign]
-    found = paired._compare(timed, target_ci=1.0, time_limit_s=0.0)
-    assert [speed.layout for speed in found.speeds] == ["contiguous", "channels_last"]
-    assert dropped() is None
 
 
 class Limited(nn.Module):

@@ -108,7 +108,7 @@ def serve() -> None:
     from PIL import Image
 
     import cl_train.commands.train
-    import cl_train.comparison.auto
+    import cl_train.comparison.paired
     import cl_train.training.loop  # noqa: F401
     from cl_train.config.command_line import check_command_line
 
