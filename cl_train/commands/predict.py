@@ -49,7 +49,7 @@ SETTINGS = {"settings": PredictSettings}
 
 def main(words: list[str]) -> int:
     settings = settings_from_arguments(PredictSettings, words)
-    from cl_train.training.run_log import describe_failure
+    from cl_train.training.records import describe_failure
 
     try:
         with output_file(Path(settings.out), overwrite=settings.overwrite) as file:
@@ -75,9 +75,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.step.precision import kernel_selection, resolve_precision
     from cl_train.step.train_step import labels_and_top5
     from cl_train.system.distributed import Dist, choose_device
-    from cl_train.training.evaluation import outputs
-    from cl_train.training.nonfinite import check_evaluation
-    from cl_train.training.run_log import progress_bar
+    from cl_train.training.evaluation import check_evaluation, outputs
+    from cl_train.training.records import progress_bar
 
     is_name = settings.model is not None and not Path(settings.weights).exists()
     source = (settings.model, None, settings.weights) if is_name else (settings.weights, settings.model, None)

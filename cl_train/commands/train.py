@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
         print("stopped before the first step", file=sys.stderr)
         return 130
     except Exception as error:
-        from cl_train.training.run_log import describe_failure
+        from cl_train.training.records import describe_failure
 
         if describe_failure(error) is None:
             raise

@@ -31,6 +31,7 @@ from cl_train.step.loss import Loss, build_loss
 from cl_train.step.optim import build_optimizer, freeze
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step
+from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, on_main
 from cl_train.training.preflight import check_batch_fits, check_runs
 from cl_train.training.state import TrainState
@@ -47,15 +48,13 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     """
     model = build_model(cfg, num_classes, dist)
     check_parameters(model)
-    if cfg.weights is not None and not cfg.evaluate_only:
-        check_finite(model, cfg.weights)
+    for name, parameter in model.named_parameters() if cfg.weights and not cfg.evaluate_only else ():
+        if parameter.requires_grad and not parameter.isfinite().all():  # constants may: a mask holds -Inf
+            raise ConfigError(f"weights={cfg.weights} holds {'NaN' if parameter.isnan().any() else 'Inf'} in {name}")
     head = models.head_parameters(model)
     if cfg.optim.head_lr_ratio != 1 and not head:
         raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its classifier")
     freeze(model, cfg.freeze, head)
-    if cfg.freeze:
-        counts = [sum(p.numel() for p in model.parameters() if p.requires_grad == trains) for trains in (False, True)]
-        log.info("freeze: %s parameters are frozen, %s train", *(f"{count:,}" for count in counts))
     model = cast_model(model.to(dist.device), precision)
     layout = convert_layout(cfg, model, precision, num_classes, dist)
     masters = MasterWeights(model) if precision.master_weights else None
@@ -67,15 +66,11 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
     with nullcontext() if recorder is None else recorder.on_stream():
         if not cfg.evaluate_only:
+            size, form = training_sizes(cfg)[-1], DeviceFormat(dist.device, precision.input_dtype, layout)
             check_batch_fits(
-                model,
-                precision,
-                DeviceFormat(dist.device, precision.input_dtype, layout),
-                batch_size=cfg.batch_size,
-                image_size=training_sizes(cfg)[-1],
-                num_classes=num_classes,
+                model, precision, form, batch_size=cfg.batch_size, image_size=size, num_classes=num_classes,
                 compiled=cfg.compile,
-            )
+            )  # fmt: skip
         wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     trained = compiled(wrapped, cfg.compile_mode, graphs=len(training_sizes(cfg))) if cfg.compile else wrapped
     loss = build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
@@ -109,13 +104,6 @@ def check_parameters(model: nn.Module) -> None:
             raise ConfigError(f"{name} is on the meta device and has no values: build the model on the CPU")
         if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:
             raise ConfigError(f"{name} is a sparse parameter, which the optimizers do not update: make it dense")
-
-
-def check_finite(model: nn.Module, weights: str) -> None:
-    """Raises ConfigError: a parameter holds NaN or Inf. Constants may: a mask holds -Inf."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.isfinite().all():
-            raise ConfigError(f"weights={weights} holds {'NaN' if parameter.isnan().any() else 'Inf'} in {name}")
 
 
 def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
@@ -154,13 +142,21 @@ def convert_layout(
 
     Raises ConfigError: the model does not run; with `channels_last=auto` contiguous is chosen if that does.
     """
-    channels_last, conversion = cfg.channels_last, cfg.conversion
+    channels_last, conversion, size = cfg.channels_last, cfg.conversion, training_sizes(cfg)[-1]
+
+    def check(layout: torch.memory_format) -> None:
+        if dist.device.type == "cpu":
+            form = DeviceFormat(dist.device, precision.input_dtype, layout)
+            training, evaluation = not cfg.evaluate_only, cfg.evaluate_only or cfg.evaluate_every >= 0
+            trial = partial(check_runs, image_size=size, num_classes=num_classes, training=training)
+            on_main(lambda: trial(model, precision, form, evaluation=evaluation), dist)
+
     if channels_last == "auto":
         choice = on_main(
             lambda: choose_memory_format(
                 model,
                 batch_size=cfg.batch_size,
-                image_size=training_sizes(cfg)[-1],
+                image_size=size,
                 precision=precision.name,
                 device=dist.device,
                 compile=cfg.compile,
@@ -177,7 +173,7 @@ def convert_layout(
             log.info("channels_last: %s", line)
         log.info("channels_last: %s", convert(model, conversion, select=cfg.select or None))
         try:
-            _check_runs(cfg, model, precision, torch.channels_last, num_classes, dist)
+            check(torch.channels_last)
             return torch.channels_last
         except Crash as crash:
             if cfg.channels_last != "auto":
@@ -185,27 +181,8 @@ def convert_layout(
             log.warning("channels_last=auto: contiguous, because in channels_last %s", crash)
             convert(model, memory_format=torch.contiguous_format)
     if ":" in cfg.model:
-        _check_runs(cfg, model, precision, torch.contiguous_format, num_classes, dist)
+        check(torch.contiguous_format)
     return torch.contiguous_format
-
-
-def _check_runs(
-    cfg: Config, model: nn.Module, precision: Precision, layout: torch.memory_format, num_classes: int, dist: Dist
-) -> None:
-    if dist.device.type != "cpu":
-        return
-    on_main(
-        lambda: check_runs(
-            model,
-            precision,
-            DeviceFormat(dist.device, precision.input_dtype, layout),
-            image_size=training_sizes(cfg)[-1],
-            num_classes=num_classes,
-            training=not cfg.evaluate_only,
-            evaluation=cfg.evaluate_only or cfg.evaluate_every >= 0,
-        ),
-        dist,
-    )
 
 
 def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
@@ -223,20 +200,14 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
     """
     if dist.world_size == 1:
         return model
-    device_ids = [dist.device] if dist.device.type == "cuda" else None
-    options: dict[str, Any] = {}
-    since_torch_2_15 = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
-    if since_torch_2_15 and has_only_statistics(model):
-        options["forward_sync_buffers"] = False  # else rank 0's are broadcast in each forward pass
-    return nn.parallel.DistributedDataParallel(
-        model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph, **options
-    )
-
-
-def has_only_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are BatchNorm's, which training does not read: evaluation and checkpoints take rank 0's."""
+    ddp, options = nn.parallel.DistributedDataParallel, dict[str, Any]()
     owners = [module for module in model.modules() if list(module.buffers(recurse=False))]
-    return all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)
+    has_only_statistics = all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)
+    if has_only_statistics and "forward_sync_buffers" in signature(ddp).parameters:  # since torch 2.15
+        # Else rank 0's are broadcast in each forward pass; evaluation and checkpoints take rank 0's anyway.
+        options["forward_sync_buffers"] = False
+    device_ids = [dist.device] if dist.device.type == "cuda" else None
+    return ddp(model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph, **options)
 
 
 def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
@@ -250,3 +221,15 @@ def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
     wrapper = torch.compile(model, mode=mode, dynamic=False)
     assert isinstance(wrapper, nn.Module)
     return wrapper
+
+
+def utilisation_of(state: TrainState, image_size: int, images_per_s: float) -> dict[str, Any] | None:
+    """FLOPs and shares of the device's peak (`step.utilisation`); None for a model that cannot run on shapes alone."""
+    try:
+        shapes = models.copy_model(state.model, "meta").train()
+        images = torch.empty(2, 3, image_size, image_size, device="meta", dtype=next(shapes.parameters()).dtype)
+        flops = flops_of(lambda: shapes(images))
+    except Exception:  # a user's model may raise any exception
+        return None
+    precision, device = state.parts.precision, state.parts.device
+    return utilisation(flops / len(images) / 1e9, images_per_s, precision, device, training=True)

@@ -1,4 +1,4 @@
-"""Exact evaluation: each validation image counts once, for any batch size and any number of ranks."""
+"""Exact evaluation: each validation image counts once, for any batch size and any number of ranks; its report."""
 
 import base64
 import csv
@@ -6,7 +6,7 @@ import io
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from html import escape
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from cl_train.data.build import Data, ImageData
-from cl_train.data.decode import BadImage, Pixels
+from cl_train.data.decode import BadImage
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.step.loss import logits_of
@@ -29,14 +29,19 @@ from cl_train.step.train_step import labels_and_top5
 from cl_train.system.distributed import Dist, broadcast_buffers, gather_objects, max_over_ranks, on_main, sum_over_ranks
 from cl_train.system.files import write_text
 from cl_train.system.signals import StopRequest
-from cl_train.training.nonfinite import TrainingFault
-from cl_train.training.progress import MAP
+from cl_train.training.progress import MAP, TrainingFault
+
+log = logging.getLogger(__name__)
 
 EVALUATED = ("loss", "top1", "top5", "images")
 
 
 class Interrupted(Exception):
-    """A signal (the exception's argument) to a rank ended an evaluation. Raised on all ranks."""
+    """A signal to a rank ended an evaluation. Raised on all ranks."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 def evaluate_model(
@@ -92,6 +97,12 @@ def evaluate_model(
         if metrics is not None:
             result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
     return result, rows
+
+
+def check_evaluation(result: Mapping[str, float] | None) -> None:
+    """Raises TrainingFault: the loss of an evaluation is not finite, and then its accuracy is arbitrary."""
+    if result is not None and not math.isfinite(result["loss"]):
+        raise TrainingFault(f"the loss of the evaluation is {result['loss']}: weights or outputs hold NaN or Inf")
 
 
 def mean_average_precision(scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]) -> float:
@@ -153,11 +164,10 @@ def predictions(
             loss = nn.functional.cross_entropy(logits, targets, reduction="none")
         labels, best = labels_and_top5(logits, targets)
         probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
-        in_top5 = (best == labels.unsqueeze(1)).any(1)
+        columns = (labels, best[:, 0], probability, loss, (best == labels.unsqueeze(1)).any(1))
+        rows.append(torch.stack([column.double() for column in columns], 1))
         if kept is not None:
             kept.append((logits.cpu(), targets.cpu()))
-        columns = (labels, best[:, 0], probability, loss, in_top5)
-        rows.append(torch.stack([column.double() for column in columns], 1))
     return torch.cat(rows)
 
 
@@ -166,9 +176,8 @@ def outputs(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The logits, float32 [N, classes], and the targets of each batch, with `model` in eval mode; see `predictions`."""
-    was_training = model.training
+    was_training, largest = model.training, 0
     model.eval()
-    largest = 0
     for batch in batches:
         if len(batch.images) == 0:  # all images of the batch were skipped; some models fail on an empty batch
             continue
@@ -203,31 +212,23 @@ def _until_signal(
             yield batch
 
 
-log = logging.getLogger(__name__)
+# --- report=true ------------------------------------------------------------------------------------------------------
 
-WORST_IMAGES = 50
-THUMBNAIL_PX = 160
+_WORST_IMAGES, _THUMBNAIL_PX = 50, 160
 _LISTED = 20  # classes and confusions on the page
 _STYLE = """
-body { font: 15px/1.4 sans-serif; margin: 2em; color: #222 } h2 { margin-top: 1.5em }
-table { border-collapse: collapse; display: inline-table; margin: 0 3em 1em 0; vertical-align: top }
-td, th { padding: .15em .8em; text-align: left; border-bottom: 1px solid #ddd }
-.images { display: flex; flex-wrap: wrap; gap: 14px }
-figure { margin: 0; width: 160px; font-size: 13px; overflow-wrap: anywhere }
-img, .none { width: 160px; height: 160px; background: #eee; display: block }
-.wrong { color: #b3261e } .true { color: #1b6e3c } .name { color: #777; font-size: 11px }
+body { font: 15px/1.4 sans-serif; margin: 2em } figure { display: inline-block; margin: 7px; width: 160px }
+table { display: inline-table; margin-right: 3em; vertical-align: top } td, th { padding: 0 .8em; text-align: left }
+.wrong { color: #b3261e } .true { color: #1b6e3c }
 """
 
 
 def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
-    """Gather the predictions (see `evaluation.predictions`) of all ranks; the host waits for the device.
+    """Gather the `predictions` of all ranks; rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`.
 
-    Rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`.
-
-    A report that cannot be written is left out with a warning, because it must not end a training run.
+    The host waits for the device. A report that cannot be written must not end a run: it is left out with a warning.
     """
-    own = predictions.cpu().numpy()
-    indices = data.validation_indices()
+    own, indices = predictions.cpu().numpy(), data.validation_indices()
     if len(indices) != len(own):  # an IterableDataset, or a file that became unreadable during the run
         indices = [-1] * len(own)
     ranks = gather_objects((own, indices), dist)
@@ -237,15 +238,24 @@ def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path
     images = [index for _, of_rank in ranks for index in of_rank]
     outputs = int(rows[:, 1].max(initial=0)) + 1  # a model may have more outputs than the data has classes
     names = [*data.classes, *(f"output {label}" for label in range(len(data.classes), outputs))]
-    classes, confused = per_class(rows, names), confusions(rows, names)
+    classes, confused = per_class(rows, names)
     try:
         folder.mkdir(exist_ok=True)
-        _write_csv(folder / "per_class.csv", classes)
-        _write_csv(folder / "confusions.csv", confused)
-        worst = np.argsort(rows[:, 3])[::-1][:WORST_IMAGES]  # NaN losses come first
-        figures = [_figure(rows[i], images[i], data, names) for i in worst]
-        accuracy = f"{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct"
-        write_text(folder / "worst.html", _page(accuracy, [classes, confused], figures))
+        for name, table in (("per_class", classes), ("confusions", confused)):
+            with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+                writer = csv.DictWriter(file, table[0] if table else ["true", "predicted", "images"])
+                writer.writeheader()
+                writer.writerows(table)
+        worst = np.argsort(rows[:, 3])[::-1][:_WORST_IMAGES]  # NaN losses come first
+        page = (
+            f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style>'
+            f"<h1>{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct</h1>"
+            f"<h2>Lowest accuracy, most frequent confusions</h2>{_html_table(classes)}{_html_table(confused)}"
+            f"<h2>The {len(worst)} images with the largest loss, as the model sees them</h2>"
+            '<p><span class="wrong">predicted class</span>, <span class="true">true class</span>, probabilities</p>'
+            + "".join(_figure(rows[i], images[i], data, names) for i in worst)
+        )
+        write_text(folder / "worst.html", page)
     except (OSError, BadImage) as error:
         log.warning("the evaluation's report cannot be written: %s", error)
         return
@@ -254,80 +264,49 @@ def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path
     log.info("report: lowest accuracy: %s; confusions: %s; %s", lowest, frequent, folder / "worst.html")
 
 
-def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> list[dict[str, Any]]:
-    """One row per class with images, the lowest accuracy first. Accuracy in percent; `loss` is the mean."""
+def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row per class with images, the lowest accuracy (percent) first, and a row per confusion, the most frequent
+    first: the cells of the confusion matrix that are not zero, without the diagonal.
+    """
     table = []
     for label in np.unique(rows[:, 0]).astype(int):
         of_class = rows[rows[:, 0] == label]
         correct, predicted = int((of_class[:, 1] == label).sum()), int((rows[:, 1] == label).sum())
-        table.append(
-            {
-                "class": names[label],
-                "images": len(of_class),
-                "correct": correct,
-                "top1": 100 * correct / len(of_class),
-                "precision": 100 * correct / predicted if predicted else None,
-                "loss": float(of_class[:, 3].mean()),
-            }
-        )
-    return sorted(table, key=lambda row: row["top1"])
-
-
-def confusions(rows: npt.NDArray[np.float64], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The cells of the confusion matrix that are not zero, without the diagonal; the most frequent first."""
+        counts = {"class": names[label], "images": len(of_class), "correct": correct}
+        precision = 100 * correct / predicted if predicted else None
+        share = {"top1": 100 * correct / len(of_class), "precision": precision}
+        table.append({**counts, **share, "loss": float(of_class[:, 3].mean())})
     pairs = Counter((int(true), int(predicted)) for true, predicted in rows[:, :2] if true != predicted)
-    return [
+    confusions = [
         {"true": names[true], "predicted": names[predicted], "images": count}
         for (true, predicted), count in sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
     ]
+    return sorted(table, key=lambda row: row["top1"]), confusions
 
 
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["true", "predicted", "images"])
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
-
-
-def _page(title: str, tables: Sequence[Sequence[dict[str, Any]]], figures: Sequence[str]) -> str:
-    """A page without references to other files."""
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style><h1>{title}</h1>'
-        f"<h2>Lowest accuracy, most frequent confusions</h2>{''.join(map(_table, tables))}"
-        f"<h2>The {len(figures)} images with the largest loss, as the model sees them</h2>"
-        '<p><span class="wrong">predicted class</span>, <span class="true">true class</span>, their probabilities</p>'
-        f'<div class="images">{"".join(figures)}</div>\n'
-    )
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
+def _html_table(rows: Sequence[dict[str, Any]]) -> str:
     def cell(value: Any) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else escape(str(value))
+        return f"<td>{value:.2f}" if isinstance(value, float) else f"<td>{'-' if value is None else escape(str(value))}"
 
     head = "".join(f"<th>{name}" for name in rows[0]) if rows else ""
-    body = "".join("<tr>" + "".join(f"<td>{cell(value)}" for value in row.values()) for row in rows[:_LISTED])
-    return f"<table><tr>{head}{body}</table>"
+    return (
+        f"<table><tr>{head}" + "".join("<tr>" + "".join(map(cell, row.values())) for row in rows[:_LISTED]) + "</table>"
+    )
 
 
 def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:
+    """The image, the predicted class if it is wrong, the true one, and the end of the image's path."""
     label, predicted, probability, loss = row[:4]
-    classes = [("wrong", predicted, probability)] if label != predicted else []
-    lines = "".join(
-        f'<div class="{style}">{escape(names[int(number)])} {100 * share:.1f} %</div>'
-        for style, number, share in [*classes, ("true", label, np.exp(-loss))]
-    )
-    name, image = "", '<div class="none"></div>'
-    if index >= 0:
-        assert isinstance(data, ImageData)
-        name, image = data.validation_name(index), _thumbnail(data.validation_pixels(index))
-    short = escape("/".join(Path(name).parts[-2:]))
-    return f'<figure title="{escape(name)}">{image}{lines}loss {loss:.3f}<div class="name">{short}</div></figure>'
-
-
-def _thumbnail(pixels: Pixels) -> str:
-    buffer = io.BytesIO()
-    picture = Image.fromarray(pixels)
-    picture.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+    lines = f'<div class="true">{escape(names[int(label)])} {100 * np.exp(-loss):.1f} %</div>loss {loss:.3f}'
+    if label != predicted:
+        lines = f'<div class="wrong">{escape(names[int(predicted)])} {100 * probability:.1f} %</div>{lines}'
+    if index < 0:
+        return f"<figure>{lines}</figure>"
+    assert isinstance(data, ImageData)
+    name, buffer = data.validation_name(index), io.BytesIO()
+    picture = Image.fromarray(data.validation_pixels(index))
+    picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
     picture.save(buffer, "JPEG", quality=85)
-    return f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+    source = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    short = escape("/".join(Path(name).parts[-2:]))
+    return f'<figure title="{escape(name)}"><img src="{source}">{lines}<div>{short}</div></figure>'

@@ -1,12 +1,27 @@
-"""Progress of a run, its planned length, and the actions due at each step."""
+"""Where a run stands, what is due at each step, and its throughput between log lines.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+Throughput is measured without pauses, on the device's clock: the host runs ahead of a GPU, and its clock says when work
+was submitted, not when it was done.
+"""
 
-from cl_train.config.schema import CheckpointConfig, OptimConfig, ScheduleConfig
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from cl_train.config.schema import Config, ConfigError
+from cl_train.data.build import size_schedule
 from cl_train.step.schedule import lr_at, scaled_lr
+from cl_train.system.timing import DeviceClock
 
 MAP = "mean_average_precision"
+LEAD_STEPS = 2  # that the device may be behind the host: enough to keep it busy; each holds a batch in memory
+
+
+class TrainingFault(RuntimeError):
+    """The run cannot continue; the message has the reason and what to try."""
 
 
 def score_of(result: Mapping[str, float]) -> float:
@@ -50,22 +65,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """The epochs, and the settings that say what is due at a step."""
+    """The length of a run in steps, and what its settings make due at a step."""
 
+    cfg: Config
     image_sizes: tuple[int, ...]  # pixels, of each epoch
-    batch_size: int  # of a rank and micro-step
     global_batch_size: int
     steps_per_epoch: int
     last_step: int  # the end of this run, which `max_steps` may set earlier
-    accumulate_steps: int
-    log_every: int
-    evaluate_every: int  # epochs; -1: never, 0: at the end
-    evaluate_flip: bool
-    patience: int | None  # evaluations in a row without a gain
-    report: bool  # evaluations write `report/`
-    checkpoint: CheckpointConfig
-    optim: OptimConfig
-    schedule: ScheduleConfig
+
+    @classmethod
+    def of(cls, cfg: Config, train_images: int, world_size: int) -> Self:
+        """Raises ConfigError: one optimizer step takes more images than there are."""
+        global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
+        steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
+        if steps_per_epoch == 0 and not cfg.evaluate_only:
+            raise ConfigError(
+                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes), but there are "
+                f"{train_images} training images; lower batch_size or accumulate_steps"
+            )
+        sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
+        image_sizes = tuple(map(sizes.image_size_at, range(cfg.epochs)))
+        last_step = min(cfg.max_steps or total_steps, total_steps)
+        return cls(cfg, image_sizes, global_batch_size, max(1, steps_per_epoch), last_step)
 
     def image_size_at(self, progress: Progress) -> int:
         return self.image_sizes[min(progress.epoch, len(self.image_sizes) - 1)]
@@ -74,46 +95,142 @@ class Plan:
         """The learning rate of the next step."""
         return lr_at(
             progress.epoch * self.steps_per_epoch + progress.step_in_epoch,
-            self.schedule,
-            lr=scaled_lr(self.optim, self.global_batch_size),
+            self.cfg.schedule,
+            lr=scaled_lr(self.cfg.optim, self.global_batch_size),
             steps_per_epoch=self.steps_per_epoch,
             total_steps=self.steps_per_epoch * len(self.image_sizes),
         )
 
-    def is_last_step(self, progress: Progress) -> bool:
-        return progress.step >= self.last_step
-
     def is_epoch_end(self, progress: Progress) -> bool:
-        return progress.step_in_epoch == self.steps_per_epoch or self.is_last_step(progress)
+        return progress.step_in_epoch == self.steps_per_epoch or progress.step >= self.last_step
 
     def is_done(self, progress: Progress) -> bool:
         """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
-        return (self.is_last_step(progress) or self.is_out_of_patience(progress)) and progress.is_epoch_closed
+        is_over = progress.step >= self.last_step or self.is_out_of_patience(progress)
+        return is_over and progress.is_epoch_closed
 
     def is_out_of_patience(self, progress: Progress) -> bool:
-        return self.patience is not None and progress.evaluations_without_gain >= self.patience
+        return self.cfg.patience is not None and progress.evaluations_without_gain >= self.cfg.patience
 
     def is_log_due(self, progress: Progress) -> bool:
-        return progress.step % self.log_every == 0 or self.is_epoch_end(progress)
+        return progress.step % self.cfg.log_every == 0 or self.is_epoch_end(progress)
 
     def is_save_due(self, progress: Progress, minutes_since_save: float) -> bool:
-        """In an epoch."""
-        by_step = self.checkpoint.every_steps > 0 and progress.step % self.checkpoint.every_steps == 0
-        return by_step or 0 < self.checkpoint.every_minutes <= minutes_since_save
+        """Within an epoch."""
+        checkpoint = self.cfg.checkpoint
+        by_step = checkpoint.every_steps > 0 and progress.step % checkpoint.every_steps == 0
+        return by_step or 0 < checkpoint.every_minutes <= minutes_since_save
 
-    def is_epoch_save_due(self, progress: Progress) -> bool:
-        """At the end of an epoch, before `close_epoch`."""
-        return self._is_due(self.checkpoint.every_epochs, progress)
-
-    def is_evaluation_due(self, progress: Progress) -> bool:
-        """At the end of an epoch, before `close_epoch`."""
-        return self.evaluate_every >= 0 and self._is_due(self.evaluate_every, progress)
-
-    def _is_due(self, every: int, progress: Progress) -> bool:
-        return self.is_last_step(progress) or (every > 0 and (progress.epoch + 1) % every == 0)
+    def is_due(self, every_epochs: int, progress: Progress) -> bool:
+        """At the end of an epoch, before `close_epoch`; 0 is due at the end of the run, -1 never."""
+        at_end = every_epochs >= 0 and progress.step >= self.last_step
+        return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)
 
     def close_epoch(self, progress: Progress) -> None:
         """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""
         progress.closed_step = progress.step
         if progress.step_in_epoch == self.steps_per_epoch:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+
+
+@dataclass
+class Window:
+    """Steps between two log lines. Marks are those of `DeviceClock`."""
+
+    image_size: int
+    warmup: bool
+    start: Any
+    end: Any
+    steps: int = 0
+    images: int = 0
+    waited_s: float = 0.0  # without the steps that are still unsettled
+    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class ThroughputMeter:
+    """Counts images between calls of `close`.
+
+    Args:
+        warmup_steps: windows that begin within this many first steps, or first steps with another image size (which
+            select other kernels or compile), are marked as warm-up.
+        clock: of the device.
+        host_clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, warmup_steps: int, clock: DeviceClock, host_clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.clock, self._host_clock, self._warmup_steps = clock, host_clock, warmup_steps
+        self._steps_before = self._image_size = 0
+        # Steps that the device may not have done: window, the host's wait in seconds; marks before it, after it, at end
+        self._unsettled: deque[tuple[Window, float, Any, Any, Any]] = deque()
+        self.start(0)
+
+    def start(self, image_size: int) -> None:
+        """Begin a window where training starts or continues."""
+        if image_size != self._image_size:
+            self._image_size, self._steps_before = image_size, 0
+        self._begin_window(self.clock.mark())
+
+    def _begin_window(self, mark: Any) -> None:
+        self._idle_from = mark
+        self._window = Window(self._image_size, self._steps_before < self._warmup_steps, mark, mark)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for the batches of a step. Before it the host waits until the device is near enough."""
+        while len(self._unsettled) >= LEAD_STEPS:
+            self._settle_first()
+        since = self._host_clock()
+        yield
+        self._host_waited_s, self._begin = self._host_clock() - since, self.clock.mark()
+
+    def tick(self, images: int) -> None:
+        """Count one optimizer step over `images` (of all ranks), which has been submitted."""
+        end = self.clock.mark()
+        self._unsettled.append((self._window, self._host_waited_s, self._idle_from, self._begin, end))
+        self._idle_from = self._window.end = end
+        self._window.steps += 1
+        self._window.images += images
+
+    def _settle_first(self) -> None:
+        """Count the wait for data of a step: the time in which the host waited and the device had nothing to do."""
+        window, host_waited_s, idle_from, begin, end = self._unsettled.popleft()
+        self.clock.wait(end)
+        window.waited_s += min(host_waited_s, self.clock.seconds(idle_from, begin))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the block, such as saving a checkpoint."""
+        since = self.clock.mark()
+        yield
+        self._idle_from = self.clock.mark()
+        self._window.pauses.append((since, self._idle_from))
+
+    def close(self) -> Window:
+        """Close the window and begin the next. The host does not wait."""
+        assert self._window.steps > 0, "an empty window"
+        closed = self._window
+        self._steps_before += closed.steps
+        self._begin_window(closed.end)
+        return closed
+
+    def measured(self, window: Window) -> dict[str, Any]:
+        """The part of a training record about a closed window; the host waits for its last step.
+
+        `image_size` in pixels, `images` and `images_per_s` of all ranks, `seconds` without pauses, `step_ms`,
+        `data_wait_pct` (0-100, the share of the time in which this process had no batch for an idle device), `warmup`.
+        """
+        while self._unsettled and self._unsettled[0][0] is window:
+            self._settle_first()
+        paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
+        seconds = max(self.clock.seconds(window.start, window.end) - paused_s, 1e-9)
+        return {
+            "image_size": window.image_size,
+            "images": window.images,
+            "seconds": seconds,
+            "images_per_s": window.images / seconds,
+            "step_ms": 1000 * seconds / window.steps,
+            "data_wait_pct": 100 * min(window.waited_s / seconds, 1.0),
+            "warmup": window.warmup,
+        }

@@ -1,32 +1,40 @@
-"""The records of a run: `metrics.jsonl`, `config.yaml` and `summary.json`, and the trackers that receive them too.
+"""What a run leaves besides checkpoints: `metrics.jsonl`, `config.yaml`, `summary.json`, `train.log`, a profile.
 
 Rank 0 writes; the methods of the other ranks do nothing. A full disk does not end a run: records stay in memory until
 they can be written (see `AppendFile`).
 """
 
+import errno
 import json
+import logging
 import resource
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 import torch
-from torch import nn
+from tqdm import tqdm
 
-from cl_train.models.sources import copy_model
-from cl_train.step.precision import Precision
-from cl_train.step.utilisation import flops_of, utilisation
+from cl_train.data.loader import BadImageError
+from cl_train.data.workers import WorkerError
+from cl_train.step.cuda_graph import RecordingError
+from cl_train.system.checkpoint_file import CheckpointError
 from cl_train.system.files import AppendFile, retry, write_json, write_text
+from cl_train.system.heartbeat import RankFault
 from cl_train.system.machine_load import BUSY_PCT
-from cl_train.training.progress import score_of
-from cl_train.training.run_log import duration
-from cl_train.training.throughput import without_warmup
+from cl_train.system.memory import describe_out_of_memory, is_out_of_memory
+from cl_train.training.progress import Progress, TrainingFault, score_of
 from cl_train.training.trackers import Trackers
+
+log = logging.getLogger("cl_train")
 
 
 class RecordWriter:
@@ -47,15 +55,20 @@ class RecordWriter:
         if folder is None:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
-        self._drop_lost_work(resumed_step, is_evaluated)
+        kept = [
+            record
+            for record in read_records(folder)
+            if 0 < record["step"] < resumed_step
+            or (record["step"] == resumed_step and (is_evaluated or record["kind"] == "train"))
+        ]
+        write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def start(self, yaml: str, config: Mapping[str, Any]) -> None:
         """`config.yaml`, and the flat `config` for the trackers."""
         if self._folder is None:
             return
         write_text(self._folder / "config.yaml", yaml)
-        in_sweep = (self._folder.parent / "sweep.json").is_file()
-        group = self._folder.parent.name if in_sweep else None
+        group = self._folder.parent.name if (self._folder.parent / "sweep.json").is_file() else None
         start = {"kind": "start", "step": self._resumed_step, "folder": str(self._folder), "group": group}
         self._trackers.send({**start, "config": dict(config)})
 
@@ -67,17 +80,6 @@ class RecordWriter:
         self._metrics.append((json.dumps(record) + "\n").encode())
         self._trackers.send(record)
 
-    def _drop_lost_work(self, step: int, is_evaluated: bool) -> None:
-        def is_kept(line: bytes) -> bool:
-            record = read_record(line)
-            if record is None or not 0 < record["step"] <= step:
-                return False
-            return record["step"] < step or is_evaluated or record["kind"] == "train"
-
-        path = self._metrics.path
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        write_text(path, b"".join(line for line in lines if is_kept(line)).decode())
-
     def finish(self, summary: Mapping[str, Any], *, retries: bool = True) -> None:
         """`summary.json`, after all records; the end for the trackers.
 
@@ -85,30 +87,25 @@ class RecordWriter:
         """
         if self._folder is None:
             return
-        finite = finite_or_null(summary)
-        self._trackers.send({"kind": "end", "step": summary["steps"], "summary": finite})
+        self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
         path = self._folder / "summary.json"
 
         def write() -> None:
             self._metrics.flush()
-            write_json(path, finite, indent=2)
+            write_json(path, summary, indent=2)
 
         retry(write) if retries else write()
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, without a last line that a killed process left incomplete."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return [record for record in map(read_record, lines) if record is not None]
-
-
-def read_record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
-    return record if is_record else None
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run, without a last line that a killed process left incomplete."""
+    path, records = folder / "metrics.jsonl", []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
+                records.append(record)
+    return records
 
 
 def finite_or_null(value: Any) -> Any:
@@ -116,7 +113,54 @@ def finite_or_null(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-SCHEMA_VERSION = 1
+# --- summary.json -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Summary:
+    """What becomes `summary.json`; percent is 0-100, unknown is None."""
+
+    facts: dict[str, Any]  # known before the first step
+    progress: Progress
+    device: torch.device
+    status: str = "failed"  # "completed", "interrupted"
+    why: str | None = None  # it failed
+    windows: list[dict[str, Any]] = field(default_factory=list)  # training records of this process
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    at_end: dict[str, Any] = field(default_factory=dict)  # known at the end of a run that did not fail
+
+    def to_dict(self) -> dict[str, Any]:
+        last, now = self.windows[-1] if self.windows else {}, datetime.now().astimezone()
+        seconds = (now - datetime.fromisoformat(self.facts["started"])).total_seconds()  # since the last resume
+        peaks_gib = [peak_memory_gib(self.device), *(window["peak_memory_gib"] for window in self.windows)]
+        summary = {
+            "schema_version": 1,
+            "status": self.status,
+            **({} if self.why is None else {"why": self.why}),
+            **self.facts,
+            "steps": self.progress.step,
+            "images_seen": self.progress.images_seen,
+            "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
+            "step_ms": None,
+            "data_wait_pct": None,
+            **speed(self.windows),
+            "utilisation": None,
+            "peak_memory_gib": round(max(peaks_gib), 4),
+            "train": {"loss": last.get("loss")},
+            "val": None,
+            **self.evaluations,
+            "amp": {"scale": last.get("loss_scale"), "skipped_steps": self.progress.skipped_steps},
+            "others_pct": None,
+            "skipped_images": 0,
+            "best": None,
+            **self.at_end,
+            "ended": now.isoformat(timespec="seconds"),
+            "seconds": round(seconds, 1),
+        }
+        if self.facts["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
+            summary["images_per_s"]["compute"] = summary["images_per_s"]["end_to_end"]
+        finite: dict[str, Any] = finite_or_null(summary)
+        return finite
 
 
 @dataclass(frozen=True)
@@ -146,48 +190,39 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**20 if sys.platform != "darwin" else peak / 2**30
 
 
+def without_warmup(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The training records after warm-up, or all if there are no others."""
+    return [record for record in records if not record["warmup"]] or records
+
+
 def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Throughput and step time over the training records after warm-up, or all if there are no others.
 
     `compute` is set by runs on synthetic data only. `loader` is always null: `cl-train loader_benchmark` measures it.
     If the images grew, all values are of the last `image_size`, and `by_image_size` has the median of each.
     """
-    records = without_warmup(records)
     if not records:
         return {}
-    by_size: dict[int, list[float]] = {}
-    for record in records:
-        by_size.setdefault(record["image_size"], []).append(record["images_per_s"])
-    image_size = records[-1]["image_size"]
-    records = [record for record in records if record["image_size"] == image_size]
-    seconds = sum(record["seconds"] for record in records)
-    waited = sum(record["data_wait_pct"] * record["seconds"] for record in records) / seconds
-    step_ms = spread([record["step_ms"] for record in records])
-    end_to_end = {name: round(value, 2) for name, value in spread(by_size[image_size]).items()}
+    by_size: dict[int, list[dict[str, Any]]] = {}
+    for record in without_warmup(records):
+        by_size.setdefault(record["image_size"], []).append(record)
+    image_size = without_warmup(records)[-1]["image_size"]
+    windows = by_size[image_size]
+    seconds = sum(window["seconds"] for window in windows)
+    step_ms = spread([window["step_ms"] for window in windows])
+    end_to_end = {name: round(value, 2) for name, value in spread([w["images_per_s"] for w in windows]).items()}
     speeds: dict[str, Any] = {"end_to_end": end_to_end, "compute": None, "loader": None}
     if len(by_size) > 1:
-        speeds["by_image_size"] = {str(size): round(statistics.median(each), 2) for size, each in by_size.items()}
+        speeds["by_image_size"] = {
+            str(size): round(statistics.median(window["images_per_s"] for window in of_size), 2)
+            for size, of_size in by_size.items()
+        }
     return {
         "image_size": image_size,
         "images_per_s": speeds,
         "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
-        "data_wait_pct": round(waited, 2),
+        "data_wait_pct": round(sum(window["data_wait_pct"] * window["seconds"] for window in windows) / seconds, 2),
     }
-
-
-def utilisation_of(
-    model: nn.Module, summary: dict[str, Any], precision: Precision, device: torch.device
-) -> dict[str, Any] | None:
-    """FLOPs and shares of the device's peak (`step.utilisation`); None for a model that cannot run on shapes alone."""
-    size = summary["image_size"]
-    try:
-        shapes = copy_model(model, "meta").train()
-        images = torch.empty(2, 3, size, size, device="meta", dtype=next(shapes.parameters()).dtype)
-        flops = flops_of(lambda: shapes(images))
-    except Exception:  # a user's model may raise any exception
-        return None
-    images_per_s = summary["images_per_s"]["end_to_end"]["median"] / summary["world_size"]
-    return utilisation(flops / len(images) / 1e9, images_per_s, precision, device, training=True)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -196,41 +231,150 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p5": percentiles[0], "p95": percentiles[-1], "windows": len(values)}
 
 
-def best_evaluation(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+def best_evaluation(folder: Path) -> dict[str, Any] | None:
     """The first of the best evaluations in the records of a run; None = not evaluated."""
-    evaluations = [record for record in records if record["kind"] == "val" and record["top1"] is not None]
+    evaluations = [one for one in read_records(folder) if one["kind"] == "val" and one["top1"] is not None]
     best = max(evaluations, key=score_of, default=None)
     return best and {name: best[name] for name in ("top1", "epoch")}
 
 
-def end_time(started: str) -> dict[str, Any]:
-    """`ended` and `seconds` of a run; one that was resumed counts from its last start."""
-    now = datetime.now().astimezone()
-    seconds = (now - datetime.fromisoformat(started)).total_seconds()
-    return {"ended": now.isoformat(timespec="seconds"), "seconds": round(seconds, 1)}
+# --- console, train.log -----------------------------------------------------------------------------------------------
+
+
+class RunLog:
+    """Context manager: log to the console and, from `open_file` on, to `train.log`; log the error that ends the run."""
+
+    def __init__(self) -> None:
+        self._handlers: list[logging.Handler] = [_Console(sys.stdout)]
+
+    def __enter__(self) -> Self:
+        self._before = log.propagate, threading.excepthook
+        log.propagate, threading.excepthook = False, self._on_thread_error
+        log.setLevel(logging.INFO)
+        log.addHandler(self._handlers[0])
+        return self
+
+    def open_file(self, folder: Path) -> None:
+        self._handlers.append(_LogFile(folder / "train.log"))
+        log.addHandler(self._handlers[-1])
+
+    def only_warnings(self) -> None:
+        """For ranks other than 0."""
+        self._handlers[0].setLevel(logging.WARNING)
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        """On a full disk TensorBoard's thread ends; the tracker's next call raises the error, which is logged."""
+        if not isinstance(args.exc_value, OSError):
+            self._before[1](args)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (message := describe_failure(error)) is not None:
+            log.error("the run failed: %s", message)
+        log.propagate, threading.excepthook = self._before
+        for handler in reversed(self._handlers):  # the file first: the console shows its last warning
+            handler.close()
+            log.removeHandler(handler)
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Lines appear above the progress bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(self.stream):
+            super().emit(record)
+
+
+class _LogFile(logging.Handler):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._file = AppendFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append((self.format(record) + "\n").encode(errors="surrogateescape"))
+
+    def close(self) -> None:
+        with suppress(OSError):  # the console has shown the warning and every line
+            self._file.flush()
+        super().close()
+
+
+_ANTICIPATED = (TrainingFault, RecordingError, CheckpointError, BadImageError, WorkerError, RankFault, ConnectionError)
+
+
+def describe_failure(error: BaseException | None) -> str | None:
+    """One line for an anticipated error; None for a bug, which needs a traceback."""
+    if isinstance(error, _ANTICIPATED):
+        return str(error)
+    if isinstance(error, OSError):
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the file and its folder"
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return f"{what}; {remedy}, then continue with resume=auto"
+    if error is not None and is_out_of_memory(error):
+        return f"{describe_out_of_memory(error)}. Lower batch_size; accumulate_steps keeps the global batch"
+    return None
+
+
+def duration(seconds: float) -> str:
+    """For instance 0:52, 14:05 or 1:14:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> "tqdm[Any]":
+    """A progress bar with the remaining time; it appears on a terminal only."""
+    is_shown = shown and sys.stdout is not None and sys.stdout.isatty()
+    # smoothing=0: the remaining time uses the average speed, including evaluations and checkpoints
+    return tqdm(
+        desc=description, total=total, initial=done, unit=unit, smoothing=0, leave=False, disable=not is_shown,
+        file=sys.stdout,
+    )  # fmt: skip
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
     """The last lines of a run: its results, and what can be done next."""
     parts = [f"{summary['status']} after {summary['steps']} steps in {duration(summary['seconds'])}"]
-    end_to_end = summary["images_per_s"]["end_to_end"]
-    if end_to_end is not None:
+    if end_to_end := summary["images_per_s"]["end_to_end"]:
         parts.append(f"{end_to_end['median']:.1f} images/s ({summary['memory_format']}, {summary['precision']})")
-    if summary["val"] is not None:
+    if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")
     if (summary["others_pct"] or 0) >= BUSY_PCT:
         parts.append(f"other processes used {summary['others_pct']:.0f} % of the CPU cores: do not trust the speed")
     if summary["skipped_images"]:
         parts.append(f"{summary['skipped_images']} bad images were skipped")
     yield f"{', '.join(parts)}. Records: {folder}"
-    best, best_file = summary["best"], folder / "checkpoints" / "best.pt"
-    if best is not None and best_file.is_file():
-        yield f"best top-1 {best['top1']:.2f} % after epoch {best['epoch']}: {best_file}"
-    if summary["status"] == "interrupted" and (newest := max((folder / "checkpoints").glob("step-*.pt"), default=None)):
-        yield f"saved: {newest.name}; to continue, repeat the command with hydra.run.dir={folder} resume=auto"
-    elif (
-        summary["status"] == "completed"
-        and summary["train"]["loss"] is not None
-        and not (folder.parent / "sweep.json").is_file()
-    ):
+    checkpoints, best = folder / "checkpoints", summary["best"]
+    if best is not None and (checkpoints / "best.pt").is_file():
+        yield f"best top-1 {best['top1']:.2f} % after epoch {best['epoch']}: {checkpoints / 'best.pt'}"
+    if summary["status"] == "interrupted":
+        if newest := max(checkpoints.glob("step-*.pt"), default=None):
+            yield f"saved: {newest.name}; to continue, repeat the command with hydra.run.dir={folder} resume=auto"
+    elif summary["train"]["loss"] is not None and not (folder.parent / "sweep.json").is_file():
         yield "to compare the layouts, repeat the command with -m channels_last=true,false repeats=3"
+
+
+@contextmanager
+def profile(folder: Path | None, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Trace three steps after the first seven; call the returned function once per optimizer step.
+
+    Writes `trace.json.gz` and a table of the operators, `operators.txt`, into `folder`; None = no profile.
+    """
+    if folder is None:
+        yield lambda: None
+        return
+    trace = folder / "trace.json.gz"
+
+    def write(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(trace))
+        key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        (folder / "operators.txt").write_text(profiler.key_averages().table(sort_by=key, row_limit=40), "utf-8")
+        log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
+
+    schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True) as profiler:
+        yield profiler.step
+    if not trace.is_file():
+        log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")

@@ -1,22 +1,20 @@
 """From the configuration to a run that is ready for its first step.
 
-In this package, besides `loop.py`, the whole `Config` is used only here, in `build.py` (the model) and `batch_size.py`
-(batch_size=auto): the functions that they call in other packages get plain values or their own part of it.
+In this package the whole `Config` is used only by the loop, here, in `build.py` (the model), `batch_size.py` and
+`progress.py` (the plan): the functions that they call in other packages get plain values or their own part of it.
 """
 
 import hashlib
 import logging
 import os
 import random
-import shlex
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ import torch
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.user_function import user_function
 from cl_train.config.validation import flatten, to_mapping, to_yaml
-from cl_train.data.build import Data, build_data, size_schedule
+from cl_train.data.build import Data, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.memory_format.model_call import BufferBackup
@@ -41,23 +39,18 @@ from cl_train.system.machine_load import MachineLoad
 from cl_train.system.signals import StopRequest
 from cl_train.system.timing import DeviceClock
 from cl_train.training.build import build_train_state, check_loss
-from cl_train.training.nonfinite import NonFinitePolicy
-from cl_train.training.progress import Plan, Progress, score_of
-from cl_train.training.records import SCHEMA_VERSION, RecordWriter, read_records
+from cl_train.training.progress import Plan, Progress, ThroughputMeter, Window, score_of
+from cl_train.training.records import RecordWriter, Summary, read_records
 from cl_train.training.state import Checkpoints, TrainState
-from cl_train.training.throughput import ThroughputMeter, Window
 from cl_train.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Submitted:
+class Submitted(NamedTuple):
     """Steps between two log lines whose sums are on their way from the device to the host."""
 
     record: dict[str, Any]  # the part that the host knows
-    records: list[dict[str, Any]]  # of the epoch
-    step_in_epoch: int
     rows: torch.Tensor  # float64 [steps, 4] of this rank, on the device: loss, correct1, correct5, skipped
     totals: torch.Tensor  # float64 [5 or 6] on the host: sums over steps and ranks, bad images, loss scale
     copied: Any  # mark of the meter's clock: `totals` can be read
@@ -80,19 +73,18 @@ class Run:
     signals: StopRequest
     meter: ThroughputMeter
     machine_load: MachineLoad
-    nonfinite: NonFinitePolicy
     buffer_backup: BufferBackup
     progress: Progress
     unlogged_steps: list[StepResult]  # not yet submitted for a log line
-    min_loss_scale: float
-    summary: dict[str, Any]  # becomes summary.json
-    records: list[dict[str, Any]] = field(default_factory=list)  # of this process; empty if nothing was trained
+    summary: Summary
+    windows_of_epoch: list[dict[str, Any]] = field(default_factory=list)  # training records
     submitted: Submitted | None = None
+    bad_steps: int = 0  # with a loss or gradient that was not finite
     stop_signal: int = 0  # ends the run
     is_loader_checked: bool = False  # once per run, after the first epoch
 
 
-def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack) -> Run:
+def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str) -> Run:
     """Build the objects of a run, and restore the checkpoint of `resume=`. Resources are registered on `stack`.
 
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
@@ -101,9 +93,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     precision = resolve_precision(cfg.precision, dist.device)
     # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
-    announce(cfg.model, precision, dist)
-    if cfg.weights is not None and dist.is_main:
-        log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
+    announce(cfg, precision, dist)
 
     seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
     training = not cfg.evaluate_only
@@ -111,9 +101,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     stack.callback(data.close)
     if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
         raise ConfigError("there are no validation images: give some, or train without evaluation, evaluate_every=-1")
-    if training and cfg.data.val_split == "train" and dist.is_main:
-        log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
-    plan = make_plan(cfg, data.train_images, dist.world_size)
+    plan = Plan.of(cfg, data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
     is_soft = bool(data.label_shape) or cfg.augment.mixup > 0 or cfg.augment.cutmix > 0
     check_loss(state.parts.loss, data.num_classes, dist.device, soft=is_soft)
@@ -122,11 +110,11 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
-    announce_work(data, plan, state, cfg)
+    announce_work(data, plan, state)
 
-    summary = describe_run(cfg, state, data, plan, dist)
+    facts = {"command": command, **describe_run(cfg, state, data, plan, dist)}
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
-    checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, summary, data), dist)
+    checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, facts, data), dist)
     if training:
         checkpoints.check()
     progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
@@ -139,29 +127,15 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         folder if dist.is_main else None, trackers, resumed_step=progress.step, is_evaluated=progress.is_epoch_closed
     )
     writer.start(to_yaml(cfg), dict(flatten(to_mapping(cfg))))
+    metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
+    batch_format = DeviceFormat(dist.device, precision.input_dtype, state.memory_format)
+    meter = ThroughputMeter(cfg.warmup_steps, DeviceClock(dist.device))
+    backup = BufferBackup(state.model, *([state.ema.module] if state.ema else []))
+    summary = Summary(facts, progress, dist.device)
     return Run(
-        dist=dist,
-        folder=folder,
-        plan=plan,
-        metrics=None if cfg.metrics is None else user_function("metrics", cfg.metrics),
-        data=data,
-        batch_format=DeviceFormat(dist.device, precision.input_dtype, state.memory_format),
-        state=state,
-        checkpoints=checkpoints,
-        writer=writer,
-        signals=signals,
-        meter=ThroughputMeter(cfg.warmup_steps, DeviceClock(dist.device)),
-        machine_load=machine_load,
-        nonfinite=NonFinitePolicy(cfg.on_nonfinite, cfg.max_nonfinite),
-        buffer_backup=BufferBackup(state.model, *([state.ema.module] if state.ema else [])),
-        progress=progress,
-        unlogged_steps=unlogged_steps,
-        min_loss_scale=cfg.amp.min_scale,
-        summary=summary,
-    )
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
+        dist, folder, plan, metrics, data, batch_format, state, checkpoints, writer, signals, meter, machine_load,
+        backup, progress, unlogged_steps, summary,
+    )  # fmt: skip
 
 
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
@@ -179,44 +153,13 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
     own = {"settings": digest, "data": data.fingerprint, "layout": layout_digest(state.model)}
     own |= {"step": str(progress.step), "epoch": str(progress.epoch)}
     ranks = gather_objects(own, dist)
-    for name, first in ranks[0].items():
-        for rank, other in enumerate(ranks):
+    for rank, other in enumerate(ranks):
+        for name, first in ranks[0].items():
             if other[name] != first:
                 raise ConfigError(
                     f"the ranks disagree: {name} is {first} on rank 0 and {other[name]} on rank {rank}; start every "
                     "node with the same command, code and data"
                 )
-
-
-# --- plan, resume, records --------------------------------------------------------------------------------------------
-
-
-def make_plan(cfg: Config, train_images: int, world_size: int) -> Plan:
-    """Raises ConfigError: one optimizer step takes more images than there are."""
-    global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
-    steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
-    if steps_per_epoch == 0 and not cfg.evaluate_only:
-        raise ConfigError(
-            f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes), but there are "
-            f"{train_images} training images; lower batch_size or accumulate_steps"
-        )
-    sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
-    return Plan(
-        tuple(map(sizes.image_size_at, range(cfg.epochs))),
-        cfg.batch_size,
-        global_batch_size,
-        max(1, steps_per_epoch),
-        last_step=min(cfg.max_steps or total_steps, total_steps),
-        accumulate_steps=cfg.accumulate_steps,
-        log_every=cfg.log_every,
-        evaluate_every=cfg.evaluate_every,
-        evaluate_flip=cfg.evaluate_flip,
-        patience=cfg.patience,
-        report=cfg.report,
-        checkpoint=cfg.checkpoint,
-        optim=cfg.optim,
-        schedule=cfg.schedule,
-    )
 
 
 def starting_point(
@@ -225,46 +168,39 @@ def starting_point(
     """Where the run starts, with the steps that its last process had not logged yet."""
     found = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
     if found is None:
-        if cfg.resume and checkpoints.dist.is_main and read_records(folder / "metrics.jsonl"):
-            log.warning(
-                "resume=%s: %s has no checkpoint: the run begins anew and replaces its records", cfg.resume, folder
-            )
+        if cfg.resume and checkpoints.dist.is_main and read_records(folder):
+            log.warning("%s has no checkpoint to resume: the run begins anew and replaces its records", folder)
         return Progress(), []
     progress, unlogged_steps = found
     if cfg.evaluate_only:
         return progress, []
     # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
-    records = on_main(lambda: read_records(folder / "metrics.jsonl"), checkpoints.dist)
+    records = on_main(lambda: read_records(folder), checkpoints.dist)
     scores = [score_of(record) for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
-    if plan.is_epoch_end(progress) and (scores or not plan.is_evaluation_due(progress)):
+    if plan.is_epoch_end(progress) and (scores or not plan.is_due(cfg.evaluate_every, progress)):
         for value in scores:
             progress.is_gain(value)
         plan.close_epoch(progress)
     return progress, unlogged_steps
 
 
-def checkpoint_metadata(cfg: Config, summary: dict[str, Any], data: Data) -> dict[str, Any]:
+def checkpoint_metadata(cfg: Config, facts: dict[str, Any], data: Data) -> dict[str, Any]:
     """Identifies the run of a checkpoint: see `check_compatible`. It has the keys of a `ModelCard`."""
     identifying = ("model", "precision", "memory_format", "world_size", "global_batch_size")
-    return {name: summary[name] for name in identifying} | {
+    return {name: facts[name] for name in identifying} | {
         "num_classes": data.num_classes,
         "classes": list(data.classes),
         **Preprocessing.of(cfg.data).to_dict(),
         "data_fingerprint": data.fingerprint,
-        "versions": {name: summary["environment"][name] for name in ("torch", "torchvision", "python")},
+        "versions": {name: facts["environment"][name] for name in ("torch", "torchvision", "python")},
         "config": to_mapping(cfg),
     }
 
 
 def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
-    """`summary.json` before the first step; `loop.results` replaces the empty results."""
-    settings = ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")
-    unknown = ("utilisation", "step_ms", "data_wait_pct", "peak_memory_gib", "val", "others_pct", "ended", "seconds")
+    """The part of `summary.json` that is known before the first step; the rest: `Summary.to_dict`."""
     return {
-        "schema_version": SCHEMA_VERSION,
-        "status": "failed",
-        "command": shlex.join(sys.argv),
-        **{name: getattr(cfg, name) for name in settings},
+        **{name: getattr(cfg, name) for name in ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")},
         "channels_last_requested": cfg.channels_last,
         "memory_format": model_memory_format(state.model),
         "precision": state.parts.precision.name,
@@ -275,17 +211,9 @@ def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: D
         "image_size": cfg.data.image_size,
         "data": "folder" if cfg.data.name == "sample" and cfg.data.root else cfg.data.name,  # root replaces the sample
         "workers": data.workers,
-        "steps": 0,
-        "images_seen": 0,
-        "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
-        "train": {"loss": None},
-        "amp": {"scale": None, "skipped_steps": 0},
         "environment": describe_environment(dist.device),
-        "skipped_images": 0,
-        "best": None,
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(),
-        **dict.fromkeys(unknown),
     }
 
 
@@ -304,26 +232,33 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def announce(model_name: str, precision: Precision, dist: Dist) -> None:
-    """Model, device, precision, and which ranks run on which node."""
-    ranks = f"{dist.world_size} process{'es' * (dist.world_size > 1)}"
-    log.info("%s on %s, %s", model_name, device_name(dist.device), ranks)
+def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
+    """Model, device, precision, which ranks run on which node, and what is unlikely to be meant."""
+    processes = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
+    log.info("%s on %s, %s", cfg.model, device_name(dist.device), processes)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
-    for line in precision_warnings(precision, dist.device) if dist.is_main else []:
-        log.warning("%s", line)
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
     ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
     if len(ranks_of) > 1:
         log.info("ranks: %s", "; ".join(f"{' '.join(ranks)} on {node}" for node, ranks in ranks_of.items()))
+    if dist.is_main:
+        for line in precision_warnings(precision, dist.device):
+            log.warning("%s", line)
+        if cfg.weights is not None:
+            log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
+        if cfg.data.val_split == "train" and not cfg.evaluate_only:
+            log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
 
 
-def announce_work(data: Data, plan: Plan, state: TrainState, cfg: Config) -> None:
+def announce_work(data: Data, plan: Plan, state: TrainState) -> None:
     """What is trained on what, and how many steps that takes."""
-    parameters = sum(parameter.numel() for parameter in state.parts.model.parameters())
-    training = "" if cfg.evaluate_only else f"{data.train_images:,} training and "
+    cfg, parameters = plan.cfg, list(state.parts.model.parameters())
+    counts = [sum(p.numel() for p in parameters if p.requires_grad or frozen) for frozen in (True, False)]
     log.info(
-        "%s: %s%s validation images of %d classes, %d px; %.2f M parameters",
-        cfg.data.name, training, f"{data.val_images:,}", data.num_classes, cfg.data.image_size, parameters / 1e6,
+        "%s: %s%s validation images of %d classes, %d px; %.2f M parameters%s",
+        cfg.data.name, "" if cfg.evaluate_only else f"{data.train_images:,} training and ", f"{data.val_images:,}",
+        data.num_classes, cfg.data.image_size, counts[0] / 1e6,
+        f", of which {counts[1]:,} train: freeze={cfg.freeze}" if cfg.freeze else "",
     )  # fmt: skip
     if cfg.evaluate_only:
         return
@@ -331,5 +266,5 @@ def announce_work(data: Data, plan: Plan, state: TrainState, cfg: Config) -> Non
         log.warning("there is one class only: every answer is right; is data.root one level too high or too low?")
     left_out = data.train_images - plan.steps_per_epoch * plan.global_batch_size
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
-    epochs = f"{cfg.epochs} epoch{'s' if cfg.epochs > 1 else ''}"
+    epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
     log.info("%s of %d steps, %d images per step%s", epochs, plan.steps_per_epoch, plan.global_batch_size, dropped)

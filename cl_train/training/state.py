@@ -1,16 +1,14 @@
 """Save a run and continue it: after a kill, or on other hardware."""
 
 import copy
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import flatten
@@ -25,10 +23,6 @@ from cl_train.system.run_folder import check_space
 from cl_train.training.progress import Progress
 
 log = logging.getLogger(__name__)
-
-
-# Keys of a checkpoint whose names are older than the terms of this package.
-EMA_KEY, METADATA_KEY = "average", "facts"
 
 
 @dataclass(frozen=True)
@@ -49,21 +43,18 @@ def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[st
     another precision or layout, or with other parameter groups, can load them. `metadata`: see `check_compatible`.
     """
     optimizer = state.parts.optimizer
+    trainable = trainable_parameters(state.model, state.parts.masters)
     return {
         "model": full_precision_state(state.model, state.parts.masters),
         "optimizer": {
             "name": type(optimizer).__name__,
             "step": next((group["step"] for group in optimizer.param_groups if "step" in group), None),
-            "state": {
-                name: dict(optimizer.state[parameter])
-                for name, parameter in trainable_parameters(state.model, state.parts.masters).items()
-                if parameter in optimizer.state
-            },
+            "state": {name: dict(optimizer.state[p]) for name, p in trainable.items() if p in optimizer.state},
         },
         "scaler": state.parts.scaler.state_dict(),
-        EMA_KEY: None if state.ema is None else state.ema.module.state_dict(),
+        "average": None if state.ema is None else state.ema.module.state_dict(),
         "progress": dict(progress),
-        METADATA_KEY: dict(metadata),
+        "facts": dict(metadata),
         "saved_at": time.time(),
     }
 
@@ -76,12 +67,9 @@ def restore(saved: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     Raises CheckpointError: the weights or the optimizer do not fit.
     """
     restore_weights(saved, state)
-    scaler = state.parts.scaler
-    _restore_optimizer(
-        saved["optimizer"], trainable_parameters(state.model, state.parts.masters), state.parts.optimizer
-    )
-    if scaler.is_enabled() and saved["scaler"]:
-        scaler.load_state_dict(dict(saved["scaler"]))  # else the scale starts at amp.init_scale
+    _restore_optimizer(saved["optimizer"], state)
+    if state.parts.scaler.is_enabled() and saved["scaler"]:
+        state.parts.scaler.load_state_dict(dict(saved["scaler"]))  # else the scale starts at amp.init_scale
     return dict(saved["progress"])
 
 
@@ -94,30 +82,26 @@ def restore_weights(saved: Mapping[str, Any], state: TrainState) -> None:
     if state.parts.masters is not None:
         state.parts.masters.load(saved["model"])
     if state.ema is not None:
-        state.ema.module.load_state_dict(saved[EMA_KEY] or saved["model"])
+        state.ema.module.load_state_dict(saved["average"] or saved["model"])
 
 
-def _restore_optimizer(
-    saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
+def _restore_optimizer(saved: Mapping[str, Any], state: TrainState) -> None:
+    optimizer, parameters = state.parts.optimizer, trainable_parameters(state.model, state.parts.masters)
     name = type(optimizer).__name__
     if saved["name"] != name:
         raise CheckpointError(
             f"the checkpoint was written by {saved['name']}, this run uses {name}: resume with the same optim=, "
             "or start from the weights only with weights=<checkpoint>"
         )
-    unknown = set(saved["state"]) - set(parameters)
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint has optimizer state for {sorted(unknown)[:5]}, which this run does not train"
-        )
+    if unknown := sorted(saved["state"].keys() - parameters.keys()):
+        raise CheckpointError(f"the checkpoint has optimizer state for {unknown[:5]}, which this run does not train")
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index_of = {id(parameter): index for index, parameter in enumerate(ordered)}
     # torch moves and casts the state. The groups with their hyperparameters are this run's own, except the number of
     # steps, which some of timm's optimizers (LAMB) count per group.
     packed = {index_of[id(parameters[key])]: value for key, value in saved["state"].items()}
     groups = optimizer.state_dict()["param_groups"]
-    if saved.get("step") is not None:
+    if saved["step"] is not None:
         groups = [group | {"step": copy.deepcopy(saved["step"])} for group in groups]
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
     for parameter in ordered:
@@ -125,26 +109,6 @@ def _restore_optimizer(
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 # The fused and foreach fast paths need equal strides.
                 optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def tensor_bytes(tree: Any) -> int:
-    """The size of all tensors in nested containers: nearly all of a checkpoint."""
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of this rank's torch generators (dropout, stochastic depth). Order and augmentation need none."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Continue the random numbers of `random_state`; a generator that was not saved is unchanged."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 _MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size")
@@ -159,28 +123,24 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, tr
     Raises ConfigError: the keys that differ, with both values.
     """
     problems = _differences(saved, current, _MUST_MATCH if training else _MUST_MATCH[:2])
-    old_classes, classes = saved.get("classes") or [], current.get("classes") or []
-    if old_classes != classes:
-        problems.append(f"other classes: {_short(sorted({*old_classes} ^ {*classes}) or 'another order')}")
+    if saved["classes"] != current["classes"]:
+        other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
+        problems.append(f"other classes: {_short(other)}")
     if problems:
-        advice = "weights=<checkpoint> starts from its weights only" if training else "see its config.yaml"
-        raise ConfigError(
-            [f"resume: {problem}" for problem in problems]
-            + [f"resume needs the same {'model, data and global batch' if training else 'model and classes'}; {advice}"]
-        )
+        what, advice = "model and classes", "see its config.yaml"
+        if training:
+            what, advice = "model, data and global batch", "weights=<checkpoint> starts from its weights only"
+        raise ConfigError([*(f"resume: {problem}" for problem in problems), f"resume needs the same {what}; {advice}"])
     if not training:
         return []
-    before, now = dict(flatten(saved.get("config") or {})), dict(flatten(current.get("config") or {}))
-    ignored = {"resume", "resume_sweep", "overwrite"}
-    return _differences(saved, current, _MAY_DIFFER) + _differences(before, now, sorted({*before, *now} - ignored))
+    before, now = dict(flatten(saved["config"])), dict(flatten(current["config"]))
+    settings = sorted({*before, *now} - {"resume", "resume_sweep", "overwrite"})
+    return _differences(saved, current, _MAY_DIFFER) + _differences(before, now, settings)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    return [
-        f"{key} was {_short(before.get(key))}, now {_short(now.get(key))}"
-        for key in keys
-        if before.get(key) != now.get(key)
-    ]
+    pairs = [(key, before.get(key), now.get(key)) for key in keys]
+    return [f"{key} was {_short(old)}, now {_short(new)}" for key, old, new in pairs if old != new]
 
 
 def _short(value: Any) -> str:
@@ -200,7 +160,7 @@ class Checkpoints:
     metadata: dict[str, Any]  # identifies the run: see `check_compatible`
     dist: Dist
     saved_step: int = -1
-    saved_at: float = dataclasses.field(default_factory=time.monotonic)
+    saved_at: float = field(default_factory=time.monotonic)
 
     def minutes_since_save(self) -> float:
         return (time.monotonic() - self.saved_at) / 60
@@ -211,27 +171,26 @@ class Checkpoints:
         """
         weights = full_precision_state(self.state.model, self.state.parts.masters)
         try:
-            for name, value in weights.items():
-                if name.endswith("_extra_state"):
-                    snapshot(value, name)
+            snapshot({name: value for name, value in weights.items() if name.endswith("_extra_state")})
         except TypeError as error:
             raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
         if self.dist.is_main:
             tensors_per_weight = 3 if self.state.ema is None else 4  # weight, two moments at most, EMA
-            checkpoint_bytes = tensors_per_weight * tensor_bytes(weights)
-            for line in check_space(self.store.folder.parent, checkpoint_bytes, self.store.keep):
+            weight_bytes = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor))
+            for line in check_space(self.store.folder.parent, tensors_per_weight * weight_bytes, self.store.keep):
                 log.warning("%s", line)
 
     def save(self, progress: Progress, unlogged_steps: list[StepResult], *, best: bool = False) -> None:
         """Save the state between two steps. The host waits for the device: the state is copied to the host."""
-        own = {"random": random_state(self.dist.device), "window": [snapshot(vars(step)) for step in unlogged_steps]}
-        ranks = gather_objects(own, self.dist)
+        # Of torch's generators (dropout, stochastic depth). Order and augmentation need none.
+        random = {"cpu": torch.get_rng_state()}
+        if self.dist.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
+        ranks = gather_objects({"random": random, "window": [snapshot(vars(s)) for s in unlogged_steps]}, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
-        if not self.dist.is_main:
-            return
-        saved_progress = {**dataclasses.asdict(progress), "ranks": ranks}
-        collected = collect(self.state, saved_progress, self.metadata)
-        self.store.save(collected, progress.step, best=best)
+        if self.dist.is_main:
+            collected = collect(self.state, {**asdict(progress), "ranks": ranks}, self.metadata)
+            self.store.save(collected, progress.step, best=best)
 
     def mark_best(self, progress: Progress, unlogged_steps: list[StepResult]) -> None:
         """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before the evaluation."""
@@ -254,23 +213,20 @@ class Checkpoints:
         path, saved, skipped = found
         for line in skipped:
             log.info("skipped a damaged checkpoint: %s", line)
-        for note in check_compatible(saved[METADATA_KEY], self.metadata, training=training):
+        for note in check_compatible(saved["facts"], self.metadata, training=training):
             log.info("resume: %s", note)
-        if training:
-            progress, unlogged_steps = self._restore(saved)
-        else:
+        ranks, rank, device = saved["progress"].pop("ranks"), self.dist.rank, self.dist.device
+        progress, unlogged_steps = Progress(**saved["progress"]), []
+        if not training:
             restore_weights(saved, self.state)
-            progress, unlogged_steps = Progress(**{k: v for k, v in saved["progress"].items() if k != "ranks"}), []
+        else:
+            restore(saved, self.state)
+            if rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
+                torch.set_rng_state(ranks[rank]["random"]["cpu"])
+                if device.type == "cuda" and "cuda" in ranks[rank]["random"]:
+                    torch.cuda.set_rng_state(ranks[rank]["random"]["cuda"], device)
+            # Per-rank sums are only valid for the same world size; with another one the next log line has fewer steps.
+            rows = ranks[rank]["window"] if len(ranks) == self.dist.world_size else []
+            unlogged_steps = [StepResult(**{name: value.to(device) for name, value in row.items()}) for row in rows]
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
         return progress, unlogged_steps
-
-    def _restore(self, saved: dict[str, Any]) -> tuple[Progress, list[StepResult]]:
-        device = self.dist.device
-        values = restore(saved, self.state)
-        ranks = values.pop("ranks")
-        if self.dist.rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
-            restore_random_state(ranks[self.dist.rank]["random"], device)
-        # Per-rank sums are only valid for the same world size; with another one the next log line has fewer steps.
-        rows = ranks[self.dist.rank]["window"] if len(ranks) == self.dist.world_size else []
-        unlogged_steps = [StepResult(**{name: value.to(device) for name, value in row.items()}) for row in rows]
-        return Progress(**values), unlogged_steps

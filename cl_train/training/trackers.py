@@ -1,8 +1,8 @@
 """Who receives the records of a run besides its folder: TensorBoard, Weights & Biases, MLflow, or the user's function.
 
-A tracker is a function that is called with each record, a dict. First comes `{"kind": "start", "step", "folder",
-"group", "config"}`: `step` is above 0 if the run was resumed, `group` is the name of its sweep or None. Then come the
-records as they are written to metrics.jsonl, and last `{"kind": "end", "step", "summary"}`.
+A user's function is called with each record, a dict. First comes `{"kind": "start", "step", "folder", "group",
+"config"}`: `step` is above 0 if the run was resumed, `group` is the name of its sweep or None. Then come the records
+as they are written to metrics.jsonl, and last `{"kind": "end", "step", "summary"}`.
 
 Each tracker has a thread of its own, so that one that waits for a network never delays a step. One that raises gets a
 warning and no further records.
@@ -11,12 +11,12 @@ warning and no further records.
 import copy
 import logging
 import os
-import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from cl_train.config.schema import ConfigError
@@ -27,62 +27,66 @@ from cl_train.system.files import write_text
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-Tracker = Callable[[Record], None]
+Tracker = Callable[[Iterator[Record]], None]  # takes all records of a run; ends with it
 
 LAST_RECORDS_S = 30.0  # the end of a run waits this long for trackers that are still sending
 # TensorBoard sorts the groups of its charts by name: what is looked at first comes first.
-_FIRST = ("loss", "top1", "top5", "images_per_s")
+_FIRST = ("train/loss", "train/top1", "train/top5", "train/images_per_s")
 _NO_RESULTS = ("step", "time", "warmup", "world_size", "images")
 _HPARAMS = ("model", "channels_last", "precision", "compile", "batch_size", "data.image_size", "optim.lr", "seed")
 
 
 class Trackers:
-    """Sends records to the trackers named in `log_to`; the methods return at once, except `close`.
-
-    Raises ConfigError: an unknown tracker, or one whose package is not installed.
-    """
+    """Sends records to the trackers named in `log_to`; the methods return at once, except `close`."""
 
     def __init__(self, log_to: Sequence[str]) -> None:
-        self._threads = {name: _TrackerThread(name, build_tracker(name)) for name in log_to}
+        self._running: list[tuple[threading.Thread, SimpleQueue[Record | None]]] = []
+        for name in log_to:
+            records: SimpleQueue[Record | None] = SimpleQueue()
+            arguments = (name, find_tracker(name), iter(records.get, None))
+            # A daemon: a tracker that hangs does not keep the process alive.
+            thread = threading.Thread(target=_track, args=arguments, name=f"log_to={name}", daemon=True)
+            thread.start()
+            self._running.append((thread, records))
 
     def send(self, record: Record) -> None:
-        for thread in self._threads.values():
-            thread.records.put(copy.deepcopy(record))  # what one changes, the others must not see
+        for _, records in self._running:
+            records.put(copy.deepcopy(record))  # what one changes, the others must not see
 
     def close(self) -> None:
         """Wait for the trackers to receive all records, together at most `LAST_RECORDS_S`."""
         deadline = time.monotonic() + LAST_RECORDS_S
-        for name, thread in self._threads.items():
-            thread.records.put(None)
+        for thread, records in self._running:
+            records.put(None)
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                log.warning("log_to=%s: still sending after %g s; the last records are lost", name, LAST_RECORDS_S)
+                log.warning("%s: still sending after %g s; the last records are lost", thread.name, LAST_RECORDS_S)
 
 
-class _TrackerThread(threading.Thread):
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        super().__init__(name=f"log_to={name}", daemon=True)  # a tracker that hangs does not keep the process alive
-        self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
-        self._tracker = tracker
-        self.start()
-
-    def run(self) -> None:
-        while (record := self.records.get()) is not None:
-            try:
-                self._tracker(record)
-            except Exception as error:  # training must not depend on a tracker
-                what = str(error).strip().splitlines()[:1] or [type(error).__name__]
-                log.warning("%s gets no further records: it raised %s: %s", self.name, type(error).__name__, what[0])
-                return
+def _track(name: str, tracker: Tracker, records: Iterator[Record]) -> None:
+    try:
+        tracker(records)
+    except Exception as error:  # training must not depend on a tracker
+        what = str(error).strip().partition("\n")[0]
+        log.warning("log_to=%s gets no further records: it raised %s: %s", name, type(error).__name__, what)
 
 
-def build_tracker(name: str) -> Tracker:
+def find_tracker(name: str) -> Tracker:
+    """Raises ConfigError: there is no such tracker, or its package is not installed."""
+    if name in ("wandb", "mlflow"):
+        optional_module(name, f"log_to={name}")
     if name in _TRACKERS:
-        return _TRACKERS[name]()
+        return _TRACKERS[name]
     if ":" not in name:
-        raise ConfigError(f"log_to={name}: must be tensorboard, wandb, mlflow or package.module:function"
-                          f"{suggest(name, list(_TRACKERS))}")  # fmt: skip
-    return user_function("log_to", name)
+        known = "must be tensorboard, wandb, mlflow or package.module:function"
+        raise ConfigError(f"log_to={name}: {known}{suggest(name, list(_TRACKERS))}")
+    function = user_function("log_to", name)
+
+    def call(records: Iterator[Record]) -> None:
+        for record in records:
+            function(record)
+
+    return call
 
 
 def numbers(record: Record) -> dict[str, float]:
@@ -102,121 +106,87 @@ def final_metrics(summary: Record) -> dict[str, float]:
     return {name: value for name, value in results.items() if value is not None}
 
 
-def run_id(record: Record, tracker: str, new_id: Callable[[], str]) -> str:
+def run_id(start: Record, tracker: str, new_id: Callable[[], str]) -> str:
     """The name of this run in the tracker, kept in the run folder: a resumed run continues its run in the tracker."""
-    path = Path(record["folder"]) / f"{tracker}.run_id"  # a file for each: trackers have threads of their own
-    if record["step"] and path.is_file():
-        return path.read_text(encoding="utf-8").strip()
-    created = new_id()
-    write_text(path, f"{created}\n")
-    return created
+    path = Path(start["folder"]) / f"{tracker}.run_id"  # a file for each: trackers have threads of their own
+    if not (start["step"] and path.is_file()):
+        write_text(path, new_id() + "\n")
+    return path.read_text(encoding="utf-8").strip()
 
 
 # --- the trackers -----------------------------------------------------------------------------------------------------
 
 
-def tensorboard() -> Tracker:
+def tensorboard(records: Iterator[Record]) -> None:
     """Events directly in the run folder, so that TensorBoard names the run after the folder."""
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
-    threading.excepthook = _report_thread
-    writer: Any = None
-    start: Record = {}
-
-    def track(record: Record) -> None:
-        nonlocal writer, start
-        if record["kind"] == "start":
-            start = record
-            writer = SummaryWriter(record["folder"], purge_step=record["step"] + 1)  # drops the events of lost work
-            writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in record["config"].items()))
-        elif record["kind"] == "end":
-            if start["group"] is None:  # in a sweep the comparison writes the table
-                metrics = final_metrics(record["summary"])
-                settings = {key: str(start["config"][key]) for key in _HPARAMS}
-                # Into the run's own events: add_hparams would create a second run (pytorch/pytorch#32651).
-                for part in hparams(settings | {"memory_format": record["summary"]["memory_format"]}, metrics):
-                    writer.file_writer.add_summary(part)
-                for name, value in metrics.items():
-                    writer.add_scalar(name, value, record["step"])
-            writer.close()
-        else:
-            for tag, value in numbers(record).items():
-                group, _, name = tag.partition("/")
-                writer.add_scalar(
-                    tag if group != "train" or name in _FIRST else f"vitals/{name}", value, record["step"]
-                )
-            writer.flush()
-
-    return track
+    start = next(records)
+    writer: Any = SummaryWriter(start["folder"], purge_step=start["step"] + 1)  # drops the events of lost work
+    writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in start["config"].items()))
+    for record in records:
+        is_end = record["kind"] == "end"
+        if is_end and start["group"] is not None:  # in a sweep the comparison writes the table
+            continue
+        for tag, value in (final_metrics(record["summary"]) if is_end else numbers(record)).items():
+            is_vital = tag.startswith("train/") and tag not in _FIRST
+            writer.add_scalar(tag.replace("train/", "vitals/") if is_vital else tag, value, record["step"])
+        if is_end:
+            settings = {key: str(start["config"][key]) for key in _HPARAMS}
+            settings["memory_format"] = record["summary"]["memory_format"]
+            # Into the run's own events: add_hparams would create a second run (pytorch/pytorch#32651).
+            for part in hparams(settings, final_metrics(record["summary"])):
+                writer.file_writer.add_summary(part)
+        writer.flush()
+    writer.close()
 
 
-def _report_thread(args: threading.ExceptHookArgs) -> None:
-    """As by default, but silent for SummaryWriter's thread on a full disk: its next call raises the error."""
-    if type(args.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
-        threading.__excepthook__(args)
-
-
-def wandb() -> Tracker:
+def wandb(records: Iterator[Record]) -> None:
     """A run of Weights & Biases, in the project of WANDB_PROJECT or else cl_train."""
     library = optional_module("wandb", "log_to=wandb")
-    run: Any = None
-
-    def track(record: Record) -> None:
-        nonlocal run
-        if record["kind"] == "start":
-            folder = Path(record["folder"])
-            run = library.init(
-                id=run_id(record, "wandb", lambda: secrets.token_hex(4)), resume="allow", dir=folder, name=folder.name,
-                project=os.environ.get("WANDB_PROJECT", "cl_train"), group=record["group"], config=record["config"],
-                settings=library.Settings(console="off", silent=True),
-            )  # fmt: skip
-            run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which wandb's own step refuses
-        elif record["kind"] == "end":
+    start = next(records)
+    folder = Path(start["folder"])
+    run = library.init(
+        id=run_id(start, "wandb", lambda: secrets.token_hex(4)), resume="allow", dir=folder, name=folder.name,
+        project=os.environ.get("WANDB_PROJECT", "cl_train"), group=start["group"], config=start["config"],
+        settings=library.Settings(console="off", silent=True),
+    )  # fmt: skip
+    run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which wandb's own step refuses
+    for record in records:
+        if record["kind"] == "end":
             run.summary.update({**final_metrics(record["summary"]), "status": record["summary"]["status"]})
             run.finish(exit_code=int(record["summary"]["status"] == "failed"))
         else:
             run.log({**numbers(record), "step": record["step"]})
 
-    return track
 
-
-def mlflow() -> Tracker:
+def mlflow(records: Iterator[Record]) -> None:
     """A run of MLflow at MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME or else cl_train."""
-    library = optional_module("mlflow", "log_to=mlflow")
+    client = optional_module("mlflow", "log_to=mlflow").MlflowClient()
     entities = optional_module("mlflow.entities", "log_to=mlflow")
-    client: Any = None
-    run = ""
+    start = next(records)
 
-    def new_run(record: Record) -> str:
+    def new_run() -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cl_train")
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
-        tags = {"group": record["group"]} if record["group"] else {}
-        created = client.create_run(experiment, run_name=Path(record["folder"]).name, tags=tags).info.run_id
-        params = [entities.Param(key, str(value)[:500]) for key, value in record["config"].items()]
+        tags = {"group": start["group"]} if start["group"] else {}
+        created = str(client.create_run(experiment, run_name=Path(start["folder"]).name, tags=tags).info.run_id)
+        params = [entities.Param(key, str(value)[:500]) for key, value in start["config"].items()]
         for first in range(0, len(params), 100):  # the most that a request may hold
             client.log_batch(created, params=params[first : first + 100])
-        return str(created)
+        return created
 
-    def log(metrics: dict[str, float], step: int) -> None:
-        now_ms = int(1000 * time.time())
-        client.log_batch(run, [entities.Metric(name, value, now_ms, step) for name, value in metrics.items()])
-
-    def track(record: Record) -> None:
-        nonlocal client, run
-        if record["kind"] == "start":
-            client = library.MlflowClient()
-            run = run_id(record, "mlflow", lambda: new_run(record))
-            client.update_run(run, status="RUNNING")
-        elif record["kind"] == "end":
-            log(final_metrics(record["summary"]), record["step"])
+    run = run_id(start, "mlflow", new_run)
+    client.update_run(run, status="RUNNING")
+    for record in records:
+        is_end, time_ms = record["kind"] == "end", int(1000 * time.time())
+        metrics = final_metrics(record["summary"]) if is_end else numbers(record)
+        client.log_batch(run, [entities.Metric(*metric, time_ms, record["step"]) for metric in metrics.items()])
+        if is_end:
             ends = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
             client.set_terminated(run, ends[record["summary"]["status"]])
-        else:
-            log(numbers(record), record["step"])
-
-    return track
 
 
-_TRACKERS: dict[str, Callable[[], Tracker]] = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
+_TRACKERS: dict[str, Tracker] = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from cl_train.system.files import write_text
-from cl_train.training.run_log import RunLog
+from cl_train.training.records import RunLog
 
 
 def test_names_that_are_no_utf_8_are_written_as_they_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import autocast
 from cl_train.step.train_step import train_step
 from cl_train.system.distributed import Dist
-from cl_train.training import build, loop
+from cl_train.training import build, log_lines, loop
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
 from tests.step.test_train_step import make_batch, make_parts
@@ -77,7 +77,7 @@ def test_a_run_that_fails_while_a_traceback_refers_to_the_graph(
         assert len(Graph.alive) == 1, "recorded before the fault"
         raise KeyboardInterrupt if fault == "interrupt" else RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr(loop, "console_line", fail)
+    monkeypatch.setattr(log_lines, "console_line", fail)
     with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
         train(*WORDS, "log_every=5", folder=tmp_path)
     assert destroyed == [0], caught

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cl_train.training import loop
-from cl_train.training.nonfinite import TrainingFault
+from cl_train.training import log_lines
+from cl_train.training.progress import TrainingFault
 from tests import networks
 from tests.conftest import Run
 from tests.faults.tiny import CLOCK_FIELDS
@@ -24,7 +24,7 @@ def records(run: Run) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(loop, "reads_late", lambda device: True)
+    return lambda: monkeypatch.setattr(log_lines, "reads_late", lambda device: True)
 
 
 @pytest.mark.parametrize(

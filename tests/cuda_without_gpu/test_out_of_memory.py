@@ -18,8 +18,8 @@ from cl_train.step.precision import resolve_precision
 from cl_train.system.memory import is_out_of_memory
 from cl_train.training import preflight
 from cl_train.training.batch_size import BatchSpeed, search
-from cl_train.training.nonfinite import TrainingFault
-from cl_train.training.run_log import describe_failure
+from cl_train.training.progress import TrainingFault
+from cl_train.training.records import describe_failure
 from tests import networks
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA

@@ -19,7 +19,7 @@ from cl_train.models.preprocessing import follow_published_preprocessing, log_pr
 from cl_train.models.sources import build_model
 from cl_train.step.precision import resolve_precision
 from cl_train.training.evaluation import predictions
-from cl_train.training.nonfinite import TrainingFault
+from cl_train.training.progress import TrainingFault
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder

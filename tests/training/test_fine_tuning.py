@@ -11,7 +11,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.data.loader import BadImageError
 from cl_train.training.evaluation import mean_average_precision
-from cl_train.training.nonfinite import TrainingFault
+from cl_train.training.progress import TrainingFault
 from tests.conftest import Run
 
 HERE = "tests.training.test_fine_tuning"

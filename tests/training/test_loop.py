@@ -14,7 +14,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, to_mapping
 from cl_train.training import loop
 from cl_train.training.loop import check_runs
-from cl_train.training.nonfinite import TrainingFault
+from cl_train.training.progress import TrainingFault
 from tests.conftest import Run, write_images
 
 Train = Callable[..., Run]
@@ -186,7 +186,7 @@ def test_the_first_error_is_reported_if_the_device_fails(
     def failing(run: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(loop, "results", failing)
+    monkeypatch.setattr(loop, "log_submitted", failing)
     with pytest.raises(TrainingFault, match="step 3"):
         train("model=tests.networks:nan_at_third_step", folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -11,7 +11,7 @@ from torch import nn
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
 from cl_train.training import loop
-from cl_train.training.run_log import describe_failure
+from cl_train.training.records import describe_failure
 from tests.comparison.test_odd_models import MODELS as COMPARED
 from tests.memory_format.test_odd_models import MODELS as AUDITED
 

@@ -12,8 +12,8 @@ from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import Crash
 from cl_train.step.precision import resolve_precision
 from cl_train.training import preflight
-from cl_train.training.nonfinite import TrainingFault
 from cl_train.training.preflight import check_batch_fits, check_runs, trial_step
+from cl_train.training.progress import TrainingFault
 from tests.networks import small, too_few_outputs
 
 CPU = torch.device("cpu")

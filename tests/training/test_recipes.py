@@ -14,7 +14,6 @@ from cl_train.config.command_line import check_command_line, group_choices
 from cl_train.config.schema import Config
 from cl_train.training.loop import train
 from cl_train.training.progress import Plan, Progress
-from cl_train.training.setup import make_plan
 from tests.conftest import Run
 
 RECIPES = [name for name in group_choices("experiment") if name not in ("smoke", "main_amp")]
@@ -45,7 +44,7 @@ def recipe(name: str) -> Config:
 def plan_of(cfg: Config) -> Plan:
     """The plan on ImageNet with as many processes as the source used."""
     world_size = (cfg.global_batch_size or 8 * cfg.batch_size) // cfg.batch_size
-    return make_plan(cfg, IMAGENET_IMAGES, world_size)
+    return Plan.of(cfg, IMAGENET_IMAGES, world_size)
 
 
 def source_lrs(name: str, epochs: int) -> Iterator[float]:

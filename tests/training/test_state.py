@@ -14,10 +14,7 @@ from cl_train.system.checkpoint_file import CheckpointError, load, snapshot, wri
 from cl_train.training.state import (
     check_compatible,
     collect,
-    random_state,
     restore,
-    restore_random_state,
-    tensor_bytes,
 )
 from tests.train_states import train_state
 
@@ -190,16 +187,6 @@ def test_moving_average_comes_back_or_starts_from_the_weights(tmp_path: Path) ->
     assert torch.equal(other_average.module[0].weight, model[0].weight)
 
 
-def test_random_numbers_continue(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    torch.rand(3)
-    write(tmp_path / "a.pt", {"rng": [random_state(CPU)]})
-    expected = torch.rand(4)
-    torch.manual_seed(99)
-    restore_random_state(load(tmp_path / "a.pt")["rng"][0], CPU)
-    assert torch.equal(torch.rand(4), expected)
-
-
 FACTS: dict[str, Any] = {
     "model": "resnet18", "num_classes": 2, "classes": ["a", "b"], "data_fingerprint": "f1", "global_batch_size": 64,
     "precision": "fp32", "memory_format": "contiguous", "world_size": 1, "versions": {"torch": "2.15"},
@@ -230,10 +217,3 @@ def test_layout_precision_world_size_and_settings_may_change_with_a_note() -> No
         "world_size was 1, now 2",
         "optim.lr was 0.1, now 0.2",
     ]
-
-
-def test_tensor_bytes_count_what_a_checkpoint_takes(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(1000), "deep": [{"x": torch.zeros(10, 10, dtype=torch.float16)}], "n": 3}
-    assert tensor_bytes(state) == 4200
-    write(tmp_path / "a.pt", snapshot(state))
-    assert 4200 < (tmp_path / "a.pt").stat().st_size < 4200 + 4096

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cl_train.system.timing import DeviceClock
+from cl_train.training.progress import ThroughputMeter
 from cl_train.training.records import speed, spread
-from cl_train.training.throughput import ThroughputMeter
 
 
 class Clock(DeviceClock):

@@ -1,0 +1,193 @@
+"""The steps between two log lines: added up on the device, read one line late, logged, and searched for NaN.
+
+Every decision depends on numbers that are equal on all ranks (gathered or summed before), so all ranks decide equally.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cl_train.data.bottleneck import bottleneck_advice
+from cl_train.system.distributed import gather_objects, sum_over_ranks
+from cl_train.system.launcher import cores_of_process
+from cl_train.training.progress import TrainingFault
+from cl_train.training.records import duration, peak_memory_gib, without_warmup
+from cl_train.training.setup import Run, Submitted
+
+log = logging.getLogger(__name__)
+
+_FEW_STEPS = 20
+ADVICE = (
+    "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=bf16; "
+    "on_nonfinite=skip continues without such steps"
+)
+
+BadStep = tuple[int, bool, int, str]  # step, whether only its gradient is bad, rank, what is bad
+
+
+def log_window(run: Run, lr: float) -> None:
+    """Submit the steps since the last log line for reading, and log those that were submitted before.
+
+    A GPU continues meanwhile: the numbers reach the host one line late. At the end of an epoch, before a checkpoint and
+    on a CPU the host waits for them. `lr`: of the last step.
+
+    Raises TrainingFault: the run cannot continue.
+    """
+    submitted = _submit(run, lr)
+    log_submitted(run)
+    run.submitted = submitted
+    if not reads_late(run.dist.device) or run.plan.is_epoch_end(run.progress):
+        log_submitted(run)
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether the host would wait for the device by reading a log line at once."""
+    return device.type != "cpu"
+
+
+def _submit(run: Run, lr: float) -> Submitted:
+    """Add up the steps since the last log line on the device, in one reduction over all ranks."""
+    steps, scaler = run.unlogged_steps, run.state.parts.scaler
+    rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
+    bad_images = rows.new_full((1,), run.data.bad_images.skipped)
+    totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), run.dist)
+    is_bad = ~totals[0].isfinite()  # as `bad_steps` decides, but without waiting for the device
+    run.buffer_backup.settle(is_bad if scaler.is_enabled() else is_bad | (totals[3] > 0))
+    if scaler.is_enabled():  # private, but `get_scale` waits for the device
+        scale = scaler._get_scale_async()
+        assert scale is not None
+        totals = torch.cat([totals, scale.double().view(1)])
+    totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
+    run.unlogged_steps = []
+    record = {
+        # Values that a resumed run may change; a comparison refuses runs in which they changed.
+        **{name: run.summary.facts[name] for name in ("memory_format", "precision", "world_size", "device_name")},
+        "step": run.progress.step,
+        "epoch": run.progress.epoch,
+        "lr": lr,
+    }
+    window = run.meter.close()
+    return Submitted(record, rows, totals, run.meter.clock.mark(), window)
+
+
+def log_submitted(run: Run) -> None:
+    """Log the submitted window, if there is one, and decide on its non-finite steps; the host waits for its end.
+
+    Raises TrainingFault: the run cannot continue.
+    """
+    if run.submitted is None:
+        return
+    (record, rows, totals, copied, window), run.submitted = run.submitted, None
+    run.meter.clock.wait(copied)
+    loss, correct1, correct5, skipped, skipped_images, *scale = totals.tolist()
+    run.progress.skipped_steps += round(skipped / run.dist.world_size)
+    found: list[BadStep] = []
+    if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
+        first_step = record["step"] - len(rows) + 1
+        own = list(bad_steps(rows.tolist(), first_step, run.dist.rank, scales_loss=bool(scale)))
+        found = [step for of_rank in gather_objects(own, run.dist) for step in of_rank]
+    images = len(rows) * run.plan.global_batch_size
+    record |= {
+        "loss": loss / (len(rows) * run.dist.world_size),
+        "top1": 100 * correct1 / images,
+        "top5": 100 * correct5 / images,
+        **run.meter.measured(window),
+        "loss_scale": scale[0] if scale else None,
+        "skipped_steps": run.progress.skipped_steps,
+        "skipped_images": int(skipped_images),
+        "peak_memory_gib": peak_memory_gib(run.dist.device),
+    }
+    run.summary.windows.append(record)
+    run.windows_of_epoch.append(record)
+    run.writer.write("train", record["step"], record)
+    log.info("%s", console_line(run, record))
+    if scale and scale[0] < run.plan.cfg.amp.min_scale:  # GradScaler has no minimum (pytorch/pytorch#99640)
+        raise TrainingFault(
+            f"the loss scale fell to {scale[0]:g} at step {record['step']} (amp.min_scale="
+            f"{run.plan.cfg.amp.min_scale:g}): gradients overflow fp16 at every scale. Lower optim.lr, add "
+            "optim.clip_norm or schedule.warmup_epochs, or use precision=bf16"
+        )
+    run.bad_steps += len({step for step, *_ in found})
+    check_bad_steps(found, run.bad_steps, run.plan.cfg.max_nonfinite if run.plan.cfg.on_nonfinite == "skip" else 0)
+
+
+def bad_steps(rows: Sequence[Sequence[float]], first_step: int, rank: int, *, scales_loss: bool) -> Iterator[BadStep]:
+    """The non-finite ones of consecutive steps, from the loss and the skipped flag of each.
+
+    With loss scaling, overflowing gradients are expected, because they determine the scale: only a non-finite loss
+    counts.
+    """
+    for step, (loss, _, _, was_skipped) in enumerate(rows, first_step):
+        if not math.isfinite(loss):
+            yield step, False, rank, f"the loss is {loss}"
+        elif was_skipped and not scales_loss:
+            yield step, True, rank, "a gradient is not finite"
+
+
+def check_bad_steps(found: list[BadStep], count: int, limit: int) -> None:
+    """Raises TrainingFault: `count` bad steps so far, the last ones in `found`, are more than `limit`."""
+    if found and count > limit:
+        step, _, rank, what = min(found)
+        which = f"; {count} such steps exceed max_nonfinite={limit}" if limit else ""
+        raise TrainingFault(f"{what} at step {step} on rank {rank}; the update was skipped{which}. {ADVICE}")
+
+
+def check_skipped_share(skipped: int, steps: int) -> None:
+    """Raises TrainingFault if more than half of at least 20 updates were skipped: the run did not train."""
+    if steps >= 20 and skipped > steps / 2:
+        raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
+
+
+def mean(records: list[dict[str, Any]], name: str) -> float:
+    """The mean over windows, weighted by their images."""
+    images = sum(record["images"] for record in records)
+    return sum(float(record[name]) * record["images"] for record in records) / images
+
+
+def console_line(run: Run, window: dict[str, Any]) -> str:
+    """A window in main_amp's format: each value, and in brackets its mean over the epoch.
+
+    Time is seconds per step, Speed is images per second of all ranks including data loading, Data is the share of the
+    time in which a step waited for its batch. The means of Time and Speed are without warm-up if possible. ETA is
+    the time for the rest of the run, without evaluations.
+    """
+    records, measured = run.windows_of_epoch, without_warmup(run.windows_of_epoch)
+    step_in_epoch = run.progress.step_in_epoch - (run.progress.step - window["step"])
+    seconds_per_step = mean(measured, "step_ms") / 1000
+    speed = sum(record["images"] for record in measured) / sum(record["seconds"] for record in measured)
+    scale = f" Scale {window['loss_scale']:g} Skipped {window['skipped_steps']}" if window["loss_scale"] else ""
+    bad_images = f" Bad images {window['skipped_images']}" if window["skipped_images"] else ""
+    return (
+        f"Epoch: [{window['epoch']}][{step_in_epoch}/{run.plan.steps_per_epoch}]"
+        f" Time {window['step_ms'] / 1000:.3f} ({seconds_per_step:.3f})"
+        f" Speed {window['images_per_s']:.1f} ({speed:.1f})"
+        f" Loss {window['loss']:.4f} ({mean(records, 'loss'):.4f})"
+        f" Prec@1 {window['top1']:.2f} ({mean(records, 'top1'):.2f})"
+        f" Prec@5 {window['top5']:.2f} ({mean(records, 'top5'):.2f})"
+        f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}"
+        f" ETA {duration((run.plan.last_step - window['step']) * seconds_per_step)}"
+        f"{' (warm-up)' if window['warmup'] else ''}"
+    )
+
+
+def warn_if_loader_bound(run: Run) -> None:
+    """If an epoch waited for data, name the bottleneck and the setting to change, once.
+
+    An epoch of a few steps mostly waits for the loader's start, which says nothing about its speed.
+    """
+    images = sum(window["images"] for window in run.windows_of_epoch if not window["warmup"])
+    if run.is_loader_checked or images < _FEW_STEPS * run.plan.global_batch_size:
+        return
+    run.is_loader_checked = True
+    advice = bottleneck_advice(
+        run.data.times,
+        workers=run.data.workers,
+        cores=cores_of_process(run.dist.world_size),
+        seconds=sum(window["seconds"] for window in run.windows_of_epoch),
+        data_wait_pct=mean(without_warmup(run.windows_of_epoch), "data_wait_pct"),
+    )
+    if advice is not None and run.dist.is_main:
+        log.warning("%s (a slow loader can mask the gain of channels_last)", advice)
