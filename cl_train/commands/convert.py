@@ -16,7 +16,6 @@ wrong usage or an unreadable file.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import is_setting, settings_from_arguments
@@ -49,22 +48,11 @@ def main(words: list[str]) -> int:
     files = [word for word in words if not is_setting(word)]
     if len(files) != 1:
         raise ConfigError(f"expected one file, run folder or model, and out=FILE; got {len(files)}: {' '.join(files)}")
-    import torch
+    from cl_train.models.convert_file import NotConverted, convert_file
 
-    from cl_train.models.convert_file import convert_file
-
-    result = convert_file(
-        files[0],
-        Path(settings.out),
-        memory_format=torch.channels_last if settings.channels_last else torch.contiguous_format,
-        model_name=settings.model,
-        weights=settings.weights,
-        input_shape=tuple(settings.input),
-        entry=settings.entry,
-        prefix=settings.prefix,
-        output=settings.output_entry,
-        trust=settings.trust,
-        overwrite=settings.overwrite,
-    )
-    print(result)
-    return 0 if result.passed else 1
+    try:
+        done, is_proved = convert_file(files[0], **vars(settings))
+    except NotConverted as error:
+        done, is_proved = f"not converted, no file was written: {error}", False
+    print(done)
+    return 0 if is_proved else 1

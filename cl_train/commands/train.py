@@ -129,7 +129,7 @@ def _check_runs(runs: list[Config]) -> None:
 def _run(words: list[str], runs: list[Config], command: str | None) -> "RunResult":
     launch = read_launch()
     _check_runs(runs)
-    from cl_train.models.preprocessing import follow_published_preprocessing
+    from cl_train.models.sources import follow_published_preprocessing
     from cl_train.system.checkpoint_store import resume_path
     from cl_train.training import loop
 

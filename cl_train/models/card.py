@@ -21,8 +21,15 @@ from cl_train.data.device import DeviceFormat, Normalise
 from cl_train.data.transforms import ImageTransform, default_val_resize
 
 _TEXTS = ("memory_format", "model", "precision")
-_SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}  # of `data`
-KEYS = (*_TEXTS, "classes", "input_size", *_SETTINGS, "mean", "std")
+# The name of a value here, and of the setting in `data`:
+_SETTINGS = {
+    "crop": "image_size",
+    "resize": "val_resize",
+    "interpolation": "val_interpolation",
+    "mean": "mean",
+    "std": "std",
+}
+KEYS = (*_TEXTS, "classes", "input_size", *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,13 @@ class Preprocessing:
     @classmethod
     def of(cls, data: DataConfig) -> "Preprocessing":
         """That of an evaluation with the settings `data`."""
-        size = data.val_size or data.image_size
-        resize = data.val_resize or default_val_resize(size)
-        return cls(resize, size, data.val_interpolation, tuple(data.mean), tuple(data.std))
+        crop = data.val_size or data.image_size
+        resize = data.val_resize or default_val_resize(crop)
+        return cls(resize, crop, data.val_interpolation, tuple(data.mean), tuple(data.std))
 
     def settings(self) -> dict[str, Any]:
         """The settings of `data` with which an evaluation has this preprocessing."""
-        named = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
-        return {**named, "mean": list(self.mean), "std": list(self.std)}
+        return {_SETTINGS[name]: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {"input_size": [3, self.crop, self.crop], **dataclasses.asdict(self)}
@@ -85,18 +91,17 @@ class ModelCard:
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":
         """From a file's metadata, which may hold anything: what is not as `to_dict` writes it is unknown."""
-        values = metadata if isinstance(metadata, dict) else {}
-        texts = {name: value for name in _TEXTS if isinstance(value := values.get(name), str)}
-        classes = _parsed(values.get("classes"))
-        data = {_SETTINGS.get(name, name): _parsed(values.get(name)) for name in (*_SETTINGS, "mean", "std")}
+        values = {key: _parsed(metadata.get(key)) for key in KEYS} if isinstance(metadata, dict) else {}
+        texts = {name: value for name in _TEXTS if isinstance(value := values.get(name), str) and value}
+        classes = values.get("classes")
         preprocessing = None
         with contextlib.suppress(ConfigError):
-            found = Preprocessing.of(from_mapping(DataConfig, data))
+            data = from_mapping(DataConfig, {setting: values.get(name) for name, setting in _SETTINGS.items()})
+            found = Preprocessing.of(data)
             if len(found.mean) == len(found.std) == 3 and min(found.std) > 0 and found.resize >= found.crop:
                 preprocessing = found
-        return cls(
-            classes=tuple(map(str, classes if isinstance(classes, list) else ())), preprocessing=preprocessing, **texts
-        )
+        names = tuple(map(str, classes)) if isinstance(classes, list) else ()
+        return cls(classes=names, preprocessing=preprocessing, **texts)
 
 
 def _parsed(value: object) -> Any:

@@ -6,31 +6,31 @@ trusts, and even then nothing in them is unpickled.
 """
 
 import os
+import re
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.user_function import optional_module
 from cl_train.config.validation import suggest
-from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import memory_format_of, named_tensors, to_contiguous_state
+from cl_train.memory_format.model_call import failure_explained
 from cl_train.models.card import KEYS, ModelCard
 from cl_train.system import checkpoint_file
 from cl_train.system.torch_file import UnreadableFile, read_torch_file
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "zoo"]
 
-PROGRAMS = ("TorchScript", "exported program")
 ENTRIES = ("state_dict", "model_state_dict", "model", "module", "model_ema", "state_dict_ema", "ema_state_dict", "ema")
-PREFIXES = ("module.", "_orig_mod.")  # of DDP and of torch.compile
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _MAX_CODE_BYTES = 64 << 20  # TorchScript compresses its source code; nothing else in these archives is compressed
 _EXECUTED_MEMBERS = ("custom_obj", "opaque_obj", "aotinductor")
@@ -77,22 +77,20 @@ def weights_path(weights: str | Path) -> Path | None:
     return found[-1]
 
 
-def kind_of(path: Path) -> Kind:
-    """The kind of a file, from its suffix and its members; nothing is executed. Raises ConfigError: none, or ONNX."""
+def _kind_of(path: Path) -> Kind:
+    """From its suffix and its members; nothing is executed. Raises ConfigError: no file, or ONNX."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".onnx":
-        raise ConfigError(
-            f"{path}: an ONNX file runs with onnxruntime; here give the run, or a .pth or .safetensors file"
-        )
+        raise ConfigError(f"{path}: an ONNX file runs with onnxruntime; give the run, or a .pth or .safetensors file")
     if path.suffix == ".safetensors":
         return "safetensors"
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {name.partition("/")[2] for name in archive.namelist()} | set(archive.namelist())
-            comment = archive.comment
+            names, comment = archive.namelist(), archive.comment
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return "state dict"  # the format of torch.save before 1.6; the reader refuses anything else
+    members = {*names, *(name.partition("/")[2] for name in names)}
     if any(name.startswith("code/") or name == "constants.pkl" for name in members):
         return "TorchScript"
     if any(name.startswith("models/") or name.endswith("exported_program.json") for name in members):
@@ -103,19 +101,21 @@ def kind_of(path: Path) -> Kind:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = None) -> SavedModel:
-    """Read a file of weights to the CPU. No code in the file runs, and its size bounds the memory used.
+def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = None, trust: bool = False) -> SavedModel:
+    """Read a file to the CPU. No code in it runs and its size bounds the memory used; with `trust` it may be a program.
 
     `entry` holds the weights, by default the first of `ENTRIES`. Only names with `prefix` are taken, and it is removed.
-    Raises ConfigError: no such file, a program, more than tensors and plain types, a damaged file, no such entry.
+    Raises ConfigError: no such file, a program without `trust`, more than tensors and plain types, a damaged file, no
+    such entry.
     """
-    kind = kind_of(path)
-    if kind in PROGRAMS:
+    kind = _kind_of(path)
+    if kind in ("TorchScript", "exported program"):
+        if trust:
+            return _read_program(path, kind)
         raise ConfigError(
             f"{path}: a program ({kind}), whose code runs when it is loaded. If you trust its source, take its "
             f"weights with: cl-train convert {path} out=weights.safetensors trust=true"
         )
-    metadata: object = None
     try:
         if kind == "safetensors":
             content, metadata = _read_safetensors(path)
@@ -133,20 +133,28 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
 
 
 def write_weights(saved: SavedModel, path: Path) -> None:
-    """Write weights and card, as safetensors for that suffix, else with torch.save; equal weights are equal bytes.
+    """Write weights and card, as safetensors for that suffix, else with torch.save; or the program, if there is one.
 
-    A file of torch.save is a plain state dict of contiguous tensors, whose `_metadata[""]` has the card.
+    A file of torch.save is a plain state dict of contiguous tensors, whose `_metadata[""]` has the card; equal weights
+    are equal bytes. A program keeps its strides.
     """
-    if path.suffix != ".safetensors":
+    texts = saved.card.to_strings()
+    if path.suffix == ".safetensors":
+        if len(saved.tensors) < len(saved.state):
+            raise ConfigError(f"{path.suffix} cannot hold the extra state of a module; write a .pth file")
+        untied = {name: value.clone() for name, value in to_contiguous_state(saved.tensors).items()}
+        safetensors = optional_module("safetensors.torch", f"out=*{path.suffix}")
+        safetensors.save_file(untied, path, metadata={"format": "pt", **texts})
+    elif saved.program is None:
         state = OrderedDict(to_contiguous_state(saved.state))
         state._metadata = OrderedDict({"": {"version": 1, **saved.card.to_dict()}})  # type: ignore[attr-defined]
         torch.save(state, path)
-        return
-    if len(saved.tensors) < len(saved.state):
-        raise ConfigError(f"{path.suffix} cannot hold the extra state of a module; write a .pth file")
-    untied = {name: value.clone() for name, value in to_contiguous_state(saved.tensors).items()}
-    safetensors = optional_module("safetensors.torch", f"out=*{path.suffix}")
-    safetensors.save_file(untied, path, metadata={"format": "pt", **saved.card.to_strings()})
+    else:
+        with careful_loading(), failure_explained("torch cannot save this program again", "write a .safetensors file"):
+            if isinstance(saved.program, torch.export.ExportedProgram):
+                torch.export.save(saved.program, path, extra_files=texts)
+            else:
+                torch.jit.save(saved.program, path, _extra_files=texts)
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], object]:
@@ -191,36 +199,26 @@ def _without_prefix(state: dict[str, Any], path: Path, prefix: str | None) -> tu
         if not chosen:
             raise ConfigError(f"{path}: no name begins with prefix={prefix} (the first is {next(iter(kept))})")
         return chosen, f"the {len(chosen)} of {len(kept)} names with the prefix '{prefix}'"
-    removed = ""
-    while found := next((p for p in PREFIXES if all(name.startswith(p) for name in kept)), None):
-        kept = {name.removeprefix(found): value for name, value in kept.items()}
-        removed += found
-    if any("._orig_mod." in name for name in kept):  # of a compiled child
-        kept = {name.replace("._orig_mod.", "."): value for name, value in kept.items()}
-        removed += "_orig_mod."
+    first = next(iter(kept))
+    kept = {re.sub(r"(^|\.)_orig_mod\.", r"\1", name): value for name, value in kept.items()}  # of torch.compile
+    while all(name.startswith("module.") for name in kept):  # of DDP
+        kept = {name.removeprefix("module."): value for name, value in kept.items()}
+    removed = first.removesuffix(next(iter(kept)))
     return kept, f"prefix '{removed}' removed" if removed else ""
-
-
-def names_differ(missing: Iterable[str], unexpected: list[str]) -> str:
-    """Why weights do not fit a model, and the options of `convert` that may mend it."""
-    absent = set(missing)
-    cuts = ((name, dot + 1) for name in unexpected for dot, letter in enumerate(name) if letter == ".")
-    prefixes = Counter(name[:cut] for name, cut in cuts if name[cut:] in absent).most_common(1)
-    advice = f"prefix={prefixes[0][0]}" if prefixes else "entry=... prefix=..."
-    return (
-        f"the file lacks {len(absent)} of its tensors ({', '.join(sorted(absent)[:3])}) and has {len(unexpected)} "
-        f"others ({', '.join(unexpected[:3])}); cl-train convert FILE out=... {advice} selects an entry and removes a "
-        "prefix"
-    )
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-def read_program(path: Path, kind: Kind) -> SavedModel:
-    """Load a program to the CPU. Raises ConfigError: damaged, or with members that torch would unpickle or execute."""
+def _read_program(path: Path, kind: Kind) -> SavedModel:
+    with zipfile.ZipFile(path) as archive:
+        members = {member.filename: member.file_size for member in archive.infolist()}
+        is_damaged = len(members) < len(archive.infolist())
+    if is_damaged or sum(members.values()) > path.stat().st_size + _MAX_CODE_BYTES:
+        raise ConfigError(f"{path}: damaged: two members have one name, or they are larger than the file")
+    if executed := [name for name in members if any(word in name for word in _EXECUTED_MEMBERS)]:
+        raise ConfigError(f"{path}: torch would unpickle or execute its member {executed[0]}, so it is not loaded")
     extra: dict[str, Any] = dict.fromkeys(KEYS, "")
-    _check_members(path)
     try:
         with careful_loading():
             if kind == "TorchScript":
@@ -230,48 +228,13 @@ def read_program(path: Path, kind: Kind) -> SavedModel:
                     program = torch.export.load(file, extra_files=extra)
     except Exception as error:  # RuntimeError, KeyError, AssertionError and others
         raise ConfigError(f"{path}: cannot be read as {kind}: {str(error)[:300]}") from error
-    texts = {
-        name: value.decode(errors="replace") if isinstance(value, bytes) else value for name, value in extra.items()
-    }
-    card = ModelCard.read({name: text for name, text in texts.items() if text})
-    return SavedModel(kind, named_tensors(program), card, program=program)
-
-
-def write_program(program: Any, path: Path, card: ModelCard, memory_format: torch.memory_format) -> None:
-    """Convert the program, in place, and write it: torch keeps the strides of its tensors in the file."""
-    convert(program, memory_format=memory_format)
-    try:
-        with careful_loading():
-            if isinstance(program, torch.export.ExportedProgram):
-                torch.export.save(program, path, extra_files=card.to_strings())
-            else:
-                torch.jit.save(program, path, _extra_files=card.to_strings())
-    except Exception as error:  # torch.export refuses to save some programs that it loaded
-        raise ConfigError(f"torch cannot save this program again: {error}") from error
-
-
-def _check_members(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    names = [member.filename for member in members]
-    if len(set(names)) < len(names) or sum(m.file_size for m in members) > path.stat().st_size + _MAX_CODE_BYTES:
-        raise ConfigError(f"{path}: damaged: two members have one name, or they are larger than the file")
-    for name in names:
-        if any(word in name for word in _EXECUTED_MEMBERS):
-            raise ConfigError(f"{path}: torch would unpickle or execute its member {name}, so it is not loaded")
+    texts = {key: value.decode(errors="replace") if isinstance(value, bytes) else value for key, value in extra.items()}
+    return SavedModel(kind, named_tensors(program), ModelCard.read(texts), program=program)
 
 
 @contextmanager
 def careful_loading() -> Iterator[None]:
     """Suppress torch's warnings about its formats, and prevent torch.export's fallback to `weights_only=False`."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,11 +1,17 @@
-"""Models by name: torchvision's classification zoo, timm's, or the user's own function. Copies of a model."""
+"""Models by name: torchvision's classification zoo, timm's, or the user's own function; their weights, and the
+preprocessing that these were published with. Copies of a model.
+"""
 
 import copy
 import io
 import logging
+import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +19,18 @@ import torch
 import torchvision
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.config.user_function import optional_module, user_function
-from cl_train.config.validation import suggest
+from cl_train.config.validation import show, suggest
 from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import explain_failure
-from cl_train.models.files import names_differ, read_weights, weights_path
+from cl_train.models.card import Preprocessing
+from cl_train.models.files import read_weights, weights_path
 
 log = logging.getLogger(__name__)
 
 _NETWORK = ("httpx", "huggingface_hub", "requests")  # modules of errors that are no OSError
+_TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), ("mean", "std"))  # settings of `data`
 
 
 def model_names() -> list[str]:
@@ -76,30 +84,22 @@ def build_model(
     the weights is new, which `keep_classifier` refuses. Raises ConfigError: unknown names, weights that do not fit.
     """
     check_model(name, weights)
-    file = None if weights is None else weights_path(weights)
+    file = weights_path(weights) if weights is not None else None
     zoo_weights = weights if file is None else None
     try:
-        if ":" in name:
-            options = {} if drop_path is None else {"drop_path": drop_path}
-            model = user_function("model", name)(num_classes=num_classes, **options)
-        elif name.startswith("timm/"):
-            model = _build_timm_model(name, num_classes, zoo_weights is not None, image_size, drop_path)
-        else:
-            model = _build_torchvision_model(name, num_classes, zoo_weights, image_size, drop_path)
+        model = _built(name, num_classes, zoo_weights, image_size, drop_path)
     except ConfigError:
         raise
     except Exception as error:  # the user's own code; an image size that a transformer cannot divide; no network
+        what, reason = (
+            f"model={name}" + (f" for images of {image_size} px" if image_size else ""),
+            explain_failure(error),
+        )
         if drop_path is not None and re.search("argument '(drop_path|stochastic_depth_prob)", str(error)):
-            raise ConfigError(f"drop_path={drop_path}: model={name} has no adjustable drop path ({error})") from error
-        if zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
-            raise ConfigError(
-                f"model={name} weights={weights} cannot be downloaded ({type(error).__name__}: {error}); without a "
-                "network, copy the file from a machine that has one and give weights=FILE"
-            ) from error
-        size = f" for images of {image_size} px" if image_size else ""
-        raise ConfigError(
-            f"model={name} cannot be built{size} and {num_classes} classes: {explain_failure(error)}"
-        ) from error
+            reason = f"drop_path={drop_path}: it has no adjustable drop path"
+        elif zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
+            reason = f"weights={zoo_weights} cannot be downloaded ({reason}); copy the file and give weights=FILE"
+        raise ConfigError(f"{what} and {num_classes} classes cannot be built: {reason}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     if file is not None:
@@ -127,22 +127,17 @@ def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *
         ) from error
 
 
-def _build_timm_model(
-    name: str, num_classes: int, pretrained: bool, image_size: int | None, drop_path: float | None
-) -> nn.Module:
-    timm, own_name = import_timm(name), name.removeprefix("timm/")
-    options: dict[str, Any] = {} if drop_path is None else {"drop_path_rate": drop_path}
-    pretrained_cfg = timm.get_pretrained_cfg(own_name, allow_unregistered=True)
-    if image_size is not None and pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
-        options["img_size"] = image_size
-    model: nn.Module = timm.create_model(own_name, pretrained=pretrained, num_classes=num_classes, **options)
-    return model
-
-
-def _build_torchvision_model(
-    name: str, num_classes: int, weights: str | None, image_size: int | None, drop_path: float | None
-) -> nn.Module:
-    options: dict[str, Any] = {} if drop_path is None else {"stochastic_depth_prob": drop_path}
+def _built(name: str, num_classes: int, weights: str | None, image_size: int | None, drop_path: float | None) -> Any:
+    option = "drop_path" if ":" in name else "drop_path_rate" if name.startswith("timm/") else "stochastic_depth_prob"
+    options: dict[str, Any] = {} if drop_path is None else {option: drop_path}
+    if ":" in name:
+        return user_function("model", name)(num_classes=num_classes, **options)
+    if name.startswith("timm/"):
+        timm, own_name = import_timm(name), name.removeprefix("timm/")
+        pretrained = timm.get_pretrained_cfg(own_name, allow_unregistered=True)
+        if image_size is not None and pretrained is not None and pretrained.fixed_input_size:
+            options["img_size"] = image_size
+        return timm.create_model(own_name, pretrained=weights is not None, num_classes=num_classes, **options)
     if weights is not None:
         model = torchvision.models.get_model(name, weights=torchvision_weights(name, weights), **options)
         replace_classifier(model, num_classes)
@@ -175,12 +170,8 @@ def torchvision_weights(name: str, weights: str) -> Any:
 
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
     """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it already has them."""
-    heads = _classifiers(model)
-    pretrained_classes = len(next(iter(heads.values())).weight)
-    if pretrained_classes == num_classes:
-        return
-    for path, layer in heads.items():
-        if len(layer.weight) != pretrained_classes:
+    for path, layer in _classifiers(model).items():
+        if len(layer.weight) == num_classes:
             continue
         if isinstance(layer, nn.Linear):
             model.set_submodule(path, nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None))
@@ -234,12 +225,73 @@ def load_state(model: nn.Module, state: Mapping[str, Any], what: str, may_lack: 
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from error
-    if (absent := set(missing) - set(may_lack)) or unexpected:
-        raise ConfigError(f"{what}: {names_differ(absent, unexpected)}")
+    absent = sorted(set(missing) - set(may_lack))
+    if not absent and not unexpected:
+        return
+    cuts = ((name, dot + 1) for name in unexpected for dot, letter in enumerate(name) if letter == ".")
+    prefixes = Counter(name[:cut] for name, cut in cuts if name[cut:] in absent).most_common(1)
+    advice = f"prefix={prefixes[0][0]}" if prefixes else "entry=... prefix=..."
+    raise ConfigError(
+        f"{what}: the file lacks {len(absent)} of its tensors ({', '.join(absent[:3])}) and has {len(unexpected)} "
+        f"others ({', '.join(unexpected[:3])}); cl-train convert FILE out=... {advice} selects them"
+    )
 
 
 def import_timm(name: str) -> Any:
     return optional_module("timm", f"model={name}")
+
+
+# --- preprocessing ----------------------------------------------------------------------------------------------------
+
+
+@cache  # an evaluation follows it, and then logs it
+def published_preprocessing(model: str, weights: str) -> Preprocessing | None:
+    """That of torchvision's weights, of timm's at their test size, or what a file of weights records.
+
+    None if unknown, or no centre crop after a resize of the short side (timm's crop modes "squash" and "border").
+    Raises ConfigError: unknown weights, an unreadable file, or timm is not installed.
+    """
+    if path := weights_path(weights):
+        return read_weights(path).card.preprocessing if path.is_file() else None
+    if not model.startswith("timm/"):
+        own = torchvision_weights(model, weights).transforms()
+        sizes = own.resize_size[0], own.crop_size[0]
+        return Preprocessing(*sizes, own.interpolation.value, tuple(own.mean), tuple(own.std))
+    timm = import_timm(model)
+    cfg = timm.get_pretrained_cfg(model.removeprefix("timm/"))
+    found = timm.data.resolve_data_config(pretrained_cfg=cfg.to_dict() if cfg else {}, use_test_size=True)
+    _, size, width = found["input_size"]
+    if size != width or found["crop_mode"] != "center" or found["interpolation"] not in ("bilinear", "bicubic"):
+        return None
+    resize = math.floor(size / found["crop_pct"])
+    return Preprocessing(resize, size, found["interpolation"], tuple(found["mean"]), tuple(found["std"]))
+
+
+def follow_published_preprocessing(data: DataConfig, model: str, weights: str, given: Collection[str]) -> DataConfig:
+    """`data` with the preprocessing of `weights`; unchanged if it is unknown.
+
+    A setting in `given`, such as `data.image_size`, is kept, and so are those that belong to it: crop and resize have
+    their sizes together, mean and standard deviation too.
+    """
+    published = published_preprocessing(model, weights)
+    settings = {**published.settings(), "val_size": None} if published else {}
+    kept = {name for names in _TOGETHER if any(f"data.{name}" in given for name in names) for name in names}
+    return replace(data, **{name: value for name, value in settings.items() if name not in kept})
+
+
+def log_preprocessing(data: DataConfig, model: str, weights: str, *, evaluate_only: bool) -> None:
+    """Log the preprocessing of the weights; a warning if the settings (of training: mean and std) differ from it."""
+    if (published := published_preprocessing(model, weights)) is None:
+        return
+    own = Preprocessing.of(data).settings()
+    names = own if evaluate_only else ("mean", "std")
+    settings = {name: value for name, value in published.settings().items() if name in names}
+    differing = {name: value for name, value in settings.items() if own[name] != value}
+    words = " ".join(f"data.{name}={show(value)}" for name, value in (differing or settings).items())
+    if differing:
+        log.warning("weights=%s were published with other settings: %s", weights, words)
+    elif evaluate_only:
+        log.info("weights=%s: the published preprocessing, %s", weights, words)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -271,7 +323,11 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
                 continue
             for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
-                    memo[id(value)] = _copy_tensor(value, device)
+                    copied = value.detach().to(device or value.device, copy=True)
+                    copied.requires_grad_(value.requires_grad and value.is_leaf)
+                    memo[id(value)] = (
+                        nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
+                    )
         return copy.deepcopy(model, memo)
     except Exception as error:  # the attributes of a user's module may raise any exception
         raise ConfigError(f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})") from error
@@ -285,10 +341,3 @@ def _copy_scripted(module: torch.jit.ScriptModule, device: torch.device | str | 
         torch.jit.save(module, buffer)
         buffer.seek(0)
         return torch.jit.load(buffer, None if str(device) == "meta" else device)
-
-
-def _copy_tensor(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    copied = tensor.detach().to(device or tensor.device, copy=True)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copied, tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -40,7 +40,7 @@ def test_predictions_equal_the_evaluation_of_the_run(
 ) -> None:
     weights = run.folder if suffix == "run" else tmp_path / f"weights{suffix}"
     if suffix != "run":
-        assert convert_file(run.folder, weights, model_name=SMALL).passed
+        assert convert_file(run.folder, weights, model=SMALL)[1]
     rows = predicted(weights, image_folder, tmp_path / "out.csv", "batch_size=5")
     top1 = 100 * sum(row["label"] == row["class1"] for row in rows) / len(rows)
     assert (len(rows), top1) == (run.summary["val"]["images"], pytest.approx(run.summary["val"]["top1"]))

@@ -1,9 +1,11 @@
-"""Saved models of every kind: contiguous on disk, layout recorded, equal values and outputs; runs across layouts."""
+"""Saved models of every kind: contiguous on disk, layout recorded, equal values and outputs, or no file."""
 
-import copy
+import argparse
 import importlib
 import json
+import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,21 @@ import torchvision
 from torch import nn
 
 from cl_train.commands.convert import main
-from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import classify, model_memory_format, to_contiguous_state, to_memory_format
+from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
-from cl_train.models.convert_file import convert_file, load_model
+from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import read_weights
 from cl_train.models.sources import build_model
-from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import Precision, build_scaler
 from cl_train.system import checkpoint_file as checkpoint
-from cl_train.training.state import collect, restore
 from tests.faults.forkserver import ForkServer
 from tests.networks import small
-from tests.train_states import train_state
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = (2, 3, 32, 32)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about its own formats
 
 
 def squeezenet(layout: str = "channels_last") -> nn.Module:
@@ -40,6 +39,9 @@ def squeezenet(layout: str = "channels_last") -> nn.Module:
     return model
 
 
+# --- every kind of file -----------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each kind of file, made by its own library from a channels_last model."""
@@ -47,9 +49,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     folder = tmp_path_factory.mktemp("files")
     model, x = squeezenet(), torch.randn(IMAGES)
-    paths = {kind: folder / name for kind, name in (
-        ("state dict", "w.pth"), ("checkpoint", "c.pt"), ("safetensors", "w.safetensors"),
-        ("scripted", "s.pt"), ("traced", "t.pt"), ("exported program", "e.pt2"))}  # fmt: skip
+    names = ("w.pth", "c.pt", "w.safetensors", "s.pt", "t.pt", "e.pt2")
+    paths = dict(zip((*KINDS,), (folder / name for name in names), strict=True))
     torch.save(model.state_dict(), paths["state dict"])
     facts = {"model": "squeezenet1_1", "memory_format": "channels_last"}
     checkpoint.write(paths["checkpoint"], checkpoint.snapshot({"model": model.state_dict(), "facts": facts}))
@@ -70,77 +71,60 @@ PROGRAMS = ("scripted", "traced", "exported program")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "exported program" else name for name in KINDS]
 )
-def test_every_kind_is_converted_and_equal(name: str, files: dict[str, Path], tmp_path: Path) -> None:
+def test_every_kind_is_converted_and_equal_in_both_directions(
+    name: str, files: dict[str, Path], tmp_path: Path
+) -> None:
     source, target, trust = files[name], tmp_path / files[name].name, name in PROGRAMS
     model_name = "squeezenet1_1" if name in ("state dict", "safetensors") else None
-    result = convert_file(source, target, model_name=model_name, input_shape=IMAGES, trust=trust)
-    assert result.kind == KINDS[name] and result.passed and result.values_equal, str(result)
-    assert result.difference is not None and result.difference < 1e-4
-    assert result.memory_format == "channels_last"
-    model, _, _ = load_model(target, model_name or "squeezenet1_1", trust=trust)
+    if trust:
+        for read in (read_weights, lambda path: convert_file(path, target)):
+            with pytest.raises(ConfigError, match="trust=true"):
+                read(source)
+    done, is_proved = convert_file(source, target, model=model_name, input=IMAGES, trust=trust)
+    assert is_proved and done.startswith(KINDS[name]) and "recorded memory format: channels_last" in done
+    assert "values read back are equal" in done
+    model, _, _ = load_model(target, "squeezenet1_1", trust=trust)
     assert model_memory_format(model) == "channels_last"
     x = torch.randn(IMAGES).to(memory_format=torch.channels_last)
     assert torch.allclose(model(x), squeezenet()(x), atol=1e-4)
     if trust:  # for anyone who loads the program with torch alone
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            is_export = target.suffix == ".pt2"
-            alone = torch.export.load(target).module() if is_export else torch.jit.load(target)
+        is_export = target.suffix == ".pt2"
+        alone = torch.export.load(target).module() if is_export else torch.jit.load(target)
         assert model_memory_format(alone) == "channels_last"
     else:
         weights = read_weights(target)
         assert weights.card.memory_format == "channels_last" and weights.stored == "contiguous"
-        assert all(value.is_contiguous() for value in weights.tensors.values())
-    back = convert_file(target, tmp_path / f"back-{target.name}", memory_format=torch.contiguous_format, trust=trust,
-                        model_name="squeezenet1_1", input_shape=IMAGES)  # fmt: skip
-    assert back.passed
-    assert (
-        model_memory_format(load_model(tmp_path / f"back-{target.name}", "squeezenet1_1", trust=trust)[0])
-        == "contiguous"
-    )
+    back = tmp_path / f"back-{target.name}"
+    assert convert_file(target, back, channels_last=False, trust=trust, model="squeezenet1_1", input=IMAGES)[1]
+    assert model_memory_format(load_model(back, "squeezenet1_1", trust=trust)[0]) == "contiguous"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_loaded_only_if_trusted(name: str, files: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trust=true"):
-        convert_file(files[name], tmp_path / "out.pt")
-    with pytest.raises(ConfigError, match="trust=true"):
-        read_weights(files[name])
-    assert not (tmp_path / "out.pt").exists()
-
-
-def test_a_converted_state_dict_stays_a_plain_weights_file(files: dict[str, Path], tmp_path: Path) -> None:
-    convert_file(files["state dict"], tmp_path / "w.pth")
-    state = torch.load(tmp_path / "w.pth", weights_only=True)
+def test_a_converted_state_dict_is_a_plain_file_of_weights_with_equal_bytes(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        torch.save(squeezenet(layout).state_dict(), tmp_path / f"{layout}.pth")
+        convert_file(tmp_path / f"{layout}.pth", tmp_path / layout / "weights.pth")
+    one, other = (tmp_path / layout / "weights.pth" for layout in LAYOUTS)
+    assert one.read_bytes() == other.read_bytes()
+    state = torch.load(one, weights_only=True)
     assert squeezenet("contiguous").load_state_dict(state).missing_keys == []
     assert set(state) == set(squeezenet().state_dict())
 
 
-def test_equal_weights_are_equal_bytes_on_disk(tmp_path: Path) -> None:
-    for layout in LAYOUTS:
-        torch.save(squeezenet(layout).state_dict(), tmp_path / f"{layout}.pth")
-        convert_file(tmp_path / f"{layout}.pth", tmp_path / layout / "weights.pth")
-    contents = [(tmp_path / layout / "weights.pth").read_bytes() for layout in LAYOUTS]
-    assert contents[0] == contents[1]
-
-
-def test_weights_without_a_model_compare_values_only(files: dict[str, Path], tmp_path: Path) -> None:
-    result = convert_file(files["state dict"], tmp_path / "w.safetensors")
-    assert result.values_equal and result.difference is None and not result.passed and "model=<name>" in str(result)
-    with pytest.raises(ConfigError, match="model=<name>"):
-        load_model(tmp_path / "w.safetensors")
-
-
-def test_wrapped_tied_and_5d_weights(tmp_path: Path) -> None:
+def test_weights_without_a_model_compare_values_only(tmp_path: Path) -> None:
+    """Tied, wrapped, 5-dimensional, NaN."""
     shared = torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last)
     video = torch.randn(8, 3, 3, 3, 3).to(memory_format=torch.channels_last_3d)
-    torch.save({"state_dict": {"a.weight": shared, "b.weight": shared, "c.weight": video}}, tmp_path / "w.pth")
-    for target in ("w2.pth", "w.safetensors"):
-        assert convert_file(tmp_path / "w.pth", tmp_path / target).values_equal
-        assert read_weights(tmp_path / target).stored == "contiguous"
+    state = {"a.weight": shared, "b.weight": shared, "c.weight": video, "d": torch.tensor([1.0, torch.nan])}
+    torch.save({"state_dict": state}, tmp_path / "w.pth")
+    for target in (tmp_path / "w2.pth", tmp_path / "w.safetensors"):
+        done, is_proved = convert_file(tmp_path / "w.pth", target)
+        assert not is_proved and "values read back are equal" in done and "model=<name>" in done
+        assert read_weights(target).stored == "contiguous"
+        with pytest.raises(ConfigError, match="model=<name>"):
+            load_model(target)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, Path]) -> None:
+def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Path]) -> None:
     (tmp_path / "text.pth").write_text("hello")
     torch.save({"a": 1}, tmp_path / "empty.pth")
     (tmp_path / "cut.pt").write_bytes(files["checkpoint"].read_bytes()[:-1000])
@@ -149,56 +133,47 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, files: dict[str, 
     (tmp_path / "flipped.pt").write_bytes(damaged)
     weights = files["state dict"]
     cases: list[tuple[Path | str, str, dict[str, Any], str]] = [
-        *(
-            (tmp_path / name, "out.pth", {}, name)
-            for name in ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "no.pt")
-        ),
+        *((tmp_path / name, "out.pth", {}, name) for name in ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "a.pt")),
         (weights, str(weights), {}, "another name"),
-        (weights, "out.pth", {"model_name": "mobilenet_v3_small"}, "does not fit"),
+        (weights, "out.pth", {"model": "mobilenet_v3_small"}, "does not fit"),
         *((weights, f"out{suffix}", {}, "suffixes .pth") for suffix in (".ckpt", ".h5", ".onnx.txt", "")),
         (files["scripted"], "out.onnx", {"trust": True}, "TorchScript can be written as .pt, .pth"),
         (weights, "out.onnx", {}, "model=<name>"),
         ("squeezenet1_1", "out.pth", {}, "weights=DEFAULT"),
         ("squeezenet1_1", "out.pth", {"weights": "DEFAULTS"}, r"mean DEFAULT\? \(there are DEFAULT, IMAGENET1K_V1\)"),
         (tmp_path, "out.pth", {}, "folder without a checkpoint"),
-    ]
+    ]  # fmt: skip
     for source, target, options, problem in cases:
         with pytest.raises(ConfigError, match=problem):
             convert_file(source, tmp_path / target, **options)
         assert not (tmp_path / "out.pth").exists() and not (tmp_path / "out.onnx").exists()
 
 
-def test_an_existing_file_is_replaced_only_on_request(files: dict[str, Path], tmp_path: Path) -> None:
-    target = tmp_path / "out.pth"
+@pytest.mark.slow
+def test_the_command(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], fork_server: ForkServer
+) -> None:
+    source, target = str(files["checkpoint"]), tmp_path / "c.pt"
     target.write_bytes(b"precious")
     with pytest.raises(ConfigError, match="overwrite=true"):
-        convert_file(files["state dict"], target)
+        main([source, f"out={target}"])
     assert target.read_bytes() == b"precious"
-    convert_file(files["state dict"], target, overwrite=True)
-    assert set(torch.load(target)) == set(squeezenet().state_dict())
-    assert [path.name for path in tmp_path.iterdir()] == ["out.pth"]
+    words = [source, f"out={target}", "input=2,3,32,32", "overwrite=true"]
+    done = fork_server.call("forkserver:run_script", [str(ROOT / "scripts/convert.py"), words], tmp_path / "log")
+    assert done.wait() == 0, done.output()
+    assert read_weights(target).card.memory_format == "channels_last"
+    with pytest.raises(ConfigError) as wrong:
+        main([source, "memory_format=contiguous"])
+    assert "channels_last" in str(wrong.value) and "out=" in str(wrong.value)
+    assert main([str(files["state dict"]), f"out={tmp_path / 'w.pth'}"]) == 1
+    assert "model=<name>" in capsys.readouterr().out
+    torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "linear.pth")
+    assert main([str(tmp_path / "linear.pth"), f"out={tmp_path / 'none.pth'}"]) == 1
+    assert "not converted" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "w.pth", "linear.pth", "log"}
 
 
-class LayoutDependent(nn.Conv2d):
-    """Wrong in one of the layouts."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1.5 if classify(x) == "channels_last" else 1.0)
-
-
-def layout_dependent(num_classes: int) -> nn.Module:
-    return LayoutDependent(3, num_classes, 3)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_both_layouts_are_run_in_either_direction(layout: str, tmp_path: Path) -> None:
-    torch.save(layout_dependent(4).state_dict(), tmp_path / "in.pth")
-    own = f"{__name__}:layout_dependent"
-    options = {"model_name": own, "input_shape": (2, 3, 8, 8), "memory_format": LAYOUTS[layout]}
-    result = convert_file(tmp_path / "in.pth", tmp_path / "out.pth", **options)
-    assert result.difference == pytest.approx(0.5 if layout == "channels_last" else 1 / 3, rel=1e-3)
-    assert not result.passed and not (tmp_path / "out.pth").exists()
-
+# --- the card ---------------------------------------------------------------------------------------------------------
 
 PREPROCESSING = Preprocessing(40, 32, "bicubic", (0.5, 0.25, 0.125), (0.5, 0.25, 0.125))
 CARD = ModelCard("channels_last", "tests.networks:small", "fp32", ("cat", "dog", "emu"), PREPROCESSING)
@@ -207,14 +182,12 @@ CARD = ModelCard("channels_last", "tests.networks:small", "fp32", ("cat", "dog",
 @pytest.mark.parametrize(
     "suffix", [".pth", ".safetensors", *(pytest.param(name, marks=pytest.mark.slow) for name in (".pt2", ".onnx"))]
 )
-@pytest.mark.filterwarnings("ignore")
 def test_each_kind_runs_without_this_package_and_carries_the_card(suffix: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x, target = small(3).eval(), torch.randn(5, 3, 32, 32), tmp_path / f"out{suffix}"
     facts = CARD.to_dict()
     checkpoint.write(tmp_path / "in.pt", checkpoint.snapshot({"model": model.state_dict(), "facts": facts}))
-    result = convert_file(tmp_path / "in.pt", target, model_name="tests.networks:small")
-    assert result.passed, str(result)
+    assert convert_file(tmp_path / "in.pt", target, model="tests.networks:small")[1]
     if suffix == ".onnx":
         session = importlib.import_module("onnxruntime").InferenceSession(target)
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
@@ -232,10 +205,10 @@ def test_each_kind_runs_without_this_package_and_carries_the_card(suffix: str, t
     assert torch.allclose(found, model(x), atol=1e-4)
     assert json.loads(str(recorded["crop"])) == 32 and recorded["model"] == "tests.networks:small"
     assert ModelCard.read(recorded) == CARD
-    loaded, preprocessing, classes = load_model(target, "tests.networks:small", trust=True) if suffix != ".onnx" else (
-        model, PREPROCESSING, CARD.classes)  # fmt: skip
-    assert torch.allclose(loaded(x), model(x), atol=1e-4)
-    assert (preprocessing, classes) == (PREPROCESSING, CARD.classes)
+    if suffix != ".onnx":
+        loaded, preprocessing, classes = load_model(target, "tests.networks:small", trust=True)
+        assert torch.allclose(loaded(x), model(x), atol=1e-4)
+        assert (preprocessing, classes) == (PREPROCESSING, CARD.classes)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +237,7 @@ def test_a_zoo_model_by_name_and_a_run_folder(tmp_path: Path, monkeypatch: pytes
     torch.save(model.state_dict(), tmp_path / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth")  # as if downloaded
     target = tmp_path / "RUN/checkpoints/step-00000001.pt"
     target.parent.mkdir(parents=True)
-    assert convert_file("squeezenet1_1", target, weights="DEFAULT", input_shape=IMAGES).passed
+    assert convert_file("squeezenet1_1", target, weights="DEFAULT", input=IMAGES)[1]
     loaded, preprocess, classes = load_model(tmp_path / "RUN")
     assert len(classes) == 1000 and preprocess is not None and (preprocess.resize, preprocess.crop) == (256, 224)
     built = build_model("squeezenet1_1", num_classes=1000, weights=str(tmp_path / "RUN"))
@@ -272,154 +245,131 @@ def test_a_zoo_model_by_name_and_a_run_folder(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(other.features[0].weight, model.features[0].weight)
 
 
-@pytest.mark.slow
-def test_the_command(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], fork_server: ForkServer
-) -> None:
-    words = [str(files["checkpoint"]), f"out={tmp_path / 'c.pt'}", "input=2,3,32,32"]
-    done = fork_server.call("forkserver:run_script", [str(ROOT / "scripts/convert.py"), words], tmp_path / "log")
-    assert done.wait() == 0, done.output()
-    assert read_weights(tmp_path / "c.pt").card.memory_format == "channels_last"
-    with pytest.raises(ConfigError) as wrong:
-        main([str(files["checkpoint"]), "memory_format=contiguous"])
-    assert "channels_last" in str(wrong.value) and "out=" in str(wrong.value)
-    assert main([str(files["state dict"]), f"out={tmp_path / 'w.pth'}"]) == 1
-    assert "model=<name>" in capsys.readouterr().out
+# --- the usual wrappings of weights -----------------------------------------------------------------------------------
+
+STATE = {"conv.weight": torch.ones(4, 3, 3, 3), "conv.bias": torch.zeros(4)}
 
 
-# --- every kind of model in memory, in both layouts -------------------------------------------------------------------
+def prefixed(prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": value for name, value in STATE.items()}
 
 
-def features() -> nn.Module:
-    """resnet18 up to its last convolution, so that the output's layout can be seen."""
-    torch.manual_seed(0)
-    return nn.Sequential(*list(torchvision.models.resnet18().children())[:-2]).eval()
+WRAPPED: dict[str, tuple[Any, str]] = {  # the file, and words of what was taken
+    "plain": (STATE, ""),
+    "state_dict": ({"state_dict": STATE, "epoch": 3}, "'state_dict'"),
+    "model": ({"model": STATE, "optimizer": {"state": {}}}, "'model'"),
+    "model_state_dict": ({"model_state_dict": STATE, "loss": 0.5}, "'model_state_dict'"),
+    "model_ema": ({"model_ema": STATE}, "'model_ema'"),
+    "ema": ({"ema": STATE}, "'ema'"),
+    "both": ({"model": STATE, "model_ema": prefixed("x.")}, "model_ema"),
+    "DDP": ({"model": prefixed("module.")}, "'module.'"),
+    "compiled": (prefixed("_orig_mod."), "'_orig_mod.'"),
+    "a compiled child": ({"conv._orig_mod.weight": STATE["conv.weight"], "conv.bias": STATE["conv.bias"]}, ""),
+    "DDP of a compiled model": ({"state_dict": prefixed("module._orig_mod.")}, "'module._orig_mod.'"),
+    "nested": ({"model": {"state_dict": prefixed("module.")}}, "'model.state_dict'"),
+    "timm with args": ({"state_dict": STATE, "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99))}, "'state_dict'"),
+}
 
 
-def as_eager(model: nn.Module, x: torch.Tensor) -> Any:
-    return model
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_weights(name: str, tmp_path: Path) -> None:
+    content, taken = WRAPPED[name]
+    torch.save(content, tmp_path / "w.pth")
+    weights = read_weights(tmp_path / "w.pth")
+    assert list(weights.tensors) == list(STATE) and taken in weights.taken
 
 
-def as_fx(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.fx.symbolic_trace(model)
-
-
-def as_scripted(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.jit.script(model)
-
-
-def as_traced(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.jit.trace(model, x)
-
-
-def as_exported(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.export.export(model, (x,))
-
-
-def as_compiled(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.compile(model, backend="aot_eager")
-
-
-KINDS_IN_MEMORY = (as_fx, as_scripted, as_traced, as_exported, as_compiled)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [as_eager, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS_IN_MEMORY)],
-)
-@pytest.mark.parametrize("mode", ["full", "conv"])
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(make: Any, mode: str) -> None:
-    x = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        expected = features()(x)
-        model = make(features(), x)
-        report = convert(model, mode)
-        assert len(report.changed) == 20
-        assert model_memory_format(model) == "channels_last"
-        run = model.module() if isinstance(model, torch.export.ExportedProgram) else model
-        found = run(to_memory_format(x, torch.channels_last))
-        assert classify(found) == "channels_last"
-        assert torch.allclose(found, expected, atol=1e-4)
-        convert(model, mode, memory_format=torch.contiguous_format)
-        run = model.module() if isinstance(model, torch.export.ExportedProgram) else model
-        plain = run(x)
-        assert classify(plain) == "contiguous" and torch.allclose(plain, expected, atol=1e-4)
-    torch._dynamo.reset()
+def test_an_entry_and_a_prefix_by_option(tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    torch.save({"model": STATE, "ema": prefixed("backbone."), "epoch": 1}, path)
+    assert list(read_weights(path, entry="ema").tensors) == list(prefixed("backbone."))
+    weights = read_weights(path, entry="ema", prefix="backbone.")
+    assert list(weights.tensors) == list(STATE) and "backbone." in weights.taken
+    for options, problem in (({"entry": "emma"}, "did you mean ema"), ({"prefix": "neck."}, "prefix=neck")):
+        with pytest.raises(ConfigError, match=problem):
+            read_weights(path, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of inductor about its own imports
-def test_inductor_gives_equal_outputs_in_both_layouts() -> None:
-    x = torch.randn(2, 3, 32, 32)
-    model = nn.Sequential(*list(features().children())[:5]).eval()
-    with torch.no_grad():
-        expected = model(x)
-        for layout in LAYOUTS.values():
-            convert(model, memory_format=layout)
-            found = torch.compile(model)(to_memory_format(x, layout))
-            assert torch.allclose(found, expected, atol=1e-4)
-            assert classify(found) == ("contiguous" if layout is torch.contiguous_format else "channels_last")
-            torch._dynamo.reset()
+def test_a_checkpoint_of_lightning_and_a_missing_prefix(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, args: argparse.Namespace) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = small(3)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.model(torch.randn(2, 3, 32, 32)).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **dict.fromkeys(off, False))
+    trainer.fit(Module(argparse.Namespace(lr=0.1)), [0])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    own = {"model": "tests.networks:small", "input": IMAGES}
+    done, is_proved = convert_file(tmp_path / "last.ckpt", tmp_path / "w.pth", **own, prefix="model.")
+    assert is_proved and "state_dict" in done
 
 
-# --- a run that changes its layout ------------------------------------------------------------------------------------
+def test_a_missing_prefix_is_suggested(tmp_path: Path) -> None:
+    state = {f"model.{name}": value for name, value in small(3).state_dict().items()}
+    torch.save({"state_dict": state | {"loss.weight": torch.ones(3)}}, tmp_path / "in.ckpt")
+    for read in (
+        lambda: convert_file(tmp_path / "in.ckpt", tmp_path / "out.pth", model="tests.networks:small"),
+        lambda: build_model("tests.networks:small", num_classes=3, weights=str(tmp_path / "in.ckpt")),
+    ):
+        with pytest.raises(ConfigError, match=r"lacks .* prefix=model\. "):
+            read()
+    assert not (tmp_path / "out.pth").exists()
 
 
-class Run:
-    """resnet18 with SGD and momentum on one batch; float64, as BatchNorm over few pixels multiplies rounding errors."""
-
-    def __init__(self, layout: str) -> None:
-        torch.manual_seed(0)
-        self.model = torchvision.models.resnet18(num_classes=10).double()
-        convert(self.model, memory_format=LAYOUTS[layout])
-        self.optimizer = build_optimizer(OptimConfig(), self.model, dict(self.model.named_parameters()), lr=1e-3)
-        self.scaler = build_scaler(Precision("fp32"), torch.device("cpu"))
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(4, 3, 32, 32, generator=generator, dtype=torch.float64).to(memory_format=LAYOUTS[layout])
-        self.y = torch.tensor([1, 2, 3, 4])
-
-    def steps(self, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            loss = nn.functional.cross_entropy(self.model(self.x), self.y)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def state(self) -> dict[str, Any]:
-        return collect(train_state(self.model, self.optimizer, self.scaler), {}, {})
-
-    def resume(self, path: Path) -> None:
-        restore(checkpoint.load(path), train_state(self.model, self.optimizer, self.scaler))
+# --- what is not proved is said ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [("contiguous", "channels_last"), ("channels_last", "contiguous")])
-def test_a_checkpoint_resumes_in_the_other_layout(first: str, second: str, tmp_path: Path) -> None:
-    run = Run(first)
-    run.steps(2)
-    checkpoint.write(tmp_path / "a.pt", checkpoint.snapshot(run.state()))
-    uninterrupted = run.steps(3)
-    other = Run(second)
-    other.resume(tmp_path / "a.pt")
-    assert model_memory_format(other.model) == second
-    for parameter in other.model.parameters():
-        assert other.optimizer.state[parameter]["momentum_buffer"].stride() == parameter.stride()
-    saved_at = checkpoint.load(tmp_path / "a.pt")["saved_at"]
-    checkpoint.write(tmp_path / "b.pt", checkpoint.snapshot({**other.state(), "saved_at": saved_at}))
-    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()  # equal weights, equal bytes
-    assert other.steps(3) == pytest.approx(uninterrupted, rel=1e-6)
+class LayoutDependent(nn.Conv2d):
+    """Wrong in one of the layouts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.5 if classify(x) == "channels_last" else 1.0)
 
 
-def test_contiguous_state_leaves_the_model_alone() -> None:
-    model = squeezenet()
-    before = copy.deepcopy(model.state_dict())
-    to_contiguous_state(model.state_dict())
-    assert model_memory_format(model) == "channels_last"
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+class WithExtraState(nn.Conv2d):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"updates": 7}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.updates = state["updates"]
+
+
+class Viewing(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x.view(x.shape[0], -1)
+
+
+class Named(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"a": super().forward(x)}
+
+
+def layout_dependent(num_classes: int) -> nn.Module:
+    return LayoutDependent(3, num_classes, 3)
+
+
+def with_extra_state(num_classes: int) -> nn.Module:
+    return WithExtraState(3, num_classes, 3)
+
+
+def viewing(num_classes: int) -> nn.Module:
+    return Viewing(3, num_classes, 3)
+
+
+def named(num_classes: int) -> nn.Module:
+    return Named(3, num_classes, 3)
 
 
 def bias_before_head(num_classes: int) -> nn.Module:
@@ -427,23 +377,51 @@ def bias_before_head(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes, False))
 
 
-def test_the_number_of_classes_is_found(tmp_path: Path) -> None:
-    torch.save(bias_before_head(5).state_dict(), tmp_path / "in.pt")
-    own_model = "tests.models.test_convert_file:bias_before_head"
-    done = convert_file(tmp_path / "in.pt", tmp_path / "out.pt", model_name=own_model)
-    assert done.difference is not None and done.difference < 1e-5
+def save_frozen(path: Path) -> None:
+    torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval())).save(str(path))
 
 
-def test_nan_weights_are_copied_faithfully(tmp_path: Path) -> None:
-    torch.save({"weight": torch.tensor([1.0, torch.nan])}, tmp_path / "in.pt")
-    assert convert_file(tmp_path / "in.pt", tmp_path / "out.pt").values_equal
+def save_script_of_one_channel(path: Path) -> None:
+    torch.jit.script(nn.Sequential(nn.Conv2d(1, 4, 3))).save(str(path))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
-def test_a_script_for_other_images_is_converted_without_a_comparison(tmp_path: Path) -> None:
-    torch.jit.script(nn.Sequential(nn.Conv2d(1, 4, 3))).save(tmp_path / "in.pt")
-    done = convert_file(tmp_path / "in.pt", tmp_path / "out.pt", trust=True)
-    assert done.difference is None and not done.passed and "input=" in done.problems[0]
+OWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (bias_before_head, {}, ""),
+    (with_extra_state, {}, ""),
+    (named, {"output_entry": "a"}, ""),
+    (named, {"output_entry": "b"}, "no such entry"),
+    (viewing, {"model": None}, "model=<name>"),
+    (save_script_of_one_channel, {"trust": True}, "input="),
+    (viewing, {}, r"not converted: .*\.reshape"),
+    (layout_dependent, {}, r"not converted: .* differ by 5.0e-01"),
+    (layout_dependent, {"channels_last": False}, r"not converted: .* differ by 3.3e-01"),
+    (save_frozen, {"trust": True}, "not converted: .* frozen"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "problem"), OWN)
+def test_what_is_not_proved_is_said(make: Any, options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    words = {"model": f"{__name__}:{make.__name__}", "input": (2, 3, 8, 8)}
+    if make.__name__.startswith("save_"):
+        make(tmp_path / "in.pt")
+        del words["model"]
+    else:
+        torch.save(make(5).state_dict(), tmp_path / "in.pt")
+    try:
+        done, is_proved = convert_file(tmp_path / "in.pt", tmp_path / "out.pt", **(words | options))
+    except NotConverted as error:
+        done, is_proved = f"not converted: {error}", False
+    assert is_proved == (not problem), done
+    assert re.search(problem, done), done
+    assert (tmp_path / "out.pt").exists() == (not problem.startswith("not converted"))
+
+
+def test_extra_state_is_kept(tmp_path: Path) -> None:
+    torch.save(with_extra_state(4).state_dict(), tmp_path / "in.pth")
+    convert_file(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth")["_extra_state"] == {"updates": 7}
+    with pytest.raises(ConfigError, match="extra state"):
+        convert_file(tmp_path / "in.pth", tmp_path / "out.safetensors")
 
 
 @pytest.mark.slow
@@ -459,5 +437,36 @@ def test_an_export_with_named_and_nested_inputs(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 8, 8)
     program = torch.export.export(Model(), ([images, images],), {"scale": torch.tensor(2.0)})
     torch.export.save(program, tmp_path / "in.pt2")
-    done = convert_file(tmp_path / "in.pt2", tmp_path / "out.pt2", trust=True)
-    assert done.difference is not None and done.difference < 1e-5
+    assert convert_file(tmp_path / "in.pt2", tmp_path / "out.pt2", trust=True)[1]
+
+
+# --- every kind of model in memory ------------------------------------------------------------------------------------
+
+
+IN_MEMORY: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "eager": lambda model, x: model,
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "scripted": lambda model, x: torch.jit.script(model),
+    "traced": lambda model, x: torch.jit.trace(model, x),
+    "exported": lambda model, x: torch.export.export(model, (x,)),
+    "compiled": lambda model, x: torch.compile(model),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name == "eager" else pytest.param(name, marks=pytest.mark.slow) for name in IN_MEMORY]
+)
+@pytest.mark.parametrize("mode", ["full", "conv"])
+def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(kind: str, mode: str) -> None:
+    x = torch.randn(2, 3, 32, 32)
+    model = nn.Sequential(*list(torchvision.models.resnet18().children())[:5]).eval()
+    with torch.no_grad():
+        expected = model(x)
+        made = IN_MEMORY[kind](model, x)
+        for layout in ("channels_last", "contiguous"):
+            assert len(convert(made, mode, memory_format=LAYOUTS[layout]).changed) == 5
+            assert model_memory_format(made) == layout
+            run = made.module() if kind == "exported" else made
+            found = run(to_memory_format(x, LAYOUTS[layout]))
+            assert classify(found) == layout and torch.allclose(found, expected, atol=1e-4)
+    torch._dynamo.reset()

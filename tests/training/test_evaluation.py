@@ -14,9 +14,13 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.models import preprocessing
-from cl_train.models.preprocessing import follow_published_preprocessing, log_preprocessing, published_preprocessing
-from cl_train.models.sources import build_model
+from cl_train.models import sources
+from cl_train.models.sources import (
+    build_model,
+    follow_published_preprocessing,
+    log_preprocessing,
+    published_preprocessing,
+)
 from cl_train.step.precision import resolve_precision
 from cl_train.training.evaluation import predictions
 from cl_train.training.progress import TrainingFault
@@ -51,7 +55,7 @@ class Agreement:
 
 def agreement(model_name: str, weights: str, root: Path, file: Path, classes: int) -> Agreement:
     """Random weights with BatchNorm statistics of the images, saved, loaded, and run in float64 by both pipelines."""
-    published = published_preprocessing(model_name, weights)
+    published = published_preprocessing(model_name, weights).settings()
     data = folder_data(root, batch_size=8, **published)
     ours = torch.cat([batch.images.clone() for batch in data.validation(FORMAT)])
     data.close()
@@ -122,13 +126,13 @@ def test_published_settings(model: str, weights: str, expected: tuple[int, int, 
     if model.startswith("timm/"):
         pytest.importorskip("timm")
     found = published_preprocessing(model, weights)
-    assert (found["image_size"], found["val_resize"], found["val_interpolation"], found["mean"][0]) == expected
+    assert (found.crop, found.resize, found.interpolation, found.mean[0]) == expected
 
 
 def test_settings_that_cannot_be_followed() -> None:
     pytest.importorskip("timm")
-    assert published_preprocessing("resnet18", "weights.pt") == {}
-    assert published_preprocessing("timm/coat_lite_medium_384", "pretrained") == {}  # squash
+    assert published_preprocessing("resnet18", "weights.pt") is None
+    assert published_preprocessing("timm/coat_lite_medium_384", "pretrained") is None  # squash
 
 
 def test_evaluation_follows_the_weights_but_not_against_the_user(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,8 +152,8 @@ def test_evaluation_follows_the_weights_but_not_against_the_user(caplog: pytest.
 
 def test_an_evaluation_reads_the_published_preprocessing_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
-    original = preprocessing.torchvision_weights
-    monkeypatch.setattr(preprocessing, "torchvision_weights", lambda *names: reads.append(names) or original(*names))
+    original = sources.torchvision_weights
+    monkeypatch.setattr(sources, "torchvision_weights", lambda *names: reads.append(names) or original(*names))
     published_preprocessing.cache_clear()
     followed = follow_published_preprocessing(DataConfig(), "resnet18", "DEFAULT", set())
     log_preprocessing(followed, "resnet18", "DEFAULT", evaluate_only=True)
@@ -269,7 +273,7 @@ def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train: Callable[
     again = train("evaluate_only=true", f"weights={run.folder}", "data.val_resize=36", "data.val_interpolation=bicubic")
     assert again.summary["val"] == run.summary["val"]
     recorded = published_preprocessing("tests.networks:small", str(run.folder))
-    assert (recorded["image_size"], recorded["val_resize"], recorded["val_interpolation"]) == (32, 36, "bicubic")
+    assert (recorded.crop, recorded.resize, recorded.interpolation) == (32, 36, "bicubic")
     state = run.checkpoint()["model"]
     state["0.weight"].fill_(torch.nan)
     torch.save(state, tmp_path / "nan.pth")
