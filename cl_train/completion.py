@@ -8,7 +8,7 @@ import os
 from importlib.metadata import version
 
 from cl_train.commands import COMMANDS
-from cl_train.config.command_line import GROUPS, group_choices, typed_keys
+from cl_train.config.command_line import GROUPS, TYPED_KEYS, group_choices
 from cl_train.config.schema import Config
 from cl_train.config.validation import Setting, setting_fields
 from cl_train.system.files import cache_folder, write_text
@@ -37,7 +37,7 @@ def candidates(line: str) -> list[str]:
     known = setting_fields(Config) if is_train else _settings(before[1])
     key, equals, value = word.partition("=")
     if not equals:
-        return sorted(f"{name}=" for name in (typed_keys() if is_train else known) if name.startswith(key))
+        return sorted(f"{name}=" for name in (TYPED_KEYS if is_train else known) if name.startswith(key))
     done, comma, last = value.rpartition(",")
     choices = group_choices(key) if is_train and key in GROUPS else _values(known[key]) if key in known else []
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]

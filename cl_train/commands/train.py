@@ -16,26 +16,15 @@ cl_train/training/loop.py.
 
 import signal
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from cl_train.config.command_line import (
-    GROUPS,
-    CommandLine,
-    check_command_line,
-    composed_text,
-    forget_files,
-    group_choices,
-    hydra_folder,
-    quoted,
-)
+from cl_train.config.command_line import GROUPS, CommandLine, Composed, compose, group_choices, words_of
 from cl_train.config.help import train_help
-from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
-from cl_train.config.validation import show
+from cl_train.config.schema import LAYOUT_NAMES, ConfigError
 from cl_train.system.launcher import adopt_srun, read_launch
 from cl_train.system.run_folder import safe_name
 
@@ -51,17 +40,19 @@ def main(words: list[str]) -> int:
         print(train_help(USAGE, __doc__ or "", {group: group_choices(group) for group in GROUPS}))
         return 0
     line = CommandLine.parse(words)
-    runs = _checked(words)
+    runs = _compose(line)
     if line.printed:
-        print(composed_text(words), end="")
+        print(runs[0].text(line.printed), end="")
         return 0
     if line.multirun:
         from cl_train.comparison.sweep import run_sweep
+        from cl_train.training.loop import check_runs
 
-        _check_runs(runs)
-        return run_sweep(words, runs=runs)
+        settings = [run.cfg for run in runs]
+        check_runs(settings)
+        return run_sweep(words, runs=settings)
     try:
-        return _run(words, runs, command=None).exit_code
+        return _train(runs[0], command=None).exit_code
     except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
         print("stopped before the first step", file=sys.stderr)
         return 130
@@ -86,62 +77,36 @@ def train(*overrides: str, **settings: Any) -> "RunResult":
         KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; a second Ctrl-C does not wait for it.
         TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
     """
-    words = [*overrides, *_words(settings)]
+    words = [*overrides, *words_of(settings)]
     line = CommandLine.parse(words)
     if line.multirun or line.printed:
         raise ConfigError("-m and --cfg belong to the command line: call train() once for each run")
-    forget_files()
-    result = _run(words, _checked(words), command=f"cl_train.train({', '.join(map(repr, words))})")
+    result = _train(_compose(line)[0], command=f"cl_train.train({', '.join(map(repr, words))})")
     if result.exit_code:
         signal.raise_signal(result.exit_code - 128)  # Ctrl-C raises KeyboardInterrupt
     return result
 
 
-def _words(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _words(value, f"{prefix}{name}.")
-        elif callable(value):
-            kind = type(value).__name__
-            raise ConfigError(f"{prefix}{name}= takes a name or package.module:function, not an object ({kind})")
-        else:
-            yield f"{prefix}{name}={_word(value)}"
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_word, value))}]"
-    return quoted(value) if isinstance(value, str | Path) else show(value)
-
-
-def _checked(words: list[str]) -> list[Config]:
+def _compose(line: CommandLine) -> list[Composed]:
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     adopt_srun()
-    return check_command_line(words)
+    return compose(line)
 
 
-def _check_runs(runs: list[Config]) -> None:
-    from cl_train.training import loop
-
-    loop.check_runs(runs)
-
-
-def _run(words: list[str], runs: list[Config], command: str | None) -> "RunResult":
-    launch = read_launch()
-    _check_runs(runs)
+def _train(run: Composed, command: str | None) -> "RunResult":
+    launch, cfg = read_launch(), run.cfg
     from cl_train.models.sources import follow_published_preprocessing
     from cl_train.system.checkpoint_store import resume_path
     from cl_train.training import loop
 
-    (cfg,) = runs
+    loop.check_runs([cfg])
     folder = Path()  # only rank 0 names the folder: ranks would generate different timestamps
     if launch is None or launch.rank == 0:
         if cfg.resume not in (None, "auto"):
             resume_path(cfg.resume)  # before the sample data is generated
-        folder = hydra_folder(words, "run")
+        folder = run.folder("run")
     if cfg.evaluate_only and cfg.weights is not None and cfg.resume is None:
-        given_keys = {word.partition("=")[0].lstrip("+") for word in words}
-        cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given_keys))
+        cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, run.given_keys))
     return loop.train(cfg, folder, command=command)
 
 

@@ -6,25 +6,29 @@ from collections.abc import Callable, Iterator
 
 from cl_train.config.schema import (
     AUTO_BATCH_SIZE,
+    DATA_SETS,
     LOSSES,
     OPTIMIZERS,
+    WITHOUT_FUSED_KERNEL,
     AugmentConfig,
     Config,
     DataConfig,
     LauncherConfig,
+    OptimConfig,
 )
 
-_EXAMPLE = "[[0,128],[6,160],[12,192]]"
-_FOLDERS = ("folder", "imagenet", "imagenette", "sample")
-_WITHOUT_ROOT = ("sample", "imagenette", "dataset", "synthetic")
+
+def _has_class_folders(cfg: Config) -> bool:
+    return cfg.data.name in ("folder", "imagenet", "imagenette", "sample")
 
 
-def _has_folders(cfg: Config) -> bool:
-    return cfg.data.name in _FOLDERS
-
-
-def _optimizer_is(*names: str) -> Callable[[Config], bool]:
-    return lambda cfg: cfg.optim.library == "timm" or cfg.optim.name in names
+def _needs_optimizer(key: str) -> tuple[str, Callable[[Config], bool], str]:
+    names = [name for name, keys in OPTIMIZERS.items() if key in keys]
+    return (
+        f"optim.{key}",
+        lambda cfg: cfg.optim.library == "timm" or cfg.optim.name in names,
+        " or ".join(f"optim={name}" for name in names),
+    )
 
 
 # Settings that have an effect only if the function says so, and what the user would have to write for it.
@@ -32,15 +36,11 @@ _NEEDS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("label_smoothing", lambda cfg: cfg.loss in LOSSES, "loss=cross_entropy"),
     ("patience", lambda cfg: cfg.evaluate_every > 0, "evaluate_every=1"),
     ("bce_threshold", lambda cfg: cfg.loss == "bce", "loss=bce"),
-    ("data.val_fraction", _has_folders, "data=folder"),
-    ("data.val_split", _has_folders, "data=folder"),
-    ("data.extensions", _has_folders, "data=folder"),
+    ("data.val_fraction", _has_class_folders, "data=folder"),
+    ("data.val_split", _has_class_folders, "data=folder"),
+    ("data.extensions", _has_class_folders, "data=folder"),
     ("augment.timm_policy", lambda cfg: cfg.augment.policy == "timm", "augment.policy=timm"),
-    ("optim.momentum", _optimizer_is("sgd", "rmsprop"), "optim=sgd"),
-    ("optim.nesterov", _optimizer_is("sgd"), "optim=sgd"),
-    ("optim.beta1", _optimizer_is("adamw"), "optim=adamw"),
-    ("optim.beta2", _optimizer_is("adamw"), "optim=adamw"),
-    ("optim.alpha", _optimizer_is("rmsprop"), "optim=rmsprop"),
+    *(_needs_optimizer(key) for key in sorted({key for keys in OPTIMIZERS.values() for key in keys})),
 )
 
 
@@ -51,21 +51,24 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         if value != default and not has_effect(cfg):
             hint = f"write {key}={default} if a recipe sets it"
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
-    yield from _data_problems(cfg.data)
-    yield from _augment_problems(cfg.augment)
+    yield from _data_problems(cfg.data, cfg.augment)
     yield from _run_problems(cfg)
-    yield from _optimizer_problems(cfg)
-    yield from _launcher_problems(cfg.launcher)
+    yield from _optimizer_problems(cfg.optim)
+    conflict = graph_conflict(cfg)
+    if cfg.cuda_graph == "true" and conflict is not None:
+        yield f"cuda_graph=true: {conflict}"
+    if cfg.launcher.name == "slurm" and cfg.launcher.gpus:
+        yield "launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"
+    if cfg.launcher.name == "local" and cfg.launcher != LauncherConfig(gpus=cfg.launcher.gpus):
+        yield "with launcher=local only launcher.gpus can be set; the other launcher settings need launcher=slurm"
     if cfg.data.size_schedule:
         yield from _size_schedule_problems(cfg.data.size_schedule, cfg.epochs)
 
 
-def _data_problems(data: DataConfig) -> Iterator[str]:
+def _data_problems(data: DataConfig, augment: AugmentConfig) -> Iterator[str]:
     val_size = data.val_size or data.image_size
-    if data.root is None and data.name not in _WITHOUT_ROOT:
-        shards = "*-train-*.tar and *-val-*.tar, or a brace pattern of tar files"
-        holds = shards if data.name == "shards" else "train/<class>/* and val/<class>/* (no data? data=sample)"
-        yield f"data={data.name} needs data.root=FOLDER with {holds}"
+    if data.root is None and DATA_SETS[data.name]:
+        yield f"data={data.name} needs data.root=FOLDER with {DATA_SETS[data.name]}"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"
     if data.name == "dataset" and data.size_schedule:
@@ -74,13 +77,9 @@ def _data_problems(data: DataConfig) -> Iterator[str]:
         yield "data.mean and data.std need three numbers each, those of data.std above 0"
     if data.val_resize is not None and data.val_resize < val_size:
         yield f"data.val_resize={data.val_resize} is smaller than the validation crop of {val_size} px"
-
-
-def _augment_problems(augment: AugmentConfig) -> Iterator[str]:
-    if augment.crop_scale_min > augment.crop_scale_max:
-        yield "augment.crop_scale_min is above augment.crop_scale_max"
-    if augment.crop_ratio_min > augment.crop_ratio_max:
-        yield "augment.crop_ratio_min is above augment.crop_ratio_max"
+    for name in ("crop_scale", "crop_ratio"):
+        if getattr(augment, f"{name}_min") > getattr(augment, f"{name}_max"):
+            yield f"augment.{name}_min is above augment.{name}_max"
     if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
         yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
 
@@ -101,55 +100,38 @@ def _run_problems(cfg: Config) -> Iterator[str]:
     if cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None:
         yield "batch_size=auto with resume=...: give the batch size that the run started with (see its config.yaml)"
     if cfg.global_batch_size is not None and (cfg.accumulate_steps > 1 or cfg.batch_size == AUTO_BATCH_SIZE):
-        yield (
-            "global_batch_size sets accumulate_steps and needs a number as batch_size: leave out the other setting, or "
-            "write global_batch_size=null if a recipe sets it"
-        )
+        yield "global_batch_size sets accumulate_steps and needs batch_size=NUMBER: leave out the other setting"
     if cfg.report and cfg.evaluate_every == -1 and not cfg.evaluate_only:
         yield "report=true is written by evaluations, and evaluate_every=-1 has none; use evaluate_every=0"
 
 
-def _optimizer_problems(cfg: Config) -> Iterator[str]:
-    if cfg.optim.library == "torch" and cfg.optim.name not in OPTIMIZERS:
-        yield f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}"
-    if cfg.optim.nesterov and cfg.optim.momentum == 0:
+def _optimizer_problems(optim: OptimConfig) -> Iterator[str]:
+    if optim.library == "torch" and optim.name not in OPTIMIZERS:
+        yield f"optim.name={optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}"
+    if optim.nesterov and optim.momentum == 0:
         yield "optim.nesterov=true needs optim.momentum above 0"
-    conflict = graph_conflict(cfg)
-    if cfg.cuda_graph == "true" and conflict is not None:
-        yield f"cuda_graph=true: {conflict}"
 
 
 def graph_conflict(cfg: Config) -> str | None:
     """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
-    if cfg.optim.library != "torch" or cfg.optim.name == "rmsprop":
+    if cfg.optim.library != "torch" or cfg.optim.name in WITHOUT_FUSED_KERNEL:
         name = cfg.optim.name if cfg.optim.library == "torch" else f"timm's {cfg.optim.name}"
-        return f"{name} has no fused kernel, so the host decides whether to skip a step; use optim=sgd or optim=adamw"
+        return f"{name} has no fused kernel, so the host decides whether to skip a step; use optim=sgd"
     if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
         return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use default or max-autotune-no-cudagraphs"
     return None
 
 
-def _launcher_problems(launcher: LauncherConfig) -> Iterator[str]:
-    if launcher.name == "slurm" and launcher.gpus:
-        yield "launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"
-    if launcher.name == "local" and launcher != LauncherConfig(gpus=launcher.gpus):
-        yield "with launcher=local only launcher.gpus can be set; the other launcher settings need launcher=slurm"
-
-
 def _size_schedule_problems(schedule: list[list[int]], epochs: int) -> Iterator[str]:
     """One problem at most."""
-    name = f"data.size_schedule={schedule}"
     if any(len(point) != 2 for point in schedule):
-        yield f"{name}: write pairs of epoch and size, such as {_EXAMPLE}"
+        yield f"data.size_schedule={schedule}: write pairs of epoch and size, such as [[0,128],[6,160],[12,192]]"
         return
     starts, sizes = zip(*schedule, strict=True)
     wrong = [size for size in sizes if not 8 <= size <= 4096 or size % 4]
-    if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
-        yield f"{name}: each epoch must be later than the one before it, as in {_EXAMPLE}"
-    elif starts[0] != 0:
-        yield f"{name}: the first epoch is {starts[0]}; begin with [0,{sizes[0]}]"
+    if starts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+        yield f"data.size_schedule={schedule}: the first epoch must be 0, and each later than the one before it"
     elif wrong:
-        nearest = min(4096, max(8, 4 * round(wrong[0] / 4)))
-        yield f"{name}: size {wrong[0]} is not a multiple of 4 from 8 to 4096; use {nearest}"
+        yield f"data.size_schedule={schedule}: size {wrong[0]} is not a multiple of 4 from 8 to 4096"
     elif starts[-1] >= epochs:
-        yield f"{name}: its last epoch {starts[-1]} is not reached with epochs={epochs} (epochs 0 to {epochs - 1})"
+        yield f"data.size_schedule={schedule}: epoch {starts[-1]} is not reached with epochs={epochs}"

@@ -4,15 +4,21 @@
 train.py's words. To add a setting, add a line here, read it in `training/` and pass the plain value on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
-DATA_SETS = ("sample", "imagenet", "folder", "shards", "dataset", "imagenette", "synthetic")
+_CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
+_SHARDS = "*-train-*.tar and *-val-*.tar, or a brace pattern of tar files"
+# What data.root must hold; None: it may be left out.
+DATA_SETS = {"sample": None, "imagenet": _CLASSES, "folder": _CLASSES, "shards": _SHARDS}
+DATA_SETS |= dict.fromkeys(("dataset", "imagenette", "synthetic"))
 POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm")
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
-OPTIMIZERS = ("sgd", "adamw", "rmsprop")
+# torch's optimizers, with the settings that not all of them read.
+OPTIMIZERS = {"sgd": ("momentum", "nesterov"), "adamw": ("beta1", "beta2"), "rmsprop": ("alpha", "momentum")}
+WITHOUT_FUSED_KERNEL = ("rmsprop",)
 LOSSES = ("cross_entropy", "bce")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CONVERSIONS = ("full", "conv", "select")
@@ -35,33 +41,25 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    choices: Sequence[str] | None = None,
-    words: Mapping[str, int] | None = None,
-    affects: Literal["speed", "loss", "nothing"] = "speed",
-    key: str | None = None,
-    required: bool = False,
-) -> Any:
-    """A dataclass field with its help text and its range.
+class Limits(TypedDict, total=False):
+    """What `setting` takes besides the default and the help text; a key that is left out is None."""
 
-    Args:
-        minimum, maximum: inclusive bounds of a number; `above` is an exclusive one.
-        choices: the allowed values of a setting of type str.
-        words: names for numbers outside the range, such as batch_size=auto.
-        affects: "speed": runs with different values are not comparable. "loss": their speeds are comparable, their
-            losses are not. "nothing": both are.
-        required: the user must give a value; the default is not used.
-        key: the name that users write, if it is not the field's own: `data.root` for a field `root`.
-    """
-    metadata = dict(locals())
+    minimum: float  # inclusive
+    above: float  # exclusive
+    maximum: float  # inclusive
+    choices: Collection[str]  # the allowed values of a setting of type str
+    words: Mapping[str, int]  # names for numbers outside the range, such as batch_size=auto
+    # "speed": runs with different values are not comparable; "loss": only their losses are not; "nothing": both are.
+    affects: Literal["speed", "loss", "nothing"]
+    required: bool  # the user must give a value; the default is not used
+    key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
+
+
+def setting(default: Any, help: str, **limits: Unpack[Limits]) -> Any:
+    """A dataclass field with its help text and its range."""
+    metadata = dict.fromkeys(Limits.__annotations__) | {"affects": "speed", "help": help} | limits
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -74,41 +72,27 @@ class DataConfig:
     """Where images come from and how they are loaded."""
 
     name: str = setting("sample", "the data set", choices=DATA_SETS)
-    root: str | None = setting(
-        None, "folder that holds train/<class>/* and val/<class>/*; data=shards: folder or brace pattern of tar files"
-    )
-    shuffle: str = setting(
-        "full", "data=shards: full permutes all images; shards reads shard after shard", choices=("full", "shards")
-    )
+    root: str | None = setting(None, "folder of train/<class>/* and val/<class>/*; shards: folder or pattern of tars")
+    shuffle: str = setting("full", "data=shards: permute all images, or shard after shard", choices=("full", "shards"))
     dataset: str | None = setting(None, "data=dataset: package.module:function, called with (split, size)")
     val_split: str | None = setting(None, "folder of the validation images; null = val, valid, validation or test")
     val_fraction: float | None = setting(None, "share of the training images used for validation", above=0, maximum=0.9)
     extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff")
     image_size: int = setting(
-        224, "side of the training crop, pixels; data=sample sets 48, imagenette 128", minimum=8, maximum=4096
+        224, "side of the training crop, pixels; sample sets 48, imagenette 128", minimum=8, maximum=4096
     )
     size_schedule: list[list[int]] = setting(
         [], "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32"
     )
     val_size: int | None = setting(None, "side of the validation crop; null = image_size", minimum=8, maximum=4096)
-    val_resize: int | None = setting(
-        None, "validation: short side before the centre crop, pixels; null = 256/224 of val_size", minimum=8
-    )
-    interpolation: str = setting(
-        "bilinear", "training: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
-    )
-    val_interpolation: str = loss_setting(
-        "bilinear", "validation: interpolation of the resize, with antialiasing", choices=("bilinear", "bicubic")
-    )
-    workers: int | None = setting(
-        None, "loader workers per process; null = cores / ranks, at most 16", minimum=0, maximum=256
-    )
+    val_resize: int | None = setting(None, "validation: short side before the crop; null = val_size * 8/7", minimum=8)
+    interpolation: str = setting("bilinear", "of the resize in training, antialiased", choices=("bilinear", "bicubic"))
+    val_interpolation: str = loss_setting("bilinear", "of the validation's resize", choices=("bilinear", "bicubic"))
+    workers: int | None = setting(None, "loader workers; null = cores / ranks, at most 16", minimum=0, maximum=256)
     decoder: str = setting("simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow"))
     prefetch: int = setting(3, "batches prepared in advance by all workers together", minimum=1, maximum=64)
     worker_timeout_s: float = setting(60.0, "stop if no worker finishes an image for this many seconds", above=0)
-    on_bad_image: str = neutral_setting(
-        "error", "action for an image that cannot be decoded", choices=("error", "skip")
-    )
+    on_bad_image: str = neutral_setting("error", "when an image cannot be decoded", choices=("error", "skip"))
     max_bad_images: int = neutral_setting(100, "on_bad_image=skip: stop after more than this many", minimum=0)
     mean: list[float] = setting([0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale")
     std: list[float] = setting([0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale")
@@ -133,9 +117,7 @@ class AugmentConfig:
     erase: float = setting(0.0, "probability of random erasing", minimum=0, maximum=1)
     mixup: float = setting(0.0, "alpha of MixUp; 0 = off", minimum=0)
     cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", minimum=0)
-    repeats: int = setting(
-        1, "repeated augmentation: copies of an image in a global batch; epochs keep their length", minimum=1
-    )
+    repeats: int = setting(1, "repeated augmentation: copies of an image per batch; same epoch length", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -150,17 +132,11 @@ class OptimConfig:
     nesterov: bool = setting(False, "SGD: use Nesterov momentum")
     weight_decay: float = loss_setting(1e-4, "weight decay", minimum=0)
     decay_norm_and_bias: bool = setting(True, "false: no weight decay on normalisation layers, biases and layer scales")
-    beta1: float | None = loss_setting(
-        None, "decay rate of the first-moment estimate; null = the optimizer's default", minimum=0, maximum=0.999999
-    )
-    beta2: float | None = loss_setting(
-        None, "decay rate of the second-moment estimate; null = the optimizer's default", minimum=0, maximum=0.999999
-    )
+    beta1: float | None = loss_setting(None, "decay of the first moment; null = default", minimum=0, maximum=0.999999)
+    beta2: float | None = loss_setting(None, "decay of the second moment; null = default", minimum=0, maximum=0.999999)
     alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1)
     eps: float | None = loss_setting(None, "added to the denominator; null = the optimizer's default", above=0)
-    layer_decay: float = loss_setting(
-        1.0, "fine-tuning: learning rate of a layer / that of the layer after it", above=0, maximum=1
-    )
+    layer_decay: float = loss_setting(1.0, "fine-tuning: lr of a layer / lr of the layer after it", above=0, maximum=1)
     head_lr_ratio: float = loss_setting(1.0, "fine-tuning: learning rate of the classifier / lr", above=0)
     clip_norm: float | None = setting(None, "clip gradients to this norm, after unscaling; null = off", above=0)
 
@@ -172,9 +148,7 @@ class ScheduleConfig:
     name: str = loss_setting("cosine", "curve after the warm-up", choices=("cosine", "step", "linear", "constant"))
     warmup_epochs: float = loss_setting(0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0)
     warmup_start: float = loss_setting(0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1)
-    warmup_prefix: bool = loss_setting(
-        True, "cosine and linear: begin after the warm-up; false = the warm-up replaces their beginning, as in timm"
-    )
+    warmup_prefix: bool = loss_setting(True, "cosine, linear: begin after the warm-up; false = at step 0, as in timm")
     per_epoch: bool = loss_setting(False, "change the learning rate between epochs only, as torchvision and timm do")
     step_epochs: float = loss_setting(30.0, "schedule=step: multiply by gamma every this many epochs", above=0)
     gamma: float = loss_setting(0.1, "schedule=step: the factor", above=0, maximum=1)
@@ -192,8 +166,7 @@ class AmpConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and when. A checkpoint is always saved at the end, and on SIGTERM, SIGINT, SIGHUP
-    and SIGUSR1."""
+    """What is saved, and when. A checkpoint is always saved at the end, and on SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
 
     every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
     every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
@@ -210,17 +183,13 @@ class LauncherConfig:
     name: str = neutral_setting("local", "this machine or a Slurm cluster", choices=("local", "slurm"))
     gpus: list[str] = neutral_setting([], "local: run one job per GPU at a time; all, or some: 0,1,2")
     partition: str | None = neutral_setting(None, "slurm: partition; null = the cluster's default")
-    time_min: int = neutral_setting(
-        60, "slurm: time limit of an allocation, minutes; a job that needs longer is requeued and resumes", minimum=1
-    )
+    time_min: int = neutral_setting(60, "slurm: time limit, minutes; a job that needs longer is requeued", minimum=1)
     nodes: int = neutral_setting(1, "slurm: nodes per allocation; nproc processes are spread over them", minimum=1)
     gpus_per_node: int | None = neutral_setting(None, "slurm: GPUs per node; null = none requested", minimum=1)
     cpus_per_task: int | None = neutral_setting(None, "slurm: CPU cores per process; null = the default", minimum=1)
     max_parallel: int | None = neutral_setting(None, "slurm: most allocations at a time; null = no limit", minimum=1)
     setup: list[str] = neutral_setting([], "slurm: shell lines that run before the jobs, such as `module load cuda`")
-    wait: bool = neutral_setting(
-        True, "slurm: wait for the jobs; false = submit, and `cl-train compare FOLDER` reports"
-    )
+    wait: bool = neutral_setting(True, "slurm: wait for the jobs; false = submit, and `cl-train compare` reports")
 
 
 @dataclass(frozen=True)
@@ -232,10 +201,7 @@ class Config:
     model: str = setting("resnet18", MODEL_HELP)
     weights: str | None = loss_setting(None, "pretrained weights by name (DEFAULT, IMAGENET1K_V2, ...) or a file")
     batch_size: int = setting(
-        32,
-        "images per device and micro-step; auto = measure which fits and is fastest",
-        minimum=1,
-        words={"auto": AUTO_BATCH_SIZE},
+        32, "images per device and micro-step; auto = the fastest that fits", minimum=1, words={"auto": AUTO_BATCH_SIZE}
     )
     epochs: int = loss_setting(5, "passes over the training images", minimum=1)
     max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", minimum=1)
@@ -244,84 +210,47 @@ class Config:
     compile: bool = setting(False, "compile the model with torch.compile")
 
     compile_mode: str = setting("default", "mode of torch.compile", choices=COMPILE_MODES)
-    cuda_graph: str = setting(
-        "false",
-        "replay the whole step as one CUDA graph; auto = on a GPU, in one process, if no setting conflicts",
-        choices=BOOL_OR_AUTO,
-    )
-    conversion: str = setting(
-        "full",
-        "what channels_last converts: everything, only convolution weights, or the modules in `select`",
-        choices=CONVERSIONS,
-    )
+    cuda_graph: str = setting("false", "one CUDA graph per step; auto = where it is possible", choices=BOOL_OR_AUTO)
+    conversion: str = setting("full", "convert all, only convolutions, or the modules in `select`", choices=CONVERSIONS)
     select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
     accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
-    global_batch_size: int | None = setting(
-        None,
-        "images per optimizer step of all processes; sets accumulate_steps = this / (batch_size x processes)",
-        minimum=1,
-    )
-    freeze: list[str] = setting(
-        [],
-        "parts of the model that are not trained, by shell patterns such as layer1*; backbone = all but the classifier",
-    )
-    loss: str = loss_setting(
-        "cross_entropy", "cross_entropy, bce (binary, per class), or your own package.module:function(logits, targets)"
-    )
+    global_batch_size: int | None = setting(None, "images of a step of all processes; sets accumulate_steps", minimum=1)
+    freeze: list[str] = setting([], "parts that are not trained, such as layer1*; backbone = all but the classifier")
+    loss: str = loss_setting("cross_entropy", "cross_entropy, bce or your package.module:function(logits, targets)")
     bce_threshold: float | None = loss_setting(
         None, "loss=bce: targets above it become 1, others 0; null = mixed and smoothed targets", minimum=0, maximum=1
     )
     label_smoothing: float = setting(0.0, "label smoothing of the loss", minimum=0, maximum=0.999)
     drop_path: float | None = setting(None, "stochastic depth; null = the model's default", minimum=0, maximum=0.999)
-    ema_decay: float = setting(
-        0.0,
-        "decay of an exponential moving average (EMA) of the weights, evaluated beside the model; 0 = off",
-        minimum=0,
-        maximum=1,
-    )
+    ema_decay: float = setting(0.0, "decay of the moving average of the weights; 0 = off", minimum=0, maximum=1)
     ema_every: int = setting(1, "optimizer steps between updates of the EMA", minimum=1)
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
     ddp_static_graph: bool = setting(False, "tell DDP that every step uses the same parameters in the same order")
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = neutral_setting(1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1)
     evaluate_flip: bool = loss_setting(False, "evaluation averages the logits of each image and of its mirror image")
-    metrics: str | None = neutral_setting(
-        None, "package.module:function(logits, targets) of a whole evaluation; the numbers that it returns are recorded"
-    )
+    metrics: str | None = neutral_setting(None, "package.module:function(logits, targets) whose numbers are recorded")
     patience: int | None = loss_setting(None, "stop after this many evaluations in a row without a gain", minimum=1)
-    evaluate_only: bool = setting(
-        False,
-        "evaluate `resume`, with the settings of its run, or `weights`, if by name with their published preprocessing",
-    )
-    report: bool = neutral_setting(
-        False, "evaluation: also write per-class accuracy, confusions and the worst images into the run folder"
-    )
+    evaluate_only: bool = setting(False, "evaluate `resume`, with the settings of its run, or `weights`")
+    report: bool = neutral_setting(False, "evaluation: also per-class accuracy, confusions and the worst images")
 
-    config: str | None = neutral_setting(
-        None, "start from the settings of a run folder or a YAML file; the other words change them"
-    )
+    config: str | None = neutral_setting(None, "start from the settings of a run folder or a YAML file")
     log_every: int = neutral_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
     warmup_steps: int = neutral_setting(10, "initial steps excluded from throughput averages", minimum=0)
     overwrite: bool = neutral_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
-    resume: str | None = neutral_setting(
-        None, "continue from a checkpoint file or run folder; auto = the newest checkpoint in this run's folder"
-    )
+    resume: str | None = neutral_setting(None, "checkpoint or run folder; auto = the newest one in the run folder")
     profile: bool = setting(False, "write a torch.profiler trace of a few steps into the run folder")
     log_to: list[str] = neutral_setting(
-        ["tensorboard"], "who receives the records too: tensorboard, wandb, mlflow, or your own package.module:function"
+        ["tensorboard"], "receive the records; also wandb, mlflow, package.module:function"
     )
     on_nonfinite: str = neutral_setting("stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip"))
     max_nonfinite: int = neutral_setting(10, "on_nonfinite=skip: stop after more than this many", minimum=0)
-    rank_timeout_s: float = neutral_setting(
-        600.0, "end the run if a rank does not respond for this many seconds", above=0
-    )
+    rank_timeout_s: float = neutral_setting(600.0, "end the run if a rank is silent for this many seconds", above=0)
 
     nproc: int = neutral_setting(1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1)
     repeats: int = neutral_setting(1, "multirun: runs of each setting, interleaved A B B A", minimum=1)
     resume_sweep: str | None = neutral_setting(None, "multirun: run what is missing in this folder of a sweep")
-    only_group: int | None = neutral_setting(
-        None, "multirun: with resume_sweep, only the jobs of this group, and no report; Slurm's jobs do that", minimum=0
-    )
+    only_group: int | None = neutral_setting(None, "multirun: with resume_sweep, run this group only", minimum=0)
     compare_by: str = neutral_setting("channels_last", "multirun: the setting whose values the report compares")
 
     data: DataConfig = field(default_factory=DataConfig)

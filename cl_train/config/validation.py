@@ -1,22 +1,22 @@
-"""From plain values to checked settings: types, ranges, choices, and suggestions for unknown names.
+"""From plain values to checked settings: types, ranges, choices, suggestions for unknown names, and names of code.
 
 Every problem is reported at once, one line each. Nothing here imports torch or Hydra.
 """
 
 import dataclasses
 import difflib
+import importlib
 import math
 import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.rules import combination_problems
 from cl_train.config.schema import Config, ConfigError
@@ -32,43 +32,41 @@ class Setting:
     """One leaf of a dataclass of settings."""
 
     key: str  # the full one, such as optim.lr
-    path: tuple[str, ...]  # the fields that lead to it
     base_type: type  # bool, int, float or str: of the value, or of the items of a list
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
     default: Any
-    metadata: Mapping[str, Any]  # see `schema.setting`
+    metadata: Mapping[str, Any]  # see `schema.Limits`
 
 
-def setting_fields(schema: type, prefix: str = "", parents: tuple[str, ...] = ()) -> dict[str, Setting]:
+def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key."""
-    hints = typing.get_type_hints(schema)
     leaves: dict[str, Setting] = {}
-    for item in dataclasses.fields(schema):
-        key, path, hint = prefix + (item.metadata.get("key") or item.name), (*parents, item.name), hints[item.name]
+    for key, item, hint in _fields(schema, prefix):
         if dataclasses.is_dataclass(hint):
-            leaves |= setting_fields(typing.cast(type, hint), f"{key}.", path)
+            leaves |= setting_fields(typing.cast(type, hint), f"{key}.")
             continue
         optional, list_depth = isinstance(hint, types.UnionType), 0
         hint = typing.get_args(hint)[0] if optional else hint
         while typing.get_origin(hint) is list:
             hint, list_depth = typing.get_args(hint)[0], list_depth + 1
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-        leaves[key] = Setting(key, path, hint, list_depth, optional, default, item.metadata)
+        leaves[key] = Setting(key, hint, list_depth, optional, default, item.metadata)
     return leaves
 
 
+def _fields(schema: type, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """The key, the field and the type of each."""
+    hints = typing.get_type_hints(schema)
+    for item in dataclasses.fields(schema):
+        yield prefix + (item.metadata.get("key") or item.name), item, hints[item.name]
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean a, b?` for the nearest of the known names, or an empty string where none is near."""
-    near = difflib.get_close_matches(name, sorted(known))
+    """`; did you mean a, b?` for the nearest of the known names (`optim.lr` for `lr`), or an empty string."""
+    known = sorted(known)
+    near = [full for full in known if full.endswith(f".{name}")][:3] or difflib.get_close_matches(name, known)
     return f"; did you mean {', '.join(near)}?" if near else ""
-
-
-def suggest_key(key: str, known: Iterable[str]) -> str:
-    """As `suggest`; a key given without its group is found too: `lr` is `optim.lr`."""
-    known, leaf = list(known), key.rpartition(".")[2]
-    same = [full for full in known if full.rpartition(".")[2] == leaf][:3]
-    return f"; did you mean {', '.join(same)}?" if same else suggest(key, known)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -80,14 +78,14 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
     Raises ConfigError: with every problem found, not only the first, after `earlier_problems`.
     """
     known, problems = setting_fields(schema), list(earlier_problems)
-    checked: dict[tuple[str, ...], Any] = {}
+    checked: dict[str, Any] = {}
     for key, value in flatten(values, known):
         if key not in known:
             few = f" (there are {', '.join(known)})" if len(known) <= 12 else ""
-            problems.append(f"unknown setting '{key}'{suggest_key(key, known) or few}")
+            problems.append(f"unknown setting '{key}'{suggest(key, known) or few}")
             continue
         try:
-            checked[known[key].path] = checked_value(value, known[key])
+            checked[key] = _checked(value, known[key])
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -95,14 +93,14 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
     return _built(schema, checked)
 
 
-def _built(schema: type[T], checked: Mapping[tuple[str, ...], Any], parents: tuple[str, ...] = ()) -> T:
-    """The dataclass, and those in its fields, with these values by path; others have their defaults."""
+def _built(schema: type[T], checked: Mapping[str, Any], prefix: str = "") -> T:
+    """The dataclass, and those in its fields, with these values by key; others have their defaults."""
     values: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(schema).items():
+    for key, item, hint in _fields(schema, prefix):
         if dataclasses.is_dataclass(hint):
-            values[name] = _built(typing.cast(type, hint), checked, (*parents, name))
-        elif (*parents, name) in checked:
-            values[name] = checked[*parents, name]
+            values[item.name] = _built(typing.cast(type, hint), checked, f"{key}.")
+        elif key in checked:
+            values[item.name] = checked[key]
     return schema(**values)
 
 
@@ -118,11 +116,8 @@ def flatten(
             yield key, value
 
 
-def checked_value(value: Any, setting: Setting) -> Any:
-    """`value`, as YAML or Hydra reads it, in the setting's type and within its range.
-
-    Raises ConfigError: it has another type or lies outside the range.
-    """
+def _checked(value: Any, setting: Setting) -> Any:
+    """`value`, as YAML or Hydra reads it, in the setting's type and within its range. Raises ConfigError."""
     words, choices = setting.metadata["words"] or {}, setting.metadata["choices"] or ()
     if isinstance(value, str) and value in words:
         return words[value]
@@ -133,9 +128,8 @@ def checked_value(value: Any, setting: Setting) -> Any:
     try:
         return _converted(value, setting, setting.list_depth)
     except (ValueError, OverflowError):
-        text = str(value) if isinstance(value, float) else show(value)  # 1.0, which is no whole number
-        shown = text if len(text) <= 80 else f"{text[:80]}..."
-        raise ConfigError(f"{setting.key}={shown}: expected {kind_of(setting)}{suggest(text[:80], choices)}") from None
+        text = (str(value) if isinstance(value, float) else show(value))[:80]  # 1.0, which is no whole number
+        raise ConfigError(f"{setting.key}={text}: expected {kind_of(setting)}{suggest(text, choices)}") from None
 
 
 def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
@@ -143,24 +137,22 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     if list_depth:
         items = value if isinstance(value, list | tuple) else [value]
         return [_converted(item, setting, list_depth - 1) for item in items]
-    kind = setting.base_type
+    kind, limits = setting.base_type, setting.metadata
     if kind is bool and value in (0, 1):
         return bool(value)
     is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)
     if kind is bool or not is_plain or (kind is int and isinstance(value, float)):
         raise ValueError
     converted = kind(value)
-    if not _is_in_range(converted, setting.metadata):
+    if isinstance(converted, str):
+        is_allowed = len(converted) <= MAX_LENGTH and converted in (limits["choices"] or (converted,))
+    else:
+        low, above, high = (limits[name] for name in ("minimum", "above", "maximum"))
+        is_above = (low is None or converted >= low) and (above is None or converted > above)
+        is_allowed = math.isfinite(converted) and is_above and (high is None or converted <= high)
+    if not is_allowed:
         raise ValueError
     return converted
-
-
-def _is_in_range(value: float | str, limits: Mapping[str, Any]) -> bool:
-    if isinstance(value, str):
-        return len(value) <= MAX_LENGTH and value in (limits["choices"] or (value,))
-    low, above, high = (limits[name] for name in ("minimum", "above", "maximum"))
-    is_above = (low is None or value >= low) and (above is None or value > above)
-    return math.isfinite(value) and is_above and (high is None or value <= high)
 
 
 def kind_of(setting: Setting) -> str:
@@ -188,20 +180,15 @@ def show(value: Any) -> str:
 # --- whole configurations ---------------------------------------------------------------------------------------------
 
 
-def load(values: Mapping[str, Any] | DictConfig) -> Config:
-    """Turn a composed configuration (Hydra's, or plain nested values) into a checked `Config`.
+def load(values: Mapping[str, Any]) -> Config:
+    """Turn nested plain values into a checked `Config`.
 
     Raises ConfigError: unknown keys, wrong types, values out of range, combinations that cannot work.
     """
-    if isinstance(values, DictConfig):
-        try:
-            values = typing.cast(Mapping[str, Any], OmegaConf.to_container(values, resolve=True))
-        except OmegaConfBaseException as error:  # ${...} refers to a missing key
-            raise ConfigError(f"cannot resolve a value: {str(error).splitlines()[0]}") from None
     cfg, known = from_mapping(Config, values), setting_fields(Config)
     problems = [*combination_problems(cfg)]
     if cfg.compare_by not in known:
-        problems.append(f"compare_by={cfg.compare_by}: no such setting{suggest_key(cfg.compare_by, known)}")
+        problems.append(f"compare_by={cfg.compare_by}: no such setting{suggest(cfg.compare_by, known)}")
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -219,7 +206,7 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
         key, equals, text = word.partition("=")
         name = key.lstrip("-").replace("-", "_")
         if not equals or name != key:
-            problems.append(f"{word}: write {f'{name}=' if name in known else f'key=value{suggest_key(name, known)}'}")
+            problems.append(f"{word}: write {f'{name}=' if name in known else f'key=value{suggest(name, known)}'}")
         elif word == "channels_last=auto" and key in known:
             problems.append(f"{word}: only train measures which layout is faster; write true or false")
         elif not text and key in known and not known[key].optional and known[key].default:
@@ -259,6 +246,36 @@ def print_problems(error: ConfigError) -> None:
     """The problems, one line each. Of several ranks only rank 0 prints."""
     is_other_rank = "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
     if not is_other_rank:
-        print(f"configuration error{'s' if len(error.problems) > 1 else ''}:", file=sys.stderr)
-        for problem in error.problems:
-            print(f"  {problem}", file=sys.stderr)
+        title = f"configuration error{'s' if len(error.problems) > 1 else ''}:"
+        print("\n  ".join([title, *error.problems]), file=sys.stderr)
+
+
+# --- code outside the package -----------------------------------------------------------------------------------------
+
+
+def user_function(setting: str, name: str) -> Callable[..., Any]:
+    """The function `package.module:function`, also of a module in the working folder. Raises ConfigError."""
+    module_name, _, function_name = name.partition(":")
+    if ":" not in name:
+        raise ConfigError(f"{setting}={name}: use package.module:function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # the import may raise any exception of the user's code
+        what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{setting}={name}: cannot import '{module_name}' from here ({what})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = suggest(function_name, [known for known in vars(module) if not known.startswith("_")])
+        raise ConfigError(f"{setting}={name}: module '{module_name}' has no function '{function_name}'{near}")
+    return function
+
+
+def optional_module(module: str, setting: str) -> types.ModuleType:
+    """Import a module of an optional package, which `setting` needs. Raises ConfigError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ConfigError(f"{setting}: {package} is not installed; pip install {package}") from None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.config.user_function import optional_module
+from cl_train.config.validation import optional_module
 from cl_train.data.decode import Pixels
 from cl_train.data.device import MixLabels
 from cl_train.data.order import SampleGenerator, batch_generator, sample_generator

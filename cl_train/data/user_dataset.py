@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.config.user_function import user_function
+from cl_train.config.validation import user_function
 from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import BadImage, Pixels
 from cl_train.data.transforms import ImageTransform, seeded_everywhere

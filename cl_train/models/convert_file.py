@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.schema import ConfigError
-from cl_train.config.user_function import optional_module
+from cl_train.config.validation import optional_module
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, to_memory_format

@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 
 from cl_train.config.schema import ConfigError
-from cl_train.config.user_function import optional_module
-from cl_train.config.validation import suggest
+from cl_train.config.validation import optional_module, suggest
 from cl_train.memory_format.layout import memory_format_of, named_tensors, to_contiguous_state
 from cl_train.memory_format.model_call import failure_explained
 from cl_train.models.card import KEYS, ModelCard

@@ -20,8 +20,7 @@ import torchvision
 from torch import nn
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.config.user_function import optional_module, user_function
-from cl_train.config.validation import show, suggest
+from cl_train.config.validation import optional_module, show, suggest, user_function
 from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models.card import Preprocessing

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import LOSSES
-from cl_train.config.user_function import user_function
+from cl_train.config.validation import user_function
 
 INCEPTION_AUX_WEIGHT = 0.4  # Szegedy et al. 2015 (v3), as in torchvision's references
 GOOGLENET_AUX_WEIGHT = 0.3  # Szegedy et al. 2014, section 5

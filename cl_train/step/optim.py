@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError, OptimConfig
-from cl_train.config.user_function import optional_module
-from cl_train.config.validation import suggest
+from cl_train.config.validation import optional_module, suggest
 
 # A checkpoint lacks part of kron's state, and adahessian needs gradients of gradients.
 NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.user_function import user_function
+from cl_train.config.validation import user_function
 from cl_train.data.loader import first_reasons
 from cl_train.data.transforms import check_augment
 from cl_train.models import sources as models

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.user_function import user_function
-from cl_train.config.validation import flatten, to_mapping, to_yaml
+from cl_train.config.validation import flatten, to_mapping, to_yaml, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.layout import layout_digest, model_memory_format

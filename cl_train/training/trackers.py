@@ -20,8 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from cl_train.config.schema import ConfigError
-from cl_train.config.user_function import optional_module, user_function
-from cl_train.config.validation import suggest
+from cl_train.config.validation import optional_module, suggest, user_function
 from cl_train.system.files import write_text
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from cl_train.config.command_line import check_command_line, forget_files, hydra_folder
+from cl_train.config.command_line import CommandLine, compose
 from cl_train.config.schema import ConfigError
 from tests.processes import LIMIT_S
 
@@ -29,7 +30,10 @@ PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
         {RECIPE: f"{GLOBAL}defaults:\n- /hydra/callbacks: evil", "conf/hydra/callbacks/evil.yaml": f"x: {CALL}"},
         [],
     ),
-    "own hydra/config": ({"conf/hydra/config.yaml": f"callbacks: {{x: {CALL}}}"}, ["epochs=1"]),
+    "own hydra/config": (
+        {RECIPE: f"{GLOBAL}defaults:\n- /hydra/config", "conf/hydra/config.yaml": f"callbacks: {{x: {CALL}}}"},
+        [],
+    ),
     "own launcher": (
         {RECIPE: f"{GLOBAL}defaults:\n- override /hydra/launcher: evil", "conf/hydra/launcher/evil.yaml": CALL},
         [],
@@ -68,7 +72,7 @@ PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
         ["epochs=1"],
     ),
     "own config.yaml": ({"conf/config.yaml": f"defaults: [schema]\nhydra: {{callbacks: {{x: {CALL}}}}}"}, ["epochs=1"]),
-    "target of a group": ({"conf/optim/sgd.yaml": f"name: sgd\nx: {CALL}"}, ["epochs=1"]),
+    "target of a group": ({"conf/optim/sgd.yaml": f"name: sgd\nx: {CALL}"}, ["optim=sgd"]),
     "target at the top": ({RECIPE: f"{GLOBAL}_target_: os.mkdir\npath: planted"}, []),
     "target of a setting": ({RECIPE: f"{GLOBAL}model: {CALL}"}, []),
     "yaml object": ({RECIPE: f"{GLOBAL}model: !!python/object/apply:os.mkdir [planted]"}, []),
@@ -111,12 +115,18 @@ def test_a_planted_file_is_refused_and_runs_nothing(name: str, tmp_path: Path, m
     plant(files, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m cl_train` does
-    forget_files()
+    OmegaConf.register_new_resolver("run_name", lambda *_: "name", replace=True)  # else every folder is refused
     with pytest.raises(ConfigError) as caught:
-        check_command_line(words or ["experiment=recipe"])
-        hydra_folder(words or ["experiment=recipe"], "run")
+        compose(CommandLine.parse(words or ["experiment=recipe"]))[0].folder("run")
     assert len(caught.value.problems) == 1 and "\n" not in str(caught.value) and len(str(caught.value)) < 400
     assert not list(tmp_path.rglob("planted")) and "evil" not in sys.modules
+
+
+def test_settings_of_hydra_itself_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant({"conf/hydra/config.yaml": f"callbacks: {{x: {CALL}}}", "conf/hydra/launcher/basic.yaml": CALL}, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (run,) = compose(CommandLine.parse(["epochs=1"]))
+    assert run.raw.hydra.keys() == {"run", "sweep"} and not list(tmp_path.rglob("planted"))
 
 
 def test_what_is_harmless_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,10 +134,9 @@ def test_what_is_harmless_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plant({RECIPE: recipe, "conf/experiment/other.yaml": "x: &x 1\ny: *x"}, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SEED", "7")
-    forget_files()
-    (cfg,) = check_command_line(["experiment=recipe"])
-    assert cfg.seed == 7, "an alias in a file that is not used blocks nothing"
-    assert [str(hydra_folder(["experiment=recipe"], kind)) for kind in ("run", "sweep")] == ["runs/resnet18", "sweeps"]
+    (run,) = compose(CommandLine.parse(["experiment=recipe"]))
+    assert run.cfg.seed == 7, "an alias in a file that is not used blocks nothing"
+    assert (str(run.folder("run")), str(run.folder("sweep"))) == ("runs/resnet18", "sweeps")
 
 
 @pytest.mark.slow
