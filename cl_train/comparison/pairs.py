@@ -1,24 +1,38 @@
-"""Which runs may be compared with which, and the verdict on each pair. No torch here."""
+"""Read run folders back, decide which may be compared with which, and give the verdict on each pair. No torch here."""
 
 import json
+import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from cl_train.comparison.run_records import Run
+import yaml
+
 from cl_train.comparison.statistics import MIN_WINDOWS, Interval, interval_of_runs, repeats_to_decide, verdict_of
-from cl_train.config.schema import LAYOUT_NAMES, Config
-from cl_train.config.validation import setting_fields, show
+from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
+from cl_train.config.validation import flatten, setting_fields, show
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
 MAX_GAP_H = 12.0  # between the end of one run and the start of the other: machine state may change
+FAULTY_SHARE = 0.1  # of the windows, updates or images of a run: from here on it is not the speed of training
 
 _FIELDS = setting_fields(Config)
+# Fields of summary.json and the settings that they report.
+_SETTING_OF = {name: name for name in ("model", "precision", "compile", "seed", "epochs")}
+_SETTING_OF |= {"channels_last_requested": "channels_last", "memory_format": "channels_last"}
+_SETTING_OF |= {"image_size": "data.image_size"}
+_REQUEST_OF = {layout: value for value, layout in LAYOUT_NAMES.items()}
 # Fields of the summary that must be equal, like the settings with affects="speed".
 _FACTS = ("precision", "device", "device_name", "world_size")
+_NUMBERS = ("step", "image_size", "images_per_s", "data_wait_pct", "time")  # of a window
+_SUMMARY_NUMBERS = (
+    *("world_size", "global_batch_size", "images_seen", "skipped_images", "amp.skipped_steps"),
+    *("data_wait_pct", "others_pct", "peak_memory_gib", "val.top1"),
+)
 # Fields that may differ too when runs are compared by a key: they follow from it, or its group sets them.
 _DEPENDENT = {
     "channels_last": ("conversion", "select"),
@@ -36,6 +50,34 @@ _SHOWN = [
     *("precision", "device", "compile", "batch_size", "world_size", "device_name", "channels_last"),
     *("data.name", "data.image_size", "data.workers"),
 ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder: settings and summary with flat keys (`data.workers`, `val.top1`), and windows after warm-up."""
+
+    folder: Path
+    settings: dict[str, Any]
+    summary: dict[str, Any]  # without nulls
+    images_per_s: list[float]  # of each window after warm-up
+    steps: list[int]  # at which these windows ended
+    data_wait_pct: float  # median over these windows
+    losses: dict[int, float]  # training loss by step, without NaN and Inf
+    times: tuple[float, float] | None  # unix time of the first and the last window, seconds; None = unknown
+    problems: list[str] = field(default_factory=list)  # why this run cannot be compared with any other
+    remarks: list[str] = field(default_factory=list)  # what to know about it
+    repeat: int | None = None  # number of the repeat in a sweep
+
+    def fact(self, name: str) -> Any:
+        """The value in the summary (`precision=auto` became bf16), else the setting."""
+        return self.summary.get(name, self.settings.get(name))
+
+    @property
+    def results(self) -> dict[str, float | None]:
+        """Median speed after warm-up (images/s), accuracy of the last evaluation (percent), memory; None = unknown."""
+        speed = statistics.median(self.images_per_s) if self.images_per_s else None
+        top1, memory_gib = self.summary.get("val.top1"), self.summary.get("peak_memory_gib")
+        return {"images_per_s": speed, "top1": top1, "peak_memory_gib": memory_gib}
 
 
 @dataclass(frozen=True)
@@ -64,11 +106,134 @@ class Pair:
         return None if self.verdict == "not_comparable" else self.interval
 
 
+# --- a run folder -----------------------------------------------------------------------------------------------------
+
+
+def read_run(folder: Path) -> Run:
+    """A run from its files; summary.json may be missing.
+
+    Raises ConfigError: not a run folder, damaged, or without a window.
+    """
+    if not (folder / "metrics.jsonl").is_file():  # nor a FIFO, which would block
+        raise ConfigError(f"{folder} is not a run folder: it has no file metrics.jsonl")
+    try:
+        windows, problems = _read_windows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
+        config = _read_mapping(folder / "config.yaml", yaml.safe_load)
+        summary = _read_mapping(folder / "summary.json", json.loads) if (folder / "summary.json").exists() else {}
+        _check_numbers(summary, _SUMMARY_NUMBERS, "summary.json")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} cannot be read as a run folder: {' '.join(str(error).split())[:300]}") from None
+    if not windows:
+        raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
+    summary = {name: value for name, value in summary.items() if value is not None}
+    problems += [*_contradictions(summary, config), *_changes(windows)]
+    faults = _faults(windows, summary)
+    problems += [fault for fault, share in faults.items() if share >= FAULTY_SHARE]
+    settings = config | {"nproc": summary.get("world_size", 1)}  # config.yaml has 1: torchrun starts the processes
+    measured = [window for window in windows if not window.get("warmup")]
+    if config.get("data.size_schedule") and measured:  # growing images: the speed is that of the last size
+        settings["data.image_size"] = measured[-1].get("image_size")
+        measured = [window for window in measured if window.get("image_size") == measured[-1].get("image_size")]
+    waits_pct = [window["data_wait_pct"] for window in measured if window.get("data_wait_pct") is not None]
+    times = [window["time"] for window in windows if window.get("time") is not None]
+    return Run(
+        folder=folder,
+        settings=settings,
+        summary=summary,
+        images_per_s=[window["images_per_s"] for window in measured],
+        steps=[window["step"] for window in measured],
+        data_wait_pct=statistics.median(waits_pct) if waits_pct else summary.get("data_wait_pct", 0.0),
+        losses={window["step"]: window["loss"] for window in windows if abs(window["loss"]) < 1e12},
+        times=(min(times), max(times)) if times else None,
+        problems=[f"{folder.name}: {problem}" for problem in problems],
+        remarks=[f"{folder.name}: {fault}" for fault, share in faults.items() if 0.01 <= share < FAULTY_SHARE],
+    )
+
+
+def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The leaves of a file by their full keys."""
+    try:
+        return dict(flatten(parse(path.read_text(encoding="utf-8"))))
+    except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records of training, and the unreadable lines but for the last, which a killed process leaves incomplete."""
+    lines = text.rstrip().splitlines()
+    windows, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        where = f"metrics.jsonl, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            problems += [f"{where} cannot be read"] if number < len(lines) else []
+            continue
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} is {record!r:.80}")
+        if record.get("kind", "train") == "train":
+            _check_numbers(record, _NUMBERS, where)
+            if record.get("step") is None or not record.get("images_per_s"):
+                raise ValueError(f"{where} has no step or no images_per_s")
+            loss = record.get("loss")  # JSON has no NaN
+            windows.append(record | {"loss": loss if isinstance(loss, int | float) else math.nan})
+    return windows, problems
+
+
+def _check_numbers(document: dict[str, Any], names: Sequence[str], where: str) -> None:
+    for name in names:
+        value = document.get(name)
+        if value is not None and not (type(value) in (int, float) and 0 <= value <= 1e12):
+            raise ValueError(f"{where}: {name} is {value!r:.80}")
+
+
+def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
+    """A run that failed or was killed, and records that contradict the settings."""
+    if not summary:
+        yield "no summary.json: the run was killed or has not ended"
+    elif (status := summary.get("status")) not in ("completed", "interrupted", None):
+        yield f"status {status}"
+    for name, setting in _SETTING_OF.items():
+        asked, reported = show(config.get(setting)).lower(), show(summary.get(name)).lower()
+        is_size_of_schedule = name == "image_size" and config.get("data.size_schedule")
+        if {asked, reported} & {"auto", "null", "mixed"} or is_size_of_schedule:
+            continue
+        if asked not in (reported, _REQUEST_OF.get(reported)):
+            yield f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}"
+
+
+def _faults(windows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[str, float]:
+    """What a run did instead of training, with the share of the windows, updates or images."""
+    nonfinite = sum(not math.isfinite(window["loss"]) for window in windows)
+    steps, skipped = windows[-1]["step"], summary.get("amp.skipped_steps", 0)
+    images = summary.get("images_seen") or steps * summary.get("global_batch_size", 1)
+    skipped_images = summary.get("skipped_images", 0)
+    return {
+        f"the loss of {nonfinite} of {len(windows)} windows is not finite": nonfinite / len(windows),
+        f"{skipped} of {steps} updates were skipped, because gradients overflowed": skipped / max(1, steps),
+        f"{skipped_images} of {images} images were skipped": skipped_images / max(1, images),
+    }
+
+
+def _changes(windows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Two processes wrote at the same time, or the run was resumed in another way."""
+    repeated = [after["step"] for before, after in pairwise(windows) if after["step"] <= before["step"]]
+    if repeated:
+        yield f"step {repeated[0]} is recorded twice or out of order"
+    for before, after in pairwise(windows):
+        for name in ("memory_format", "precision", "world_size", "device_name"):
+            if name in before and name in after and before[name] != after[name]:
+                yield f"{name} changed at step {after['step']}: {before[name]} before, {after[name]} after"
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
 def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
     """Pair runs that differ only in `by`; one without a partner, with the most similar run, as not comparable."""
     groups: dict[str, dict[str, list[Run]]] = {}
-    for run in sorted(runs, key=lambda run: run.started_at or 0.0):
-        signature = json.dumps(_held_equal(run, by), sort_keys=True, default=str)
+    for run in sorted(runs, key=lambda run: run.times or (0.0, 0.0)):
+        signature = str(sorted(_held_equal(run, by).items()))
         groups.setdefault(signature, {}).setdefault(str(run.settings.get(by)), []).append(run)
     pairs, single = [], []
     for group in groups.values():
@@ -88,7 +253,7 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
     return pairs
 
 
-def compare_two(first: Run, second: Run, by: str) -> Pair:
+def compare_two(first: Run, second: Run, by: str = "channels_last") -> Pair:
     """Two runs named by the user always form a pair; `_baseline_first` decides which is the baseline."""
     baseline, candidate = sorted((first, second), key=lambda run: _baseline_first(str(run.settings.get(by))))
     return compare_pair([baseline], [candidate], by)
@@ -146,10 +311,7 @@ def _differences(first: Run, second: Run, by: str) -> list[tuple[str, Any, Any]]
 def _held_equal(run: Run, by: str) -> dict[str, Any]:
     """Everything that must be equal for speeds to be compared."""
     values = {key: value for key, value in run.settings.items() if _affects(key) == "speed"}
-    values |= {name: run.summary[name] for name in _FACTS if name in run.summary}
-    if "batch_size" not in values:
-        values["global_batch_size"] = run.summary.get("global_batch_size")
-    values |= {f"environment.{name}": value for name, value in run.summary.get("environment", {}).items()}
+    values |= {key: run.summary[key] for key in run.summary if key in _FACTS or key.startswith("environment")}
     return {key: value for key, value in values.items() if key not in (by, "nproc", *_DEPENDENT.get(by, ()))}
 
 
@@ -191,12 +353,13 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     return f"{one} ({names[0]})", f"{other} ({names[1]})"
 
 
-# --- notes of the report ---------------------------------------------------------------------------------------------
+# --- notes of the report ----------------------------------------------------------------------------------------------
 
 
 def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> Iterator[str]:
     """Why the speeds of two sides cannot be compared, one sentence each."""
     baseline, candidate, runs = first[0], second[0], [*first, *second]
+    on_cpu = baseline.fact("device") == "cpu"
     yield from dict.fromkeys(problem for run in runs for problem in run.problems)
     for key, one, other in _differences(baseline, candidate, by):
         yield f"{key} differs: {show(one):.200} ({names[0]}) and {show(other):.200} ({names[1]})"
@@ -207,32 +370,33 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
         yield f"both sides ran with {_OUTCOME[by]} {used[0]}"
     for run in runs:
         if (count := len(run.images_per_s)) < MIN_WINDOWS:
-            yield (
-                f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}: use more steps or a smaller "
-                "log_every"
-            )
+            advice = "use more steps or a smaller log_every"
+            yield f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}: {advice}"
     gap_h = max(_gap_h(one, other) for one, other in zip(first, second, strict=True))
     if gap_h > MAX_GAP_H:
         yield f"the runs are {gap_h:.0f} hours apart: repeat them on the same day"
     # On a CPU the load of other processes is measured; nothing measures who else uses a GPU.
-    if (overlap := _overlap(runs)) and baseline.fact("device") != "cpu":
-        yield f"{overlap[0]} and {overlap[1]} ran at the same time, perhaps on the same device: run them in turn"
-    one, other = (max(run.others_pct or 0.0 for run in side) for side in (first, second))
-    on_cpu = baseline.fact("device") == "cpu"  # a GPU's speed suffers less; equal load is no problem
+    if (overlap := _overlap(runs)) and not on_cpu:
+        yield f"{overlap}, perhaps on the same device: run them in turn"
+    one, other = (max(run.summary.get("others_pct", 0.0) for run in side) for side in (first, second))
+    # A GPU's speed suffers less; equal load is no problem.
     if max(one, other) >= TOO_BUSY_PCT and (on_cpu or abs(one - other) >= TOO_BUSY_PCT):
         yield f"other processes used up to {one:.0f} % ({names[0]}) and {other:.0f} % ({names[1]}) of the CPU cores"
 
 
 def _gap_h(one: Run, other: Run) -> float:
     """Hours between the end of the earlier run and the start of the later one; 0 if unknown."""
-    times = sorted((run.started_at, run.ended_at) for run in (one, other) if run.started_at and run.ended_at)
-    return max(0.0, times[1][0] - times[0][1]) / 3600 if len(times) == 2 else 0.0
+    if one.times is None or other.times is None:
+        return 0.0
+    earlier, later = sorted((one.times, other.times))
+    return (later[0] - earlier[1]) / 3600
 
 
-def _overlap(runs: Sequence[Run]) -> tuple[str, str] | None:
-    """The names of two runs that overlapped in time."""
-    known = sorted((run.started_at, run.ended_at, run.folder.name) for run in runs if run.started_at and run.ended_at)
-    return next(((one[2], other[2]) for one, other in pairwise(known) if other[0] < one[1]), None)
+def _overlap(runs: Sequence[Run]) -> str | None:
+    """Which two runs overlapped in time."""
+    known = sorted((run.times, run.folder.name) for run in runs if run.times)
+    overlaps = (f"{one[1]} and {other[1]}" for one, other in pairwise(known) if other[0][0] < one[0][1])
+    return next((f"{names} ran at the same time" for names in overlaps), None)
 
 
 def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> Iterator[str]:
@@ -247,18 +411,18 @@ def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | 
         yield f"both sides have the same {by}"
     if by == "channels_last" and baseline.settings.get("compile"):
         yield "compiled: the compiler may use channels_last convolutions on the contiguous side too"
-    if any(run.others_pct is None for run in runs):
+    if any("others_pct" not in run.summary for run in runs):
         yield "how busy the machine was is unknown: summary.json has no others_pct"
-    busiest = max(run.others_pct or 0.0 for run in runs)
+    busiest = max(run.summary.get("others_pct", 0.0) for run in runs)
     if BUSY_PCT <= busiest < TOO_BUSY_PCT:
         yield f"other processes used up to {busiest:.0f} % of the CPU cores during the runs"
     if (overlap := _overlap(runs)) and baseline.fact("device") == "cpu":
-        yield f"{overlap[0]} and {overlap[1]} ran at the same time"
+        yield overlap
     yield from dict.fromkeys(remark for run in runs for remark in run.remarks)
-    code = [(run.summary.get("git") or {}) for run in runs]
-    if len(commits := dict.fromkeys(str(git["commit"])[:10] for git in code if git.get("commit"))) > 1:
+    commits = dict.fromkeys(str(run.summary["git.commit"])[:10] for run in runs if "git.commit" in run.summary)
+    if len(commits) > 1:
         yield f"the runs used several commits of the program: {', '.join(commits)}"
-    if any(git.get("dirty") for git in code):
+    if any(run.summary.get("git.dirty") for run in runs):
         yield "the program had uncommitted changes: whether all runs used the same code is unknown"
     if stopped := [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]:
         yield f"interrupted before the end: {', '.join(stopped)}"

@@ -1,32 +1,27 @@
-"""`comparison.json`, `.md`, `.csv` and a chart, and the verdict in one sentence."""
+"""The outcome of a comparison: `comparison.json`, `.md`, `.csv`, a chart, a TensorBoard page, and one sentence."""
 
 import csv
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cl_train.comparison.chart import Bar, write_chart
-from cl_train.comparison.dashboard import write_dashboard
-from cl_train.comparison.pairs import Pair, compare_runs, compare_two, differing
-from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.pairs import Pair, Run, compare_runs, compare_two, differing, read_run
 from cl_train.comparison.sweep_plan import Job, problem_of, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.files import write_json, write_text
+from cl_train.system.run_folder import safe_name
 
 SCHEMA_VERSION = 1
 VERDICTS = ("faster", "slower", "no_difference", "inconclusive", "not_comparable")
-
-
-@dataclass(frozen=True)
-class FailedJob:
-    """A job of a sweep that did not finish, or a run folder that cannot be compared."""
-
-    job: int
-    overrides: str
-    why: str
+EXPLANATION = (
+    "images/s: medians of windows after warm-up. Ratio: candidate / baseline with its 95 % interval. n: runs per side. "
+    "Loss gap: candidate - baseline, mean over the last quarter of the common steps. docs/comparison.md explains "
+    "verdicts and intervals."
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,7 @@ class Report:
     """The pairs of a sweep, or of folders that the user named."""
 
     pairs: list[Pair]
-    failed: list[FailedJob] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)  # job, overrides and why: as in comparison.json
     by: str = "channels_last"
     differing: list[str] = field(default_factory=list)  # settings that the runs do not have in common
 
@@ -54,21 +49,13 @@ def compare_folders(
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")
-    failed: list[FailedJob] = []
+    failed: list[dict[str, Any]] = []
     if len(folders) > 1:
-        runs, by = [read_run(folder) for folder in folders], by or "channels_last"
+        runs = [read_run(folder) for folder in folders]
     else:
-        jobs, compare_by = _read_jobs(folders[0])
-        runs, by, is_sweep = [], by or compare_by, (folders[0] / "sweep.json").is_file()
-        for job in jobs:
-            try:
-                if is_sweep and (problem := problem_of(folders[0] / job.name)):
-                    raise ConfigError(problem)
-                runs.append(replace(read_run(folders[0] / job.name), repeat=job.repeat))
-            except ConfigError as error:
-                failed.append(FailedJob(job.number, " ".join(job.overrides), str(error)))
-        if is_sweep:
-            out = out or folders[0]
+        runs, failed, compare_by = _read_jobs(folders[0])
+        by, out = by or compare_by, out or (folders[0] if compare_by else None)
+    by = by or "channels_last"
     for model, why in (parity_failures or {}).items():
         runs = [replace(run, problems=[*run.problems, why]) if run.fact("model") == model else run for run in runs]
     pairs = [compare_two(runs[0], runs[1], by)] if len(folders) == 2 else compare_runs(runs, by)
@@ -76,69 +63,60 @@ def compare_folders(
     if out:
         write_report(report, out)
     for missing in failed:
-        print(f"not finished: job {missing.job} ({missing.overrides}): {missing.why}")
+        print("not finished: job {job} ({overrides}): {why}".format(**missing))
     where = f"Report: {out / 'comparison.md'}" if out else "For the report as files: out=FOLDER"
-    if show_table:
-        print(f"{as_markdown(report)}\n{where}", flush=True)
-    else:
-        print(f"{verdict_sentence(report)} {where}", flush=True)
+    print(f"{as_markdown(report)}\n{where}" if show_table else f"{verdict_sentence(report)} {where}", flush=True)
     return report
 
 
-def _read_jobs(folder: Path) -> tuple[list[Job], str]:
-    """The jobs of a sweep, or one for each run in a folder of runs; and the setting to compare by."""
+def _read_jobs(folder: Path) -> tuple[list[Run], list[dict[str, Any]], str | None]:
+    """The runs of a sweep or of a folder of runs, those that cannot be compared, and the sweep's `compare_by`."""
+    runs, failed, compare_by = [], [], None
     if (folder / "sweep.json").is_file():
         sweep = read_sweep(folder)
-        return sweep.jobs, sweep.compare_by
-    names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
-    if len(names) < 2:
-        raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs")
-    return [Job(number, name, [name]) for number, name in enumerate(names)], "channels_last"
+        jobs, compare_by = sweep.jobs, sweep.compare_by
+    else:
+        names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+        if len(names) < 2:
+            raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs")
+        jobs = [Job(number, name, [name]) for number, name in enumerate(names)]
+    for job in jobs:
+        try:
+            if compare_by and (problem := problem_of(folder / job.name)):
+                raise ConfigError(problem)
+            runs.append(replace(read_run(folder / job.name), repeat=job.repeat))
+        except ConfigError as error:
+            failed.append({"job": job.number, "overrides": " ".join(job.overrides), "why": str(error)})
+    return runs, failed, compare_by
 
 
 def write_report(report: Report, folder: Path) -> None:
     """Write all files of the report and its TensorBoard page into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [_row(pair) for pair in report.pairs]
-    labels = [label_of(pair, report.pairs) for pair in report.pairs]
-    failed = [asdict(job) for job in report.failed]
-    document = {"schema_version": SCHEMA_VERSION, "verdict": verdict_sentence(report), "pairs": rows, "failed": failed}
-    write_json(folder / "comparison.json", document, indent=2)
-    _write_csv(rows, folder / "comparison.csv")
-    bars = [
-        Bar(label, pair.interval, pair.verdict, _words(pair)) for label, pair in zip(labels, report.pairs, strict=True)
-    ]
-    has_chart = write_chart({"": bars}, _title(report.pairs), _sides(report.pairs), folder / "comparison.png")
+    rows, labels = [_row(pair) for pair in report.pairs], _labels(report.pairs)
+    document = {"schema_version": SCHEMA_VERSION, "verdict": verdict_sentence(report), "pairs": rows}
+    write_json(folder / "comparison.json", document | {"failed": report.failed}, indent=2)
+    flat = []
+    for row in rows:
+        low, high = row["ci95"] or (None, None)
+        cells = {name: value for name, value in row.items() if name != "ci95"}
+        flat.append(cells | {"ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
+    names = dict.fromkeys(name for row in flat for name in row)  # the rows have different settings in common
+    with open(folder / "comparison.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(names) or ["verdict"])
+        writer.writeheader()
+        writer.writerows(flat)
+    bars = []
+    for label, pair in zip(labels, report.pairs, strict=True):
+        reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
+        bars.append(Bar(label, pair.interval, pair.verdict, f"{_ratio(pair)} {_words(pair.verdict)}{reason}"))
+    sides, equal = _sides(report.pairs), _equal_for_all(report.pairs)
+    facts = [str(equal[name]) for name in ("model", "precision", "device_name") if equal.get(name)]
+    title = f"Training speed: {sides[1]} against {sides[0]}\n{', '.join(facts)}"
+    has_chart = write_chart({"": bars}, title, sides, folder / "comparison.png")
     text = as_markdown(report, has_chart=has_chart)
     write_text(folder / "comparison.md", text)
-    write_dashboard(report.pairs, labels, text, folder)
-
-
-def _words(pair: Pair) -> str:
-    """The ratio and the verdict, or why there is none."""
-    reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
-    return f"{_ratio(pair)} {pair.verdict.replace('_', ' ')}{reason}"
-
-
-def _ratio(pair: Pair) -> str:
-    if pair.interval is None:
-        return "-"
-    return f"{'untrusted ' if pair.verdict == 'not_comparable' else ''}{pair.interval}"
-
-
-def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
-    """The names of baseline and candidate if they are the same for all pairs."""
-    names = {(pair.baseline, pair.candidate) for pair in pairs}
-    return names.pop() if len(names) == 1 else ("baseline", "candidate")
-
-
-def _title(pairs: Sequence[Pair]) -> str:
-    """What the chart shows, and the model, precision and device if they are the same for all pairs."""
-    equal: list[str] = []
-    for name in ("model", "precision", "device_name"):
-        values = {str(pair.held_equal.get(name)) for pair in pairs}
-        equal += values if len(values) == 1 and values != {"None"} else []
-    return "Training speed: {1} against {0}\n{2}".format(*_sides(pairs), ", ".join(equal))
+    _write_dashboard(report.pairs, labels, text, folder)
 
 
 def _row(pair: Pair) -> dict[str, Any]:
@@ -149,45 +127,55 @@ def _row(pair: Pair) -> dict[str, Any]:
         "baseline": pair.baseline,
         "candidate": pair.candidate,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        **_both(pair, "images_per_s", lambda run: run.median_images_per_s, 2),
+        **_medians(pair, "images_per_s", 2),
         "ratio": interval.get("ratio"),
         "ci95": interval.get("ci95"),
         "n": len(pair.baseline_runs),
         "verdict": pair.verdict,
         "repeats_to_decide": pair.repeats_to_decide,
         "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
-        **_both(pair, "top1", lambda run: run.top1, 2),
+        **_medians(pair, "top1", 2),
         "bottleneck": pair.bottleneck,
-        **_both(pair, "peak_memory_gib", lambda run: run.summary.get("peak_memory_gib"), 3),
+        **_medians(pair, "peak_memory_gib", 3),
         "notes": pair.notes,
     }
 
 
-def _both(pair: Pair, name: str, value: Callable[[Run], float | None], digits: int) -> dict[str, float | None]:
-    """The medians over the runs of both sides."""
-    sides = {"baseline": pair.baseline_runs, "candidate": pair.candidate_runs}
-    return {f"{side}_{name}": _median([value(run) for run in runs], digits) for side, runs in sides.items()}
+def _medians(pair: Pair, name: str, digits: int) -> dict[str, float | None]:
+    """The medians of a result over the runs of both sides."""
+    medians: dict[str, float | None] = {}
+    for side, runs in (("baseline", pair.baseline_runs), ("candidate", pair.candidate_runs)):
+        known = [value for run in runs if (value := run.results[name]) is not None]
+        medians[f"{side}_{name}"] = round(statistics.median(known), digits) if known else None
+    return medians
 
 
-def _median(values: Sequence[float | None], digits: int) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(statistics.median(known), digits) if known else None
+def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
+    """The names of baseline and candidate if they are the same for all pairs."""
+    names = {(pair.baseline, pair.candidate) for pair in pairs}
+    return names.pop() if len(names) == 1 else ("baseline", "candidate")
 
 
-def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    flat = []
-    for row in rows:
-        low, high = row["ci95"] or (None, None)
-        cells = {name: value for name, value in row.items() if name != "ci95"}
-        flat.append(cells | {"ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
-    names = dict.fromkeys(name for row in flat for name in row)  # the rows have different settings in common
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(names) or ["verdict"])
-        writer.writeheader()
-        writer.writerows(flat)
+def _labels(pairs: Sequence[Pair]) -> list[str]:
+    """For each pair the model, and the settings that differ between the pairs."""
+    common = [key for key in pairs[0].held_equal if all(key in pair.held_equal for pair in pairs)] if pairs else []
+    varying = [key for key in common if key != "model" and len({str(pair.held_equal[key]) for pair in pairs}) > 1]
+    labels = [[str(pair.held_equal["model"]), *(f"{key}={pair.held_equal[key]}" for key in varying)] for pair in pairs]
+    if len({(pair.baseline, pair.candidate) for pair in pairs}) > 1:
+        labels = [[*parts, f"{pair.candidate} / {pair.baseline}"] for parts, pair in zip(labels, pairs, strict=True)]
+    return [" ".join(parts) for parts in labels]
 
 
-# --- sentences --------------------------------------------------------------------------------------------------------
+def _equal_for_all(pairs: Sequence[Pair]) -> dict[str, Any]:
+    held = [pair.held_equal for pair in pairs]
+    return (
+        {key: value for key, value in held[0].items() if all(one.get(key, "-") == value for one in held)}
+        if held
+        else {}
+    )
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
 
 
 def verdict_sentence(report: Report) -> str:
@@ -202,9 +190,16 @@ def verdict_sentence(report: Report) -> str:
         return f"{_pair_sentence(pairs[0])}{after}"
     parts = []
     for verdict in VERDICTS:
-        chosen = [pair for pair in pairs if pair.verdict == verdict]
-        if chosen:
-            parts.append(f"{verdict.replace('_', ' ')} in {len(chosen)} ({_members(chosen, pairs)})")
+        members: dict[str, list[str]] = {}  # by the reason why they are not comparable
+        for label, pair in zip(_labels(pairs), pairs, strict=True):
+            if pair.verdict == verdict:
+                one = pair.comparable_interval
+                members.setdefault("" if one else pair.notes[0], []).append(
+                    f"{label} {one.ratio:.2f}x" if one else label
+                )
+        if members:
+            groups = [f"{', '.join(labels)}{reason and ': '}{reason}" for reason, labels in members.items()]
+            parts.append(f"{_words(verdict)} in {sum(map(len, members.values()))} ({'; '.join(groups)})")
     baseline, candidate = _sides(pairs)
     return f"Speed of {candidate} against {baseline}, {len(pairs)} pairs: {'; '.join(parts)}.{after}"
 
@@ -225,95 +220,130 @@ def _pair_sentence(pair: Pair) -> str:
     return f"{what}: {pair.candidate} is {pair.verdict}, {speed} ({bounds}).{warning}"
 
 
-def _members(chosen: Sequence[Pair], pairs: Sequence[Pair]) -> str:
-    """Comparable pairs with their ratios; the others grouped by the reason why they are not."""
-    ratios, by_reason = [], dict[str, list[str]]()
-    for pair in chosen:
-        if pair.comparable_interval:
-            ratios.append(f"{label_of(pair, pairs)} {pair.comparable_interval.ratio:.2f}x")
-        else:
-            by_reason.setdefault(pair.notes[0], []).append(label_of(pair, pairs))
-    return ", ".join(ratios) or "; ".join(f"{', '.join(labels)}: {reason}" for reason, labels in by_reason.items())
-
-
-def label_of(pair: Pair, pairs: Sequence[Pair]) -> str:
-    """The model, and the settings that differ between the pairs."""
-    common = [key for key in pair.held_equal if all(key in other.held_equal for other in pairs)]
-    varying = [key for key in common if key != "model" and len({str(p.held_equal[key]) for p in pairs}) > 1]
-    parts = [str(pair.held_equal["model"]), *(f"{key}={pair.held_equal[key]}" for key in varying)]
-    if len({(other.baseline, other.candidate) for other in pairs}) > 1:
-        parts.append(f"{pair.candidate} / {pair.baseline}")
-    return " ".join(parts)
-
-
 def as_markdown(report: Report, *, has_chart: bool = False) -> str:
-    pairs = report.pairs
+    """The page `comparison.md`."""
+    pairs, labels = report.pairs, _labels(report.pairs)
     lines = ["# Comparison", "", verdict_sentence(report), ""]
     if pairs:
-        lines += [markdown_table([_cells(pair, pairs) for pair in pairs]), ""]
+        lines += [markdown_table(_table(pairs, labels)), ""]
         lines += ["![speed ratios with 95 % intervals](comparison.png)", ""] if has_chart else []
-        lines += _equal_for_all(pairs) + _runs(pairs) + _notes(pairs)
-    if report.failed:
-        failed = [{"job": job.job, "settings": job.overrides, "reason": job.why} for job in report.failed]
-        lines += ["## Jobs that did not finish", "", markdown_table(failed), ""]
-    lines += [
-        "images/s: medians of windows after warm-up. Ratio: candidate / baseline with its 95 % interval. n: runs per "
-        "side. Loss gap: candidate - baseline, mean over the last quarter of the common steps. "
-        "docs/comparison.md explains verdicts and intervals.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _cells(pair: Pair, pairs: Sequence[Pair]) -> dict[str, str]:
-    """A row of the table by the titles of its columns."""
-    row = _row(pair)
-
-    def both(name: str, digits: int) -> str:
-        return " / ".join(_number(row[f"{side}_{name}"], digits) for side in ("baseline", "candidate"))
-
-    has_top1 = any(run.top1 is not None for pair in pairs for run in [*pair.baseline_runs, *pair.candidate_runs])
-    return {
-        "": label_of(pair, pairs),
-        f"images/s: {' / '.join(_sides(pairs))}": both("images_per_s", 1),
-        "ratio [95 %]": _ratio(pair),
-        "n": str(row["n"]),
-        "verdict": f"**{pair.verdict.replace('_', ' ')}**",
-        **({"top-1 %": both("top1", 2)} if has_top1 else {}),
-        "loss gap": _number(pair.loss_gap, 4),
-        "peak memory GiB": both("peak_memory_gib", 2),
-        "bottleneck": pair.bottleneck,
-    }
-
-
-def _runs(pairs: Sequence[Pair]) -> list[str]:
-    """The folders of two sides that are not jobs of a sweep."""
-    if len(pairs) != 1 or pairs[0].baseline_runs[0].repeat is not None:
-        return []
-    sides = ((pairs[0].baseline, pairs[0].baseline_runs), (pairs[0].candidate, pairs[0].candidate_runs))
-    folders = [f"{side}: {', '.join(run.folder.name for run in runs)}" for side, runs in sides]
-    return [f"Runs: {'; '.join(folders)}.", ""]
-
-
-def _equal_for_all(pairs: Sequence[Pair]) -> list[str]:
-    equal = [
-        f"{key} {'auto' if value is None else value}"
-        for key, value in pairs[0].held_equal.items()
-        if all(pair.held_equal.get(key, "differs") == value for pair in pairs)
-    ]
-    return [f"Equal for all: {', '.join(equal)}.", ""] if equal else []
-
-
-def _notes(pairs: Sequence[Pair]) -> list[str]:
-    """The notes that all pairs have in common, then the others of each pair."""
+    if equal := _equal_for_all(pairs):
+        shown = [f"{key} {'auto' if value is None else value}" for key, value in equal.items()]
+        lines += [f"Equal for all: {', '.join(shown)}.", ""]
+    if len(pairs) == 1 and pairs[0].baseline_runs[0].repeat is None:  # not the jobs of a sweep
+        [pair] = pairs
+        sides = {pair.baseline: pair.baseline_runs, pair.candidate: pair.candidate_runs}
+        folders = [f"{side}: {', '.join(run.folder.name for run in runs)}" for side, runs in sides.items()]
+        lines += [f"Runs: {'; '.join(folders)}.", ""]
     common = [note for note in pairs[0].notes if all(note in pair.notes for pair in pairs)] if len(pairs) > 1 else []
-    sections = [("All pairs", common)]
-    sections += [(label_of(pair, pairs), [note for note in pair.notes if note not in common]) for pair in pairs]
-    lines = []
-    for title, notes in sections:
-        lines += [f"**{title}**", "", *(f"- {note}" for note in notes), ""] if notes else []
-    return lines
+    notes = [[note for note in pair.notes if note not in common] for pair in pairs]
+    for title, group in [("All pairs", common), *zip(labels, notes, strict=True)]:
+        lines += [f"**{title}**", "", *(f"- {note}" for note in group), ""] if group else []
+    if report.failed:
+        failed = [{"job": job["job"], "settings": job["overrides"], "reason": job["why"]} for job in report.failed]
+        lines += ["## Jobs that did not finish", "", markdown_table(failed), ""]
+    return "\n".join([*lines, EXPLANATION, ""])
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _table(pairs: Sequence[Pair], labels: Sequence[str]) -> list[dict[str, str]]:
+    """Cells by the titles of their columns."""
+
+    def cell(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    def both(pair: Pair, name: str, digits: int) -> str:
+        return " / ".join(cell(value, digits) for value in _medians(pair, name, 3).values())
+
+    has_top1 = any(
+        run.results["top1"] is not None for pair in pairs for run in pair.baseline_runs + pair.candidate_runs
+    )
+    return [
+        {
+            "": label,
+            f"images/s: {' / '.join(_sides(pairs))}": both(pair, "images_per_s", 1),
+            "ratio [95 %]": _ratio(pair),
+            "n": str(len(pair.baseline_runs)),
+            "verdict": f"**{_words(pair.verdict)}**",
+            **({"top-1 %": both(pair, "top1", 2)} if has_top1 else {}),
+            "loss gap": cell(pair.loss_gap, 4),
+            "peak memory GiB": both(pair, "peak_memory_gib", 2),
+            "bottleneck": pair.bottleneck,
+        }
+        for label, pair in zip(labels, pairs, strict=True)
+    ]
+
+
+def _ratio(pair: Pair) -> str:
+    untrusted = "untrusted " if pair.verdict == "not_comparable" else ""
+    return f"{untrusted}{pair.interval}" if pair.interval else "-"
+
+
+def _words(verdict: str) -> str:
+    return verdict.replace("_", " ")
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path) -> None:
+    """A run per side and, for HParams, one per run; tags sort behind train/ and val/."""
+    import numpy as np
+    from PIL import Image
+    from torch.utils.tensorboard import SummaryWriter
+
+    parts = ("median", "low", "high")
+    charts: dict[str, dict[str, list[object]]] = {"speed, images/s": {}, "training loss": {}}
+    for label, pair in reversed(list(zip(labels, pairs, strict=True))):  # TensorBoard shows the last chart first
+        ratio = f" {pair.interval.ratio:.2f}x" if pair.interval and pair.verdict in ("faster", "slower") else ""
+        titles = (f"{label}, images/s: {pair.candidate}{ratio} {_words(pair.verdict)}", f"{label}, training loss")
+        for chart, kind, title in zip(charts.values(), ("speed", "loss"), titles, strict=True):
+            chart[title] = ["Margin", [f"versus/{kind}/{safe_name(label)}/{part}" for part in parts]]
+    for side in dict.fromkeys(name for pair in pairs for name in (pair.baseline, pair.candidate)):
+        with SummaryWriter(str(folder / safe_name(side))) as writer:
+            for label, pair in zip(labels, pairs, strict=True):
+                runs = {pair.baseline: pair.baseline_runs, pair.candidate: pair.candidate_runs}.get(side, [])
+                for kind, step, values in _bands(runs):
+                    band = statistics.median(values), min(values), max(values)
+                    for part, value in zip(parts, band, strict=True):
+                        writer.add_scalar(f"versus/{kind}/{safe_name(label)}/{part}", value, step)
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_text("comparison", "\n".join(line for line in markdown.splitlines() if not line.startswith("![")))
+        if pairs:
+            writer.add_custom_scalars(charts)
+        if (folder / "comparison.png").is_file():
+            with Image.open(folder / "comparison.png", formats=("PNG",)) as chart_image:
+                writer.add_image("versus/chart", np.asarray(chart_image.convert("RGB")), dataformats="HWC")
+    _write_hparams(pairs, folder)
+
+
+def _bands(runs: Sequence[Run]) -> Iterator[tuple[str, int, list[float]]]:
+    """Per window the speeds of all runs, with the two windows before and after it; per step their losses."""
+    for index, step in enumerate(runs[0].steps if runs else ()):
+        yield "speed", step, [speed for run in runs for speed in run.images_per_s[max(0, index - 2) : index + 3]]
+    for step in sorted(set.intersection(*(set(run.losses) for run in runs))) if runs else ():
+        yield "loss", step, [run.losses[step] for run in runs]
+
+
+def _write_hparams(pairs: Sequence[Pair], folder: Path) -> None:
+    """The settings that vary and the results of each run: the same columns for all, an unknown cell is empty."""
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+    rows: dict[Path, tuple[Run, float | None]] = {}
+    for pair in pairs:
+        ratio = pair.comparable_interval.ratio if pair.comparable_interval else None
+        rows |= {run.folder: (run, ratio) for run in pair.candidate_runs}
+        rows |= {run.folder: (run, ratio and 1.0) for run in pair.baseline_runs}
+    keys = dict.fromkeys(key for run, _ in rows.values() for key in run.settings)
+    varying = [key for key in keys if len({str(run.settings.get(key)) for run, _ in rows.values()}) > 1]
+    for run, speed_up in rows.values():
+        loss = run.losses[max(run.losses)] if run.losses else None
+        metrics = {f"whole_run/{name}": value for name, value in run.results.items()}
+        metrics |= {"whole_run/speed_up": speed_up, "whole_run/train_loss": loss}
+        settings = {key: str(run.settings.get(key)) for key in varying}
+        with SummaryWriter(str(folder / run.folder.name)) as writer:  # in a sweep the run's own folder
+            for part in hparams(settings, dict.fromkeys(metrics, 0.0)):
+                writer.file_writer.add_summary(part)  # add_hparams would make a run of its own
+            for name, value in metrics.items():
+                if value is not None:
+                    writer.add_scalar(name, value, max(run.steps, default=0))

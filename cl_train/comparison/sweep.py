@@ -1,42 +1,46 @@
 """`python train.py -m ...`: run every job of a sweep in its own process, here or on a Slurm cluster, then compare.
 
-On a cluster each group of jobs that are compared is an element of an array, which runs this program for that group:
-`resume_sweep=FOLDER only_group=N`. Before the time limit, and when Slurm preempts the element, the running job saves a
-checkpoint; the element is requeued and resumes there.
+A job that fails or is killed does not affect the others: the end of its log has the reason, and `resume_sweep` runs it
+again. On a cluster each group of jobs that are compared is an element of an array, which runs this program for that
+group: `resume_sweep=FOLDER only_group=N`. Before the time limit, and when Slurm preempts the element, the running job
+saves a checkpoint; the element is requeued and resumes there.
 """
 
 import hashlib
+import math
+import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+from cl_train.comparison.pairs import read_run
 from cl_train.comparison.report import compare_folders
-from cl_train.comparison.sweep_jobs import (
-    PACKAGE_ROOT,
-    LocalJobs,
-    Slot,
-    Stopped,
-    chosen_gpus,
-    own_allocation,
-    own_cores,
-    plan_slots,
-    signals_handled,
-    visible_gpus,
-)
-from cl_train.comparison.sweep_plan import LOG_NAME, Sweep, plan_sweep, problem_of, setting_of, write_end
-from cl_train.config.command_line import check_command_line
+from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, plan_sweep, problem_of, write_end
+from cl_train.config.command_line import check_command_line, quoted
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import setting_fields
+from cl_train.system.child_process import end_with_parent
 from cl_train.system.launcher import read_launch
 from cl_train.system.locks import LockHeld, lock_file
+from cl_train.system.signals import STOP_SIGNALS
 
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _QUEUE_POLL_S = 5.0
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
+_ERROR_LINE = re.compile(
+    r"^(?:\[rank\d+\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt|Fault|Exit)\b.*|.*\bthe run failed: .*)"
+)
 
 
 def run_sweep(
@@ -65,62 +69,268 @@ def run_sweep(
     sweep = plan_sweep(arguments, runs)
     if sweep.only_group is not None:
         return _run_element(sweep, program)
-    is_local = sweep.launcher.name == "local"
+    is_local, folder = sweep.launcher.name == "local", shlex.quote(str(sweep.folder))
+    groups = sweep.missing_groups()
+    slots = [Slot()]
     if not is_local:
         _check_slurm(sweep)
-    _check_elements_ended(sweep)
-    slots = _slots(sweep, gpus)
-    _advise_compare_by(sweep)
+    elif sweep.launcher.gpus and groups:
+        slots = plan_slots(sweep.launcher.gpus, visible_gpus() if gpus is None else gpus, groups)
+        names = ", ".join(f"GPU {','.join(slot.gpus)}" for slot in slots)
+        print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {names}")
+    if (sweep.folder / "slurm").exists() and (ids := _queued_elements(sweep)):
+        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(ids)}): wait for them, or scancel them")
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    signum, is_waited_for = 0, True
     try:
         with lock_file(sweep.folder / ".sweep.lock"):
             sweep.save()
-            groups = sweep.missing_groups()
             count = sum(map(len, groups))
             print(f"sweep of {len(sweep.jobs)} jobs, {count} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
-            try:
-                with signals_handled():
-                    if is_local:
-                        LocalJobs(sweep.folder, groups, slots, program).run()
-                    elif groups:
-                        is_waited_for = _submit(sweep, [group[0].group for group in groups])
-            except Stopped as stop:
-                signum, is_waited_for = stop.signum, is_local
-            if not is_waited_for:
-                print(
-                    f"the Slurm jobs continue; cl-train compare {shlex.quote(str(sweep.folder))} reports what has ended"
-                )
-                return 128 + signum if signum else 0
+            if is_local:
+                signum = LocalJobs(sweep.folder, groups, slots, program).run()
+            else:
+                signum = _submit(sweep, [group[0].group for group in groups]) if groups else 0
+                if signum or not sweep.launcher.wait:
+                    print(f"the Slurm jobs continue; cl-train compare {folder} reports what has ended")
+                    return 128 + signum if signum else 0
             compare_folders([sweep.folder])
     except LockHeld as holder:
         raise ConfigError(f"another process runs the sweep in {sweep.folder} ({holder}): stop it first") from None
     has_missing = bool(sweep.missing_groups())
     if has_missing:
-        print(f"python train.py -m resume_sweep={shlex.quote(str(sweep.folder))} runs what is missing", flush=True)
+        print(f"python train.py -m resume_sweep={folder} runs what is missing", flush=True)
     return 128 + signum if signum else int(has_missing)
 
 
-def _slots(sweep: Sweep, gpus: Sequence[str] | None) -> list[Slot]:
-    """The slots of `launcher.gpus`, else one with everything."""
-    groups = sweep.missing_groups()
-    if not sweep.launcher.gpus or not groups:
-        return [Slot()]
-    chosen = chosen_gpus(sweep.launcher.gpus, visible_gpus() if gpus is None else gpus)
-    runs = [(check_command_line(job.overrides)[0], job.nproc) for group in groups for job in group]
-    slots = plan_slots(chosen, own_cores(), runs, len(groups))
-    print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {', '.join(s.name for s in slots)}")
-    return slots
+# --- slots ------------------------------------------------------------------------------------------------------------
 
 
-def _advise_compare_by(sweep: Sweep) -> None:
-    """Warn before the start if all jobs have the same value of the compared setting."""
-    words = [{*job.overrides, f"nproc={job.nproc}"} for job in sweep.jobs]
-    varying = {setting_of(word) for word in words[0].union(*words) - words[0].intersection(*words)}
-    is_known = varying <= setting_fields(Config).keys()  # an experiment sets many keys
-    if varying and is_known and sweep.compare_by not in varying:
-        keys = " or ".join(f"compare_by={key}" for key in sorted(varying))
-        print(f"warning: all jobs have the same {sweep.compare_by}, so nothing is compared; use {keys}", flush=True)
+@dataclass(frozen=True)
+class Slot:
+    """Where one job at a time runs."""
+
+    gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES; () = all that are visible
+    cores: tuple[int, ...] = ()  # () = all that this process may use
+    nodes: int = 1  # of a Slurm allocation; above 1, srun starts the processes
+    cpus_per_task: int | None = None  # of srun
+
+
+def plan_slots(asked: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]) -> list[Slot]:
+    """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same time, one per group.
+
+    Cores are not shared between slots: a job chooses its loader workers and threads by the cores that it may use, and
+    the load of a slot does not count as load of other processes in another one.
+
+    Raises:
+        ConfigError: GPUs that do not exist, too few for a job, or too few cores for its processes and loader workers.
+    """
+    jobs = [(job.nproc, check_command_line(job.overrides)[0]) for group in groups for job in group]
+    if not visible or any(cfg.device == "cpu" for _, cfg in jobs):
+        raise ConfigError("launcher.gpus needs CUDA devices and jobs on them, not device=cpu: leave it out")
+    gpus = list(visible if list(asked) == ["all"] else asked)
+    if len(set(gpus) & set(visible)) < len(gpus):
+        raise ConfigError(f"launcher.gpus={','.join(asked)}: must be all, or some of {','.join(visible)}, each once")
+    size, cores = max(nproc for nproc, _ in jobs), own_cores()
+    count = min(len(gpus) // size, len(groups))
+    if not count:
+        raise ConfigError(f"nproc={size} needs {size} GPUs per job, and launcher.gpus has {len(gpus)}")
+    # One core for each process and one for loading, or the loader workers that the user asked for.
+    needed = max(nproc * (1 if cfg.data.name == "synthetic" else max(2, cfg.data.workers or 0)) for nproc, cfg in jobs)
+    share = len(cores) // count
+    if share < needed:
+        raise ConfigError(
+            f"{count} jobs at a time have {share} of {len(cores)} CPU cores each, and a job needs {needed}, or its "
+            f"loader would limit the speed: use GPUs for {len(cores) // needed} jobs at most, or fewer data.workers"
+        )
+    return [
+        Slot(tuple(gpus[size * i : size * (i + 1)]), tuple(cores[share * i : share * (i + 1)])) for i in range(count)
+    ]
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    names = re.findall(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return (names or [str(number) for number in range(torch.cuda.device_count())])[: torch.cuda.device_count()]
+
+
+def own_cores() -> list[int]:
+    """The cores of this process, those that share a physical core adjacent: slots must not share any."""
+
+    def place(core: int) -> tuple[int, int]:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        first = re.match(r"\d+", siblings.read_text() if siblings.is_file() else "")
+        return int(first[0]) if first else core, core
+
+    return sorted(os.sched_getaffinity(0), key=place)
+
+
+# --- the jobs of a sweep ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LocalJobs:
+    """The jobs of `groups` in the folder of a sweep, as processes of this machine: each slot takes the next group.
+
+    `program` is what the process of a job runs. After a signal a job may take `grace_s` seconds to save a checkpoint;
+    a second Ctrl-C kills it.
+    """
+
+    folder: Path
+    groups: Sequence[Sequence[Job]]
+    slots: Sequence[Slot]
+    program: Sequence[str]
+    grace_s: float = 20.0
+    _running: dict[Slot, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of starting a process, and of the console
+    _signals: list[int] = field(default_factory=list)  # that this process has received
+    _ended: int = 0
+    _started_at: float = field(default_factory=time.monotonic)
+
+    def run(self, stop_signals: Sequence[int] = STOP_SIGNALS) -> int:
+        """Run all jobs, or end them after one of the signals; returns the first signal or 0."""
+        groups, kill_at = iter(self.groups), math.inf
+        with signals_noted(stop_signals, self._signals), ThreadPoolExecutor(len(self.slots)) as pool:
+            futures = [pool.submit(self._run_groups, groups, slot) for slot in self.slots]
+            while not all(future.done() for future in futures):
+                time.sleep(0.05)
+                is_first = bool(self._signals) and kill_at == math.inf
+                with self._lock:  # no job starts after a signal: these are all that run
+                    running = list(self._running.items())
+                if is_first:
+                    kill_at = time.monotonic() + self.grace_s
+                for slot, process in running:
+                    if time.monotonic() > kill_at or signal.SIGINT in self._signals[1:]:
+                        process.kill()  # its ranks and workers end with it
+                    elif is_first and slot.nodes > 1:  # srun would kill its tasks; scancel passes the signal on to them
+                        subprocess.run(["scancel", "--signal=TERM", own_allocation()], check=False)
+                    elif is_first:
+                        process.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
+        for future in futures:
+            future.result()
+        return next(iter(self._signals), 0)
+
+    def _run_groups(self, groups: Iterator[Sequence[Job]], slot: Slot) -> None:
+        for group in groups:  # which all slots share
+            for job in group:
+                self._run_job(job, slot)
+
+    def _run_job(self, job: Job, slot: Slot) -> None:
+        folder, started_at = self.folder / job.name, time.monotonic()
+        try:
+            with self._lock:
+                if self._signals:
+                    return
+                process = self._running[slot] = start_job(job, folder, self.program, slot)
+        except (ConfigError, OSError) as error:
+            self._print(f"{job.name}: failed ({error})")
+            return
+        exit_code = process.wait()
+        del self._running[slot]
+        how = _describe_end(exit_code, folder)
+        if self._signals and exit_code:
+            how = f"interrupted, stopped by {signal.Signals(self._signals[0]).name}"
+        write_end(folder, how)
+        problem = problem_of(folder)
+        outcome = f"failed ({problem})" if problem and not problem.startswith("interrupted") else problem or "completed"
+        place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
+        speed = "" if problem else f", {read_run(folder).results['images_per_s'] or math.nan:.1f} images/s"
+        self._print(f"{job.name}: {outcome} in {_rounded(time.monotonic() - started_at)}{place}{speed}")
+
+    def _print(self, line: str) -> None:
+        """How a job ended, with an estimate of the time left."""
+        with self._lock:
+            self._ended += 1
+            remaining = sum(map(len, self.groups)) - self._ended
+            left_s = (time.monotonic() - self._started_at) / self._ended * remaining
+            left = f"; about {_rounded(left_s)} left" if remaining and not self._signals else ""
+            print(f"[{self._ended}/{self._ended + remaining}] {line}{left}", flush=True)
+
+
+@contextmanager
+def signals_noted(signals: Sequence[int], received: list[int]) -> Iterator[None]:
+    """These signals are appended to `received` inside the block; not SIGHUP under nohup, which ignores it."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before = {
+        signum: signal.signal(signum, lambda number, frame: received.append(number)) for signum in {*signals} - ignored
+    }
+    try:
+        yield
+    finally:
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
+
+
+def _rounded(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
+
+
+def start_job(job: Job, folder: Path, program: Sequence[str], slot: Slot) -> subprocess.Popen[bytes]:
+    """Start the process of a job, which continues from a checkpoint if it was started before.
+
+    It has its own process group, because Ctrl-C in a terminal must reach it once, from the sweep. It is stopped when
+    this process is killed: a job must not outlive the sweep.
+
+    Raises ConfigError: the folder is not one of this sweep.
+    """
+    is_continued, log = folder.exists(), folder / LOG_NAME
+    if is_continued and not log.exists():
+        raise ConfigError(f"{folder} exists already, and this sweep has not created it")
+    folder.mkdir(exist_ok=True)
+    log.touch()
+    words = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"]
+    if is_continued:
+        words = _continued(words, folder)
+    launch = [sys.executable]
+    if slot.nodes > 1:
+        cores = [f"--cpus-per-task={slot.cpus_per_task}"] if slot.cpus_per_task else []
+        launch = ["srun", f"--nodes={slot.nodes}", f"--ntasks={job.nproc}", "--kill-on-bad-exit=1", *cores, *launch]
+    elif job.nproc > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            [*launch, *program, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, **devices},
+            process_group=0,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )
+    if slot.cores:
+        os.sched_setaffinity(process.pid, slot.cores)
+    return process
+
+
+def _continued(words: Sequence[str], folder: Path) -> list[str]:
+    """The settings of a job that was started before: it goes on from its checkpoint, or begins again without one."""
+    with lock_file(folder / ".lock", waiting_for=f"the end of an earlier {folder.name}"):
+        summary = folder / "summary.json"
+        is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()  # it has damaged records
+        if is_completed or not any((folder / "checkpoints").glob("*.pt")):
+            return [*words, "overwrite=true"]
+    size = re.search(r"^batch_size: \d+$", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    kept = [word for word in words if not word.startswith("resume=") and word != "batch_size=auto"]
+    measured = [size[0].replace(": ", "=")] if size and "batch_size=auto" in words else []
+    return [*kept, *measured, "resume=auto"]
+
+
+def _describe_end(exit_code: int, folder: Path) -> str:
+    """From the exit code (-n for signal n), and for a failure the last error in the log."""
+    if exit_code == 0:
+        return "completed"
+    if exit_code in (130, 143):
+        return f"interrupted, stopped by a signal (exit code {exit_code})"
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return f"killed by {name}" + (", often because memory ran out (see dmesg)" if name == "SIGKILL" else "")
+    lines = lines_of_log(folder)
+    errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
+    last = (errors or lines or ["no output"])[-1]
+    return f"{last[:300]} (exit code {exit_code})"
 
 
 # --- Slurm: on the login node -----------------------------------------------------------------------------------------
@@ -134,16 +344,12 @@ def _check_slurm(sweep: Sweep) -> None:
     if shutil.which("sbatch") is None:
         raise ConfigError("launcher=slurm: this machine has no sbatch; start the sweep on a login node of the cluster")
     nodes = sweep.launcher.nodes
-    uneven = [job.nproc for job in sweep.jobs if job.nproc % nodes]
-    if uneven:
+    if uneven := [job.nproc for job in sweep.jobs if job.nproc % nodes]:
         raise ConfigError(f"nproc={uneven[0]}: the processes of a job must be a multiple of launcher.nodes={nodes}")
     devices = (check_command_line(job.overrides)[0].device for group in sweep.missing_groups() for job in group)
     if sweep.launcher.gpus_per_node is None and any(device != "cpu" for device in devices):
-        print(
-            "warning: launcher.gpus_per_node is not set, so no GPU is requested, and most clusters then run the jobs "
-            "on the CPU: set launcher.gpus_per_node=N, or device=cpu if this is intended",
-            flush=True,
-        )
+        advice = "set launcher.gpus_per_node=N, or device=cpu if the jobs are meant to run on the CPU"
+        print(f"warning: launcher.gpus_per_node is not set, so no GPU is requested: {advice}", flush=True)
 
 
 def _job_name(sweep: Sweep) -> str:
@@ -151,29 +357,19 @@ def _job_name(sweep: Sweep) -> str:
     return f"cl-train-{hashlib.sha256(str(sweep.folder.resolve()).encode()).hexdigest()[:12]}"
 
 
-def _check_elements_ended(sweep: Sweep) -> None:
-    """Raises ConfigError: Slurm still runs jobs of this sweep, or may do so."""
-    if not (sweep.folder / "slurm").exists() or shutil.which("squeue") is None:
-        return
-    ids = _queued_elements(sweep)
-    if ids is None:
-        raise ConfigError("squeue does not answer, and Slurm may still run jobs of this sweep: try again later")
-    if ids:
-        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(ids)}): wait for them, or scancel them")
-
-
-def _queued_elements(sweep: Sweep) -> list[str] | None:
-    """Slurm's ids of elements that wait or run; None if squeue does not answer."""
-    command = ["squeue", "--noheader", "--format=%i", f"--name={_job_name(sweep)}"]
+def _queued_elements(sweep: Sweep) -> list[str]:
+    """Slurm's ids of elements that wait or run, or a word instead if squeue does not answer."""
+    if shutil.which("squeue") is None:
+        return []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split() if done.returncode == 0 else None
+        command = ["squeue", "--noheader", "--format=%i", f"--name={_job_name(sweep)}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return ["unknown, because squeue does not answer"]
 
 
-def _submit(sweep: Sweep, groups: Sequence[int]) -> bool:
-    """Submit the groups and wait until they have ended; False with launcher.wait=false.
+def _submit(sweep: Sweep, groups: Sequence[int]) -> int:
+    """Submit the groups and, unless launcher.wait=false, wait until they have ended; SIGINT after Ctrl-C, else 0.
 
     Raises ConfigError: Slurm refuses them.
     """
@@ -181,63 +377,51 @@ def _submit(sweep: Sweep, groups: Sequence[int]) -> bool:
     folder.mkdir(exist_ok=True)
     script = folder / "array.sbatch"
     script.write_text(array_script(sweep, groups), encoding="utf-8")
-    wait = ["--wait"] if sweep.launcher.wait else []
-    # In its own process group, so that Ctrl-C does not reach it: the jobs continue.
-    sbatch = subprocess.Popen(
-        ["sbatch", "--parsable", *wait, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    assert sbatch.stdout is not None and sbatch.stderr is not None
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["sbatch gives no reason"])[-1]
+        raise ConfigError(
+            f"launcher=slurm: {reason}; resume_sweep={sweep.folder} with other launcher settings submits the jobs"
+        )
+    print(f"submitted as Slurm job {done.stdout.strip()}, logs in {folder}", flush=True)
     try:
-        if not (array := sbatch.stdout.readline().strip()):
-            reason = (sbatch.stderr.read().strip().splitlines() or ["sbatch gives no reason"])[-1]
-            raise ConfigError(
-                f"launcher=slurm: {reason}; resume_sweep={sweep.folder} with other launcher settings submits the jobs"
-            )
-        print(f"submitted as Slurm job {array}, logs in {folder}", flush=True)
-        sbatch.wait()
-        while sweep.launcher.wait and _queued_elements(sweep):  # `sbatch --wait` takes a requeued job for an ended one
+        while sweep.launcher.wait and _queued_elements(
+            sweep
+        ):  # sbatch --wait takes a requeued element for an ended one
             time.sleep(_QUEUE_POLL_S)
-    finally:
-        sbatch.kill()
-        sbatch.communicate()
-    return sweep.launcher.wait
+    except KeyboardInterrupt:
+        return signal.SIGINT
+    return 0
 
 
 def array_script(sweep: Sweep, groups: Sequence[int]) -> str:
     """The script of the array; element N runs group N."""
-    launcher, nproc = sweep.launcher, max(job.nproc for job in sweep.jobs)
+    launcher, folder, nproc = sweep.launcher, sweep.folder.resolve(), max(job.nproc for job in sweep.jobs)
     # On one node torchrun is one task with the cores of all processes; on several nodes srun starts a task per process.
     tasks, processes_per_task = (1, nproc) if launcher.nodes == 1 else (nproc // launcher.nodes, 1)
-    options = {
-        "job-name": _job_name(sweep),
-        "array": ",".join(map(str, groups)) + (f"%{launcher.max_parallel}" if launcher.max_parallel else ""),
-        "output": sweep.folder.resolve() / "slurm" / "%A_%a.log",
-        "open-mode": "append",
-        "requeue": None,
+    options = [
+        f"job-name={_job_name(sweep)}",
+        f"array={','.join(map(str, groups))}" + (f"%{launcher.max_parallel}" if launcher.max_parallel else ""),
+        f"output={folder}/slurm/%A_%a.log",
+        "open-mode=append",
+        "requeue",
         # B: the shell receives the signal; by default only the steps of srun do.
-        "signal": f"B:{_TIME_LIMIT_SIGNAL.name[3:]}@{_warning_s(launcher.time_min)}",
-        "time": launcher.time_min,
-        "nodes": launcher.nodes,
-        "ntasks-per-node": tasks,
-    }
-    if launcher.partition:
-        options["partition"] = launcher.partition
-    if launcher.cpus_per_task:
-        options["cpus-per-task"] = launcher.cpus_per_task * processes_per_task
-    if launcher.gpus_per_node:
-        options["gpus-per-node"] = launcher.gpus_per_node
-    words = ["-m", "cl_train", "train", "-m", f"resume_sweep={sweep.folder.resolve()}", "only_group="]
+        f"signal=B:{_TIME_LIMIT_SIGNAL.name[3:]}@{_warning_s(launcher.time_min)}",
+        f"time={launcher.time_min}",
+        f"nodes={launcher.nodes}",
+        f"ntasks-per-node={tasks}",
+        *([f"partition={launcher.partition}"] if launcher.partition else []),
+        *([f"cpus-per-task={launcher.cpus_per_task * processes_per_task}"] if launcher.cpus_per_task else []),
+        *([f"gpus-per-node={launcher.gpus_per_node}"] if launcher.gpus_per_node else []),
+    ]
+    words = [sys.executable, "-m", "cl_train", "train", "-m", f"resume_sweep={folder}", "only_group="]
     # exec: the shell of the element, which receives Slurm's signals, becomes the Python process.
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options.items()),
+        *(f"#SBATCH --{option}" for option in options),
         f"export PYTHONPATH={shlex.quote(str(PACKAGE_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
         *launcher.setup,
-        f'exec {shlex.join([sys.executable, *words])}"$SLURM_ARRAY_TASK_ID"',
+        f'exec {shlex.join(words)}"$SLURM_ARRAY_TASK_ID"',
     ]
     return "\n".join(lines) + "\n"
 
@@ -251,36 +435,32 @@ def _warning_s(time_min: int) -> int:
 
 
 def _run_element(sweep: Sweep, program: Sequence[str]) -> int:
-    """Run what is missing in one group; if interrupted, requeue the element."""
-    slot = Slot(nodes=sweep.launcher.nodes, cpus_per_task=sweep.launcher.cpus_per_task)
-    folders = [sweep.folder / job.name for job in sweep.jobs if job.group == sweep.only_group]
-    before = _progress(folders)
-    grace_s = 0.8 * _warning_s(sweep.launcher.time_min)
-    try:
-        with signals_handled((signal.SIGTERM, _TIME_LIMIT_SIGNAL)):
-            LocalJobs(sweep.folder, sweep.missing_groups(), [slot], program, grace_s).run()
-    except Stopped as stop:
-        if stop.signum == _TIME_LIMIT_SIGNAL and _progress(folders) == before:  # another attempt would get no further
-            for folder in folders:
-                if (problem_of(folder) or "").startswith("interrupted"):
-                    write_end(folder, f"no checkpoint within launcher.time_min={sweep.launcher.time_min}: allow more")
-            return 1
-        _requeue()
-        return 128 + stop.signum
-    return int(bool(sweep.missing_groups()))
+    """Run what is missing in one group; if interrupted, requeue the element, but not after scancel."""
+    launcher, folders = sweep.launcher, [sweep.folder / job.name for job in sweep.jobs if job.group == sweep.only_group]
 
+    def outcomes() -> set[Path]:
+        names = ("checkpoints/*.pt", "summary.json")
+        return {path for folder in folders for name in names for path in folder.glob(name)}
 
-def _progress(folders: Sequence[Path]) -> set[str]:
-    """Checkpoints and outcomes of the jobs."""
-    return {
-        str(path) for folder in folders for name in ("checkpoints/*.pt", "summary.json") for path in folder.glob(name)
-    }
-
-
-def _requeue() -> None:
-    """Requeue this element, unless Slurm is ending it: after scancel it must not run again."""
+    before, slot = outcomes(), Slot(nodes=launcher.nodes, cpus_per_task=launcher.cpus_per_task)
+    jobs = LocalJobs(sweep.folder, sweep.missing_groups(), [slot], program, 0.8 * _warning_s(launcher.time_min))
+    signum = jobs.run((signal.SIGTERM, _TIME_LIMIT_SIGNAL))
+    if not signum:
+        return int(bool(sweep.missing_groups()))
+    if signum == _TIME_LIMIT_SIGNAL and outcomes() == before:  # another attempt would get no further
+        for folder in folders:
+            if (problem_of(folder) or "").startswith("interrupted"):
+                write_end(folder, f"no checkpoint within launcher.time_min={launcher.time_min}: allow more")
+        return 1
     element = own_allocation()
     state = subprocess.run(["squeue", "-h", "-j", element, "-o", "%T"], capture_output=True, text=True)
     if state.stdout.strip() == "RUNNING":
         print(f"requeueing Slurm job {element}", flush=True)
         subprocess.run(["scontrol", "requeue", element], check=True)
+    return 128 + signum
+
+
+def own_allocation() -> str:
+    """The Slurm allocation of this process; SLURM_JOB_ID of an element of an array can be the id of the array."""
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array and element else os.environ["SLURM_JOB_ID"]

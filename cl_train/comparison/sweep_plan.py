@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from cl_train.comparison.run_records import read_run
+from cl_train.comparison.pairs import read_run
 from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
-from cl_train.config.validation import from_mapping
+from cl_train.config.validation import from_mapping, setting_fields
 from cl_train.data.sample import PATTERNS, SampleSpec
 from cl_train.system.files import write_json
 from cl_train.system.run_folder import safe_name
@@ -57,19 +57,36 @@ class Sweep:
         return [list(group) for _, group in itertools.groupby(jobs, key=lambda job: job.group)]
 
 
+def read_sweep(folder: Path) -> Sweep:
+    """The plan of a sweep. Raises ConfigError: the folder has none, or one that cannot be read."""
+    try:
+        document = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        known = [item.name for item in fields(Job)]  # an earlier version kept outcomes here too
+        jobs = [Job(**{name: values[name] for name in known if name in values}) for values in document["jobs"]]
+        if any(job.name != safe_name(job.name) for job in jobs):
+            raise ValueError("a job has an impossible name")
+        launcher = from_mapping(LauncherConfig, document.get("launcher", {}))
+        return Sweep(folder, document["compare_by"], jobs, launcher)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder}/sweep.json cannot be read as the record of a sweep: {error!r:.200}") from None
+
+
 def problem_of(folder: Path) -> str | None:
     """Why the job of this folder is not completed; None if it is, with records that a comparison can read."""
     if not folder.exists():
         return "has not run"
-    ended = [line for line in last_lines(folder / LOG_NAME) if line.startswith(_ENDED)]
-    why = ended[-1].removeprefix(_ENDED) if ended else "runs, or was killed"
     try:
         run = read_run(folder)
+        damage = next((problem for problem in run.problems if "cannot be read" in problem), None)
+        if run.summary.get("status") != "completed":
+            damage = "no summary.json says that it is completed"
     except ConfigError as error:
-        return f"{why}; {error}" if why == "completed" else why
-    if run.summary.get("status") != "completed":
-        return why if why != "completed" else "no summary.json says that it is completed"
-    return next((problem for problem in run.problems if "cannot be read" in problem), None)
+        damage = str(error)
+    ends = [line.removeprefix(_ENDED) for line in lines_of_log(folder) if line.startswith(_ENDED)]
+    how = ends[-1] if ends else "runs, or was killed"
+    return damage if damage is None or how == "completed" else how
 
 
 def write_end(folder: Path, how: str) -> None:
@@ -78,13 +95,14 @@ def write_end(folder: Path, how: str) -> None:
         log.write(f"\n{_ENDED}{how}\n")
 
 
-def last_lines(log: Path) -> list[str]:
-    """The lines of the last 64 KiB that are not empty."""
-    if not log.is_file():
-        return []
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 65536))
-        return [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+def lines_of_log(folder: Path) -> list[str]:
+    """Those that are not empty."""
+    log = folder / LOG_NAME
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------
 
 
 def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> Sweep:
@@ -96,12 +114,12 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
     Raises:
         ConfigError: a setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
     """
-    fixed, varying = split_sweep(arguments)
+    fixed, axes = split_sweep(arguments)
     own = [word for word in fixed if _is_own(word)]
     hydra = [word for word in fixed if word.startswith("hydra.")]
     words = [word for word in fixed if word not in (*own, *hydra)]
     problems = []
-    for axis in varying:
+    for axis in axes:
         if _is_own(axis[0]) and _key(axis[0]) != "nproc":
             problems.append(f"{_key(axis[0])} belongs to the whole sweep and takes one value")
         if len(set(axis)) < len(axis):
@@ -113,21 +131,25 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
     runs = check_command_line(arguments) if runs is None else runs
     settings = runs[0]
     if settings.resume_sweep is not None:
-        others = [word for word in own if not word.startswith(("resume_sweep", "only_group", "launcher"))]
-        if words or varying or others:
+        launcher = [word for word in own if word.startswith("launcher")]
+        if words or axes or {_key(word) for word in own} - {"resume_sweep", "only_group", *map(_key, launcher)}:
             raise ConfigError("resume_sweep runs what is missing in a sweep: leave out the other settings")
         sweep = replace(read_sweep(Path(settings.resume_sweep)), only_group=settings.only_group)
-        has_launcher = any(word.startswith("launcher") for word in own)
-        return replace(sweep, launcher=settings.launcher) if has_launcher else sweep
+        return replace(sweep, launcher=settings.launcher) if launcher else sweep
     if settings.only_group is not None:
         raise ConfigError("only_group needs resume_sweep=FOLDER")
-    jobs = _plan_jobs(words, varying, runs)
+    jobs = _plan_jobs(words, axes, runs)
     folder = hydra_folder(hydra, "sweep")
     if (folder / "sweep.json").is_file():
         raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
-    taken = [job.name for job in jobs if (folder / job.name).exists()]
-    if taken:
+    if taken := [job.name for job in jobs if (folder / job.name).exists()]:
         raise ConfigError(f"{folder / taken[0]} exists already: choose another folder with hydra.sweep.dir=FOLDER")
+    keys = {_setting_of(axis[0]) for axis in axes}
+    if keys and settings.compare_by not in keys and keys <= setting_fields(Config).keys():  # not: an experiment
+        advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
+        print(
+            f"warning: all jobs have the same {settings.compare_by}, so nothing is compared; use {advice}", flush=True
+        )
     return Sweep(folder, settings.compare_by, jobs, settings.launcher)
 
 
@@ -140,43 +162,39 @@ def _key(word: str) -> str:
     return word.partition("=")[0]
 
 
-def setting_of(word: str) -> str:
+def _setting_of(word: str) -> str:
     """The setting that `word` sets; optim=adamw sets optim.name."""
     return f"{_key(word)}.name" if _key(word) in GROUPS else _key(word)
 
 
-def _plan_jobs(fixed: Sequence[str], varying: Sequence[Sequence[str]], runs: Sequence[Config]) -> list[Job]:
+def _plan_jobs(fixed: Sequence[str], axes: Sequence[Sequence[str]], runs: Sequence[Config]) -> list[Job]:
     """Order: jobs that differ only in the compared key are adjacent, and their repeats alternate: A B B A A B."""
-    settings = runs[0]
-    configs = {frozenset(chosen): cfg for chosen, cfg in zip(itertools.product(*varying), runs, strict=True)}
-    compared = [axis for axis in varying if setting_of(axis[0]) == settings.compare_by]
-    others = [axis for axis in varying if axis not in compared]
+    groups: dict[tuple[str, ...], list[Job]] = {}
+    for chosen, cfg in zip(itertools.product(*axes), runs, strict=True):
+        others = tuple(word for word in chosen if _setting_of(word) != cfg.compare_by)
+        compared = [word for word in chosen if word not in others]
+        if compared and _most_windows(cfg) < MIN_WINDOWS:
+            raise ConfigError(
+                f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after "
+                f"warmup_steps={cfg.warmup_steps}, and these runs are too short for them: use more steps (epochs, "
+                "max_steps) or a smaller log_every"
+            )
+        shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
+        for key, _, value in (word.partition("=") for word in (*compared, *others)):
+            if key not in ("model", "channels_last"):
+                shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
+        overrides = [*fixed, *(word for word in (*compared, *others) if _key(word) != "nproc")]
+        groups.setdefault(others, []).append(Job(0, "_".join(shown), overrides, cfg.nproc))
     jobs: list[Job] = []
     names: Counter[str] = Counter()
-    for number, group in enumerate(itertools.product(*others)):
-        chosen = [[*side, *group] for side in itertools.product(*compared)]
-        sides = [_plan_job(fixed, words, configs[frozenset(words)]) for words in chosen]
-        for repeat in range(1, settings.repeats + 1):
+    for number, sides in enumerate(groups.values()):
+        for repeat in range(1, runs[0].repeats + 1):
             for job in sides if repeat % 2 else sides[::-1]:
-                name = safe_name(f"{job.name}_{repeat}" if settings.repeats > 1 else job.name)
+                name = safe_name(f"{job.name}_{repeat}" if runs[0].repeats > 1 else job.name)
                 names[name] += 1
                 name += f"-{names[name]}" if names[name] > 1 else ""  # a/b and a_b make the same name
                 jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat, group=number))
     return jobs
-
-
-def _plan_job(fixed: Sequence[str], chosen: Sequence[str], cfg: Config) -> Job:
-    if cfg.compare_by in map(setting_of, chosen) and _most_windows(cfg) < MIN_WINDOWS:
-        raise ConfigError(
-            f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after "
-            f"warmup_steps={cfg.warmup_steps}, and these runs are too short for them: use more steps (epochs, "
-            "max_steps) or a smaller log_every"
-        )
-    shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
-    for key, _, value in (word.partition("=") for word in chosen):
-        if key not in ("model", "channels_last"):
-            shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
-    return Job(0, "_".join(shown), [*fixed, *(word for word in chosen if _key(word) != "nproc")], cfg.nproc)
 
 
 def _most_windows(cfg: Config) -> int:
@@ -189,26 +207,3 @@ def _most_windows(cfg: Config) -> int:
     last = min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every)  # later windows make no difference
     ends = [step for step in range(1, last + 1) if step % cfg.log_every == 0 or step % epoch_steps == 0 or step == last]
     return sum(start >= cfg.warmup_steps for start in [0, *ends[:-1]])
-
-
-def read_sweep(folder: Path) -> Sweep:
-    """The plan of a sweep.
-
-    Raises:
-        ConfigError: the folder has none, or one that cannot be read.
-    """
-    try:
-        document = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-        known = [item.name for item in fields(Job)]  # an earlier version kept outcomes here too
-        jobs = [Job(**{name: values[name] for name in known if name in values}) for values in document["jobs"]]
-        for job in jobs:
-            is_text = all(isinstance(word, str) for word in job.overrides)
-            if type(job.number) is not int or job.name != safe_name(job.name) or not is_text:
-                raise ValueError("a job has an impossible name or impossible settings")
-        return Sweep(
-            folder, str(document["compare_by"]), jobs, from_mapping(LauncherConfig, document.get("launcher", {}))
-        )
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{folder}/sweep.json cannot be read as the record of a sweep: {str(error)[:200]}") from None

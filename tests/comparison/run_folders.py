@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cl_train.comparison.run_records import Run, read_run
+from cl_train.comparison.pairs import Run, read_run
 
 
 def _records(speed: float, started_at: float) -> list[dict[str, Any]]:

@@ -140,11 +140,11 @@ def test_another_seed_leaves_the_speeds_comparable(tmp_path: Path) -> None:
 
 def test_what_may_have_changed_the_speed_is_noted(tmp_path: Path) -> None:
     first, second = run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true")
-    for git, word in (({"commit": "b" * 40, "dirty": False}, "commits"), ({"commit": "a" * 40, "dirty": True}, "code")):
-        one = replace(first, summary=first.summary | {"git": {"commit": "a" * 40, "dirty": False}})
-        pair = compare_pair([one], [replace(second, summary=second.summary | {"git": git})])
+    for git, word in (({"git.commit": "b" * 40}, "commits"), ({"git.commit": "a" * 40, "git.dirty": True}, "code")):
+        one = replace(first, summary=first.summary | {"git.commit": "a" * 40})
+        pair = compare_pair([one], [replace(second, summary=second.summary | git)])
         assert pair.verdict == "faster" and any(word in note for note in pair.notes)
-    later = replace(second, started_at=first.started_at, ended_at=first.ended_at)
+    later = replace(second, times=first.times)
     assert any("at the same time" in note for note in compare_pair([first], [later]).notes)
     assert all("one run per side" in note for note in compare_pair([first], [second]).notes)
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cl_train.comparison.chart import Bar, write_chart
 from cl_train.comparison.pairs import compare_runs
-from cl_train.comparison.report import FailedJob, Report, as_markdown, compare_folders, verdict_sentence, write_report
+from cl_train.comparison.report import Report, as_markdown, compare_folders, verdict_sentence, write_report
 from cl_train.comparison.statistics import Interval
 from cl_train.config.schema import ConfigError
 from tests.comparison.run_folders import folder_of, run_of
@@ -27,7 +27,7 @@ def report(tmp_path: Path) -> Report:
         run_of(tmp_path, 100.0, model="alexnet"),
         run_of(tmp_path, 100.0, model="alexnet", channels_last="true", batch_size=64),
     ]
-    return Report(compare_runs(runs), [FailedJob(3, "model=vgg11", "killed by SIGKILL")])
+    return Report(compare_runs(runs), [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}])
 
 
 def test_the_report_has_the_agreed_fields(report: Report, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (folder_of().write(tmp_path / "c") / "metrics.jsonl").write_text("")
     report = compare_folders([tmp_path])
     assert [pair.verdict for pair in report.pairs] == ["faster"]
-    assert [job.overrides for job in report.failed] == ["c"]
+    assert [job["overrides"] for job in report.failed] == ["c"]
     with pytest.raises(ConfigError):
         compare_folders([first, first])
     with pytest.raises(ConfigError):

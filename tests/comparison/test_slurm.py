@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.comparison.sweep import array_script, run_sweep
-from cl_train.comparison.sweep_jobs import own_allocation
+from cl_train.comparison.sweep import array_script, own_allocation, run_sweep
 from cl_train.comparison.sweep_plan import Sweep, plan_sweep, read_sweep
 from cl_train.config.schema import ConfigError, LauncherConfig
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cl_train.comparison.pairs import compare_two
-from cl_train.comparison.run_records import read_run
+from cl_train.comparison.pairs import read_run
 from cl_train.config.schema import Config
 from cl_train.config.validation import load, to_mapping
 from tests.conftest import Run
