@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cl_train.comparison.pairs import compare_two
-from cl_train.comparison.pairs import read_run
+from cl_train.comparison.pairs import compare_two, read_run
 from cl_train.config.schema import Config
 from cl_train.config.validation import load, to_mapping
 from tests.conftest import Run
