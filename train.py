@@ -8,10 +8,7 @@
 `train` in cl_train/training/loop.py.
 """
 
-import sys
-
-from cl_train.cli import main
-from cl_train.system.signals import exit_without_teardown
+from cl_train.cli import program
 
 if __name__ == "__main__":
-    exit_without_teardown(main(["train", *sys.argv[1:]]))
+    program("train")

@@ -5,11 +5,11 @@ its output stream cannot be written (a closed pipe, a full disk).
 """
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from cl_train import __version__
 from cl_train.commands import COMMANDS
@@ -20,15 +20,16 @@ from cl_train.system.child_process import end_with_torchrun
 from cl_train.system.signals import exit_without_teardown
 
 
-def program() -> NoReturn:
-    """The process `cl-train`, `python train.py` or `python -m cl_train`."""
-    exit_without_teardown(main())
+def program(*command: str) -> NoReturn:
+    """The process `cl-train`, `python -m cl_train`, or with the name of a command `python train.py` and scripts/."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, _console(getattr(sys, name), descriptor))
+    exit_without_teardown(main([*command, *sys.argv[1:]]))
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments `words` name (default: sys.argv); returns the exit code."""
-    _protect_console()
-    return exit_code(_run_command, list(sys.argv[1:] if words is None else words) or ["--help"])
+def main(words: Sequence[str]) -> int:
+    """Run the command that the arguments `words` name; returns the exit code."""
+    return exit_code(_run_command, [*words] or ["--help"])
 
 
 def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
@@ -53,21 +54,16 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
 
 def _run_command(words: list[str]) -> int:
     name, *rest = words
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError("the working folder was deleted: change to another folder") from None
+    if not os.path.exists("."):
+        raise ConfigError("the working folder was deleted: change to another folder")
     end_with_torchrun()  # before the imports, which take seconds
     if name in ("-h", "--help"):
-        print(usage())
+        lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
+        print("\n".join(["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "also: COMMAND --help; --version"]))
         return 0
     if "--version" in words:
         print(f"cl-train {__version__}")
         return 0
-    if name == "completion":
-        from cl_train import completion
-
-        return completion.main(rest)
     if name not in COMMANDS:
         raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
     command = importlib.import_module(f"cl_train.commands.{name}")
@@ -78,35 +74,20 @@ def _run_command(words: list[str]) -> int:
     return code
 
 
-def usage() -> str:
-    commands = COMMANDS | {"completion": 'tab completion in bash: eval "$(cl-train completion)"'}
-    lines = [f"  {name:<18}{meaning}" for name, meaning in commands.items()]
-    return "\n".join(
-        ["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "settings: cl-train COMMAND --help; --version"]
-    )
-
-
-# --- console ----------------------------------------------------------------------------------------------------------
-
-
-def _protect_console() -> None:
+class _Console(io.FileIO):
     """Output that can no longer be written is discarded."""
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        if stream is None:  # closed: the next opened file would reuse file descriptor 1 or 2
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            setattr(sys, name, os.fdopen(descriptor, "w"))
-        elif not hasattr(stream.write, "__wrapped__"):
-            stream.write, stream.flush = _discarding(stream.write, stream), _discarding(stream.flush, stream)
 
-
-def _discarding(method: Callable[..., Any], stream: IO[str]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*arguments: Any) -> Any:
+    def write(self, data: Any) -> Any:
         try:
-            return method(*arguments)
+            return super().write(data)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # also for buffers and children
-            return 0
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # also for children
+            return len(data)
 
-    return call
+
+def _console(stream: io.TextIOWrapper | None, descriptor: int) -> io.TextIOWrapper:
+    if stream is None:  # closed: the next opened file would reuse the descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    buffer = io.BufferedWriter(_Console(descriptor, "w", closefd=False))
+    encoding, errors = (stream.encoding, stream.errors) if stream else ("utf-8", None)
+    return io.TextIOWrapper(buffer, encoding, errors, line_buffering=True)

@@ -2,12 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-def run(command: str) -> NoReturn:
-    from cl_train.cli import main
-
-    sys.exit(main([command, *sys.argv[1:]]))
+from cl_train.cli import program as run  # noqa: F401

@@ -16,4 +16,5 @@ COMMANDS = {
     "zoo": "many models in both layouts, in one table",
     "loader_benchmark": "images per second of the data loader, against other loaders",
     "prepare_imagenet": "unpack, check and resize ImageNet",
+    "completion": 'tab completion in bash: eval "$(cl-train completion)"',
 }

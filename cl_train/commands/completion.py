@@ -13,12 +13,10 @@ from cl_train.config.schema import Config
 from cl_train.config.validation import Setting, setting_fields
 from cl_train.system.files import cache_folder, write_text
 
-INSTALL = "complete -o default -o nospace -C 'cl-train completion query' cl-train"
-
 
 def main(words: list[str]) -> int:
     if not words:
-        print(INSTALL)
+        print("complete -o default -o nospace -C 'cl-train completion query' cl-train")
     elif words[0] != "query":  # bash appends the command, the word and the word before it
         print(__doc__)
     else:
@@ -34,20 +32,15 @@ def candidates(line: str) -> list[str]:
     if len(before) < 2:
         return [f"{name} " for name in COMMANDS if name.startswith(word)]
     is_train = before[1] == "train"
-    known = setting_fields(Config) if is_train else _settings(before[1])
+    command = importlib.import_module(f"cl_train.commands.{before[1]}") if before[1] in COMMANDS else None
+    schemas = [Config] if is_train else getattr(command, "SETTINGS", {}).values()
+    known = {key: item for schema in schemas for key, item in setting_fields(schema).items()}
     key, equals, value = word.partition("=")
     if not equals:
         return sorted(f"{name}=" for name in (TYPED_KEYS if is_train else known) if name.startswith(key))
     done, comma, last = value.rpartition(",")
     choices = group_choices(key) if is_train and key in GROUPS else _values(known[key]) if key in known else []
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
-
-
-def _settings(command: str) -> dict[str, Setting]:
-    if command not in COMMANDS:
-        return {}
-    schemas = importlib.import_module(f"cl_train.commands.{command}").SETTINGS.values()
-    return {key: item for schema in schemas for key, item in setting_fields(schema).items()}
 
 
 def _values(setting: Setting) -> list[str]:
