@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from cl_train.comparison.alternation import alternate
 from cl_train.data.collate import channels_last_collate
-from cl_train.system.timing import timed_s
+from cl_train.system.machine import timed_s
 
 
 def measure(batch_size: int, size: int) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
-from cl_train.system.environment import measured
 from cl_train.system.files import write_json
+from cl_train.system.machine import measured
 from cl_train.system.machine_load import MachineLoad
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,8 +16,7 @@ from cl_train.commands import COMMANDS
 from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import print_problems, suggest
-from cl_train.system.child_process import end_with_torchrun
-from cl_train.system.signals import exit_without_teardown
+from cl_train.system.processes import end_with_torchrun, exit_without_teardown
 
 
 def program(*command: str) -> NoReturn:

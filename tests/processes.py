@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cl_train.system import signals
+from cl_train.system import processes
 
 LIMIT_S = 300.0  # of every wait and every program: the machine may be slow and busy
 _BELOW_EPHEMERAL = range(10_000, 20_000)  # the system gives none of these ports to a program that asks for any port
@@ -65,8 +65,8 @@ def send_and_wait(pid: int, signum: int) -> None:
 
 def is_signal_received() -> bool:
     """Whether the thread that reads signals has seen one to the run in this process."""
-    request = signals._active
-    return request is not None and (request.stop is not None or request._save.is_set())
+    request = processes._active
+    return request is not None and (request.stop is not None or request._save)
 
 
 def free_ports(count: int) -> list[int]:

@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 from cl_train.config.command_line import GROUPS, CommandLine, Composed, compose, group_choices, words_of
 from cl_train.config.help import train_help
 from cl_train.config.schema import LAYOUT_NAMES, ConfigError
+from cl_train.system.files import safe_name
 from cl_train.system.launcher import adopt_srun, read_launch
-from cl_train.system.run_folder import safe_name
 
 if TYPE_CHECKING:
     from cl_train.training.records import RunResult
@@ -96,7 +96,7 @@ def _compose(line: CommandLine) -> list[Composed]:
 def _train(run: Composed, command: str | None) -> "RunResult":
     launch, cfg = read_launch(), run.cfg
     from cl_train.models.sources import follow_published_preprocessing
-    from cl_train.system.checkpoint_store import resume_path
+    from cl_train.system.checkpoints import resume_path
     from cl_train.training import loop
 
     loop.check_runs([cfg])

@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
     from cl_train.comparison import zoo
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
-    from cl_train.system.environment import describe_environment, device_name
+    from cl_train.system.machine import describe_environment, device_name
 
     device = choose_device(settings.device)
     settings = replace(settings, device=device.type, precision=resolve_precision(settings.precision, device).name)

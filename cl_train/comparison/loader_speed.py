@@ -23,7 +23,7 @@ from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.distributed import Dist
-from cl_train.system.environment import measured
+from cl_train.system.machine import measured
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -41,10 +41,9 @@ from cl_train.memory_format.model_call import explain_failure, random_state_rest
 from cl_train.models.sources import copy_model, device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.step.utilisation import describe, flops_of, utilisation
-from cl_train.system.environment import describe_environment, device_name
 from cl_train.system.files import cache_folder, write_json
+from cl_train.system.machine import describe_environment, device_name, is_out_of_memory, release_memory
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
-from cl_train.system.memory import is_out_of_memory, release_memory
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from cl_train.comparison.sweep_plan import Job, problem_of, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.files import write_json, write_text
-from cl_train.system.run_folder import safe_name
+from cl_train.system.files import safe_name
 
 SCHEMA_VERSION = 1
 VERDICTS = ("faster", "slower", "no_difference", "inconclusive", "not_comparable")

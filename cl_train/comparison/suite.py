@@ -15,7 +15,7 @@ from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import sources as models
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device
-from cl_train.system.environment import measured
+from cl_train.system.machine import measured
 
 LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 

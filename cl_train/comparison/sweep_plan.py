@@ -16,8 +16,7 @@ from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, check_command_li
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
 from cl_train.config.validation import from_mapping, setting_fields
 from cl_train.data.sample import PATTERNS, SampleSpec
-from cl_train.system.files import write_json
-from cl_train.system.run_folder import safe_name
+from cl_train.system.files import safe_name, write_json
 
 SCHEMA_VERSION = 2
 LOG_NAME = "job.log"  # in the folder of a job, from its start on

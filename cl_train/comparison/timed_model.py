@@ -18,8 +18,7 @@ from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step, update_weights
-from cl_train.system.memory import peak_memory_of_step_gib
-from cl_train.system.timing import step_times_s
+from cl_train.system.machine import peak_memory_of_step_gib, step_times_s
 
 LossFunction = Callable[[Any], torch.Tensor]
 

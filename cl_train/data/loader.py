@@ -32,7 +32,7 @@ from cl_train.data.user_dataset import DatasetReader, StreamEnd, StreamReader
 from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, check_resources, shared
 from cl_train.system.distributed import Dist
 from cl_train.system.launcher import cores_of_process
-from cl_train.system.memory import available_bytes
+from cl_train.system.machine import available_bytes
 
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 16

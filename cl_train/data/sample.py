@@ -18,8 +18,8 @@ from PIL import Image
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import Pixels
-from cl_train.system.locks import lock_file
-from cl_train.system.process_pool import map_in_processes
+from cl_train.system.files import lock_file
+from cl_train.system.processes import map_in_processes
 
 Field = npt.NDArray[np.floating[Any]]
 

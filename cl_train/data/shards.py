@@ -38,7 +38,7 @@ from cl_train.data.source import (
     save_index,
 )
 from cl_train.data.tar import open_tar, read_member, regular_files
-from cl_train.system.process_pool import map_in_processes
+from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png")

@@ -30,7 +30,7 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.child_process import watch_parent
+from cl_train.system.processes import watch_parent
 
 _POLL_S = 1.0
 _CLOSE_S = 2.0

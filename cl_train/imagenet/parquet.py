@@ -21,7 +21,7 @@ from cl_train.data.source import listed
 from cl_train.imagenet.resumable import record_settings, resumable_folder, write_image
 from cl_train.imagenet.shards import sample_name, shard_name, write_shard
 from cl_train.system.files import write_json
-from cl_train.system.process_pool import map_in_processes
+from cl_train.system.processes import map_in_processes
 
 _ROWS = 64  # read at once
 

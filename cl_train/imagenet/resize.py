@@ -17,7 +17,7 @@ from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS, files_below
 from cl_train.data.transforms import resized
 from cl_train.imagenet.resumable import record_settings, resumable_folder, write_image
-from cl_train.system.process_pool import map_in_processes
+from cl_train.system.processes import map_in_processes
 
 _DEFAULT_MAX_SIDE = 400
 _SHOWN = 5

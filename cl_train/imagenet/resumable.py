@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.files import output_folder, write_json
-from cl_train.system.locks import lock_file
+from cl_train.system.files import lock_file, output_folder, write_json
 
 SETTINGS, _LOCK = ".settings.json", ".settings.lock"
 

@@ -16,7 +16,7 @@ from cl_train.data.shards import MANIFEST, index_shard
 from cl_train.data.source import Indices, Split
 from cl_train.imagenet.resumable import record_settings, resumable_folder
 from cl_train.system.files import write_json
-from cl_train.system.process_pool import map_in_processes
+from cl_train.system.processes import map_in_processes
 
 Sample = tuple[str, int, bytes]  # name without suffix, label, encoded image
 

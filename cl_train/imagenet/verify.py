@@ -10,7 +10,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS, files_below
 from cl_train.data.source import listed
-from cl_train.system.process_pool import map_in_processes
+from cl_train.system.processes import map_in_processes
 
 CLASSES, TRAIN_IMAGES, VAL_IMAGES = 1000, 1_281_167, 50_000
 _SHOWN = 10

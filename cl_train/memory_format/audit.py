@@ -24,7 +24,7 @@ from cl_train.memory_format.model_call import (
 from cl_train.memory_format.operator_recorder import OperatorRecorder
 from cl_train.memory_format.operator_times import time_operators
 from cl_train.step.precision import Precision, autocast
-from cl_train.system.timing import timed_s
+from cl_train.system.machine import timed_s
 
 _TIMED_REPEATS = 3
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.known_issues import known_crash
-from cl_train.system.child_process import end_with_parent
+from cl_train.system.processes import end_with_parent
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

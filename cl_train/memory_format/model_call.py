@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.memory import is_out_of_memory
+from cl_train.system.machine import is_out_of_memory
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[1]}/"

@@ -34,7 +34,7 @@ from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, kernel_selection, trainable_parameters
 from cl_train.step.train_step import StepParts, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
-from cl_train.system.timing import wait_for
+from cl_train.system.machine import wait_for
 
 LAYOUTS = ("contiguous", "channels_last")
 PYTHON = "python"

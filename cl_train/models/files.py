@@ -24,8 +24,7 @@ from cl_train.config.validation import optional_module, suggest
 from cl_train.memory_format.layout import memory_format_of, named_tensors, to_contiguous_state
 from cl_train.memory_format.model_call import failure_explained
 from cl_train.models.card import KEYS, ModelCard
-from cl_train.system import checkpoint_file
-from cl_train.system.torch_file import UnreadableFile, read_torch_file
+from cl_train.system.checkpoints import UnreadableFile, is_checkpoint, read_torch_file
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "zoo"]
 
@@ -77,7 +76,7 @@ def weights_path(weights: str | Path) -> Path | None:
 
 
 def _kind_of(path: Path) -> Kind:
-    """From its suffix and its members; nothing is executed. Raises ConfigError: no file, or ONNX."""
+    """From its suffix and its members, a checkpoint as a state dict. Executes nothing. Raises ConfigError: no file, or ONNX."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".onnx":
@@ -86,7 +85,7 @@ def _kind_of(path: Path) -> Kind:
         return "safetensors"
     try:
         with zipfile.ZipFile(path) as archive:
-            names, comment = archive.namelist(), archive.comment
+            names = archive.namelist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return "state dict"  # the format of torch.save before 1.6; the reader refuses anything else
     members = {*names, *(name.partition("/")[2] for name in names)}
@@ -94,7 +93,7 @@ def _kind_of(path: Path) -> Kind:
         return "TorchScript"
     if any(name.startswith("models/") or name.endswith("exported_program.json") for name in members):
         return "exported program"
-    return "checkpoint" if comment.startswith(b"sha256:") else "state dict"
+    return "state dict"
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -119,12 +118,10 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
         if kind == "safetensors":
             content, metadata = _read_safetensors(path)
         else:
-            content = checkpoint_file.load(path) if kind == "checkpoint" else read_torch_file(path)
-            metadata = _mapping(content).get("facts")
+            content = read_torch_file(path)
+            metadata, kind = _mapping(content).get("facts"), "checkpoint" if is_checkpoint(content) else kind
     except (UnreadableFile, OSError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except checkpoint_file.CheckpointError as error:
-        raise ConfigError(str(error)) from error
     state, taken = _find_state(content, path, entry)
     metadata = metadata or _mapping(getattr(state, "_metadata", None)).get("")
     renamed, removed = _without_prefix(state, path, prefix)

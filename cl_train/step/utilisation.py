@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cl_train.step.precision import Precision, kernel_selection
-from cl_train.system.timing import timed_s
+from cl_train.system.machine import timed_s
 
 # Data sheets, TFLOP/s, dense, of the largest variant: fp16 and bf16 (tensor cores, fp32 sums), TF32, fp32.
 _DATA_SHEETS = {

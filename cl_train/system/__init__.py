@@ -1,4 +1,4 @@
 """The machine around a run: processes, signals, files and locks that survive kills, versions and load.
 
-Start with `checkpoint_file.py`. May import `config`.
+Start with `files.py`. May import `config`.
 """

@@ -1,9 +1,11 @@
-"""The processes of one run: rank, device and process group, and the collectives that a run uses."""
+"""The processes of one run: device, process group, the collectives that a run uses, and which rank died or hangs."""
 
 import logging
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,8 +17,8 @@ import torch
 import torch.distributed
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.child_process import end_with_parent
 from cl_train.system.launcher import adopt_srun, is_srun_task, read_launch
+from cl_train.system.processes import end_with_parent
 
 T = TypeVar("T")
 _groups = 0  # process groups that this process has joined
@@ -24,6 +26,14 @@ _groups = 0  # process groups that this process has joined
 log = logging.getLogger(__name__)
 
 GPU_FILE = Path("/dev/nvidia0")
+BEAT_S = 0.5
+LISTEN_S = 3.0
+ANSWER_S = 3.0  # the ranks' store may take this long to respond
+_LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")  # gloo's messages
+
+
+class RankFault(RuntimeError):
+    """Another rank died or hangs; the message names it if it is known."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,9 @@ class Dist:
     def is_main(self) -> bool:
         """Rank 0 writes the files and the console."""
         return self.rank == 0
+
+
+# --- device -----------------------------------------------------------------------------------------------------------
 
 
 def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch.device:
@@ -93,6 +106,9 @@ def check_kernels(device: torch.device) -> None:
     )
 
 
+# --- process group ----------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), and leave it at the end.
@@ -113,9 +129,9 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     # `srun --gpus-per-task=1` shows each task its own GPU only; NCCL refuses two ranks on one GPU.
     has_own_gpu = is_srun_task() and torch.cuda.device_count() == 1
     chosen = choose_device(device, 0 if has_own_gpu else launch.local_rank)
-    if chosen.type == "cuda":
+    is_cuda, timeout = chosen.type == "cuda", timedelta(seconds=timeout_s)
+    if is_cuda:
         torch.cuda.set_device(chosen)
-    timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
     except torch.distributed.DistError as error:
@@ -126,21 +142,18 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         ) from error
     global _groups
     _groups += 1
-    store = torch.distributed.PrefixStore(store_prefix("attempt"), store)
     torch.distributed.init_process_group(
-        # gloo on CUDA too: the hosts exchange flags without waiting for a device
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        store=store,
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",  # the hosts exchange flags without waiting for a device
+        store=torch.distributed.PrefixStore(_store_prefix("attempt"), store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=chosen if chosen.type == "cuda" else None,
+        device_id=chosen if is_cuda else None,
     )
-    dist = Dist(rank, world_size, chosen)
     try:
-        yield dist
+        yield Dist(rank, world_size, chosen)
     except BaseException:
-        if chosen.type == "cuda":  # else the end would wait for collectives that a dead rank never joins
+        if is_cuda:  # else the end would wait for collectives that a dead rank never joins
             assert torch.distributed.group.WORLD is not None
             with suppress(RuntimeError):
                 torch.distributed.group.WORLD.abort()
@@ -149,13 +162,14 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         torch.distributed.destroy_process_group()
 
 
-def store_prefix(name: str) -> str:
-    """A prefix of the keys in the ranks' store: a restarted rank must not find those of the previous attempt, nor the
-    second run of a program those of its first.
-
-    torchrun does not count a restart after a node has joined, but then the number of processes changes.
+def _store_prefix(name: str) -> str:
+    """A restarted rank must not find the keys of the previous attempt, nor the second run of a program those of its
+    first. torchrun does not count a restart after a node has joined, but then the number of processes changes.
     """
     return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ['WORLD_SIZE']}-{_groups}"
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
@@ -183,10 +197,9 @@ def broadcast_buffers(model: torch.nn.Module, dist: Dist) -> None:
 
 def broadcast_object(value: Any, dist: Dist) -> Any:
     """Rank 0's `value` on every rank; it is pickled."""
-    if dist.world_size == 1:
-        return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if dist.world_size > 1:
+        torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 
@@ -209,8 +222,71 @@ def on_main(work: Callable[[], T], dist: Dist) -> T:
 
 def gather_objects(value: Any, dist: Dist) -> list[Any]:
     """The values of all ranks, in rank order, on every rank; they are pickled."""
-    if dist.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * dist.world_size
-    torch.distributed.all_gather_object(values, value)
+    values: list[Any] = [value] * dist.world_size
+    if dist.world_size > 1:
+        torch.distributed.all_gather_object(values, value)
     return values
+
+
+# --- dead ranks -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watch_ranks(dist: Dist) -> Iterator[None]:
+    """Raise a `RankFault` that names the missing rank if a collective fails: its own error says only that a connection
+    broke.
+
+    A thread of every rank increments a counter in the ranks' store. The counter of a killed or stopped process no
+    longer changes; that of a rank that waits in a collective does, because waiting releases the interpreter lock.
+    """
+    if dist.world_size == 1:
+        yield
+        return
+    store, stop = connect_to_store(), threading.Event()
+
+    def beat() -> None:
+        with suppress(RuntimeError):  # the process that holds the store has ended; the next collective fails
+            while not stop.wait(BEAT_S):
+                store.add(str(dist.rank), 1)
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    except RuntimeError as error:  # gloo's errors have no type of their own
+        if not isinstance(error, torch.distributed.DistError) and not any(words in str(error) for words in _LOST):
+            raise
+        raise RankFault(f"{find_silent_ranks(dist)} ({str(error).splitlines()[0]})") from error
+    finally:
+        stop.set()
+        thread.join(2 * BEAT_S)
+
+
+def connect_to_store() -> torch.distributed.Store:
+    """A separate connection to the ranks' store, because a call that waits blocks the others on its connection."""
+    address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=LISTEN_S)
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+    return torch.distributed.PrefixStore(_store_prefix("heartbeat"), store)
+
+
+def find_silent_ranks(dist: Dist) -> str:
+    """Compare the counters over a few seconds; returns for example `rank 1 is dead or hangs`."""
+    readings: list[list[int]] = []
+
+    def read() -> None:
+        with suppress(RuntimeError):
+            store = connect_to_store()
+            for pause_s in (0.0, LISTEN_S):
+                time.sleep(pause_s)
+                readings.append([store.add(str(rank), 0) for rank in range(dist.world_size)])
+
+    reader = threading.Thread(target=read, daemon=True)  # a stopped process never responds
+    reader.start()
+    reader.join(LISTEN_S + ANSWER_S)
+    if len(readings) < 2:  # without torchrun, rank 0 holds the store
+        return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not respond"
+    others = (rank for rank in range(dist.world_size) if rank != dist.rank)
+    silent = [f"rank {rank}" for rank in others if readings[0][rank] == readings[1][rank]]
+    if not silent:
+        return "a rank hangs although its process is alive"
+    return f"{', '.join(silent)} {'is dead or hangs' if len(silent) == 1 else 'are dead or hang'}"

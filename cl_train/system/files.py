@@ -1,13 +1,22 @@
-"""Files replaced atomically or extended by whole records; the outputs of commands; full disks; the cache folder."""
+"""Files replaced atomically or extended by whole records; the outputs of commands; locks; full disks; the cache folder.
+
+Imports no torch.
+"""
 
 import errno
+import fcntl
+import hashlib
 import json
 import logging
 import os
+import re
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +25,8 @@ from cl_train.config.schema import ConfigError
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
+_POLL_S = 0.2
+_REPEAT_MESSAGE_S = 60.0
 
 
 @contextmanager
@@ -49,6 +60,45 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
+def retry(write: Callable[[], None]) -> None:
+    """Call `write` until it succeeds, for `RETRY_S`: somebody may free space on a full disk.
+
+    Raises the OSError of the last attempt.
+    """
+    deadline = None
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if deadline is None:
+                deadline = time.monotonic() + RETRY_S
+                log.warning("%s: trying again for %g s; free some space", error, RETRY_S)
+            elif time.monotonic() >= deadline:
+                raise
+        time.sleep(min(1.0, RETRY_S))
+
+
+def cache_folder() -> Path:
+    """${XDG_CACHE_HOME:-~/.cache}/cl_train; in the temporary folder if there is no home directory."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "cl_train"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "cl_train"
+
+
+def safe_name(text: str, limit: int = 100) -> str:
+    """`text` as one component of a path: no separators, no leading dot, at most `limit` bytes.
+
+    A longer text ends in a few digits of its hash instead, so that two long names stay distinct.
+    """
+    name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text).lstrip(".") or "_"
+    if len(name) <= limit:
+        return name
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    return f"{name[: limit - 9]}-{digest}"
+
+
 # --- outputs of commands ----------------------------------------------------------------------------------------------
 
 
@@ -63,20 +113,16 @@ def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Pa
     """
     if path.is_dir():
         raise ConfigError(f"{key}={path} is a folder: name a file")
-    _refuse_existing(path, overwrite or not os.path.lexists(path), "exists", key)
+    if os.path.lexists(path) and not overwrite:
+        raise ConfigError(f"{key}={path} exists: choose another name, or write overwrite=true")
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    created = _create_folders(path.parent, key)
-    try:
+    with _created(path.parent, f"{key}={path}", probe=temporary):
         try:
-            temporary.touch()
-        except OSError as error:
-            raise _unwritable(path, error, key) from None
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        _remove_empty(created)
-        raise
+            yield temporary
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
@@ -91,48 +137,38 @@ def output_folder(path: Path, *, overwrite: bool, markers: Sequence[str]) -> Ite
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"out={path} is a file: name a folder")
-    try:
-        names = set(os.listdir(path)) if path.exists() else set()
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    _refuse_existing(path, overwrite or not names or not names.isdisjoint(markers), "holds files of something else")
-    created = _create_folders(path)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise _unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    try:
-        yield
-    except BaseException:
-        if created and set(os.listdir(path)) <= set(markers):
-            for name in markers:
-                (path / name).unlink(missing_ok=True)
-            _remove_empty(created)
-        raise
+    is_new = not path.exists()
+    with _created(path, f"out={path}", probe=path / f".tmp-{os.getpid()}"):
+        (path / f".tmp-{os.getpid()}").unlink()
+        names = set(os.listdir(path))
+        if names and names.isdisjoint(markers) and not overwrite:
+            raise ConfigError(f"out={path} holds files of something else: choose another name, or write overwrite=true")
+        try:
+            yield
+        except BaseException:
+            if is_new and set(os.listdir(path)) <= set(markers):
+                for name in markers:
+                    (path / name).unlink(missing_ok=True)
+            raise
 
 
-def _refuse_existing(path: Path, is_allowed: bool, what: str, key: str = "out") -> None:
-    if not is_allowed:
-        raise ConfigError(f"{key}={path} {what}: choose another name, or write overwrite=true")
-
-
-def _create_folders(folder: Path, key: str = "out") -> list[Path]:
-    """Create `folder`; returns the new folders, innermost first."""
+@contextmanager
+def _created(folder: Path, setting: str, *, probe: Path) -> Iterator[None]:
+    """Create `folder` and the file `probe` in it; after an exception, folders that are new and empty are removed."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _remove_empty(missing)
-        raise _unwritable(folder, error, key) from None
-    return missing
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        with suppress(OSError):  # somebody else has put a file there
-            folder.rmdir()
-
-
-def _unwritable(path: Path, error: OSError, key: str = "out") -> ConfigError:
-    return ConfigError(f"{key}={path} cannot be written: {error.strerror or error}; choose another place")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"{setting} cannot be written: {reason}; choose another place") from None
+        yield
+    except BaseException:
+        for parent in missing:
+            with suppress(OSError):  # somebody else has put a file there
+                parent.rmdir()
+        raise
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -188,28 +224,43 @@ def _with_file_name(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 
-def retry(write: Callable[[], None]) -> None:
-    """Call `write` until it succeeds, for `RETRY_S`: somebody may free space on a full disk.
+# --- locks ------------------------------------------------------------------------------------------------------------
 
-    Raises the OSError of the last attempt.
+
+class LockHeld(RuntimeError):
+    """Another process holds the lock; the message names it: `process 4711 on host since 2025-01-31 12:00:00`."""
+
+
+@contextmanager
+def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, which is created if necessary and not deleted.
+
+    It excludes other processes, not other threads of this one. A POSIX record lock: the kernel releases it when the
+    process that acquired it ends for any reason, and forked children, which may outlive it, do not inherit it.
+
+    Raises OSError if the file cannot be written or the file system has no locks.
+
+    Args:
+        waiting_for: wait for the lock, and report this on stderr once a minute, for example "waiting for the sample
+            data: locked by process 4711 on host since ...". None = raise LockHeld.
     """
-    deadline = None
-    while True:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0) as file:
+        message_at = 0.0
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
+                holder = os.pread(file.fileno(), 4096, 0).decode(errors="replace") or "another process"
+            if waiting_for is None:
+                raise LockHeld(holder)
+            if time.monotonic() >= message_at:
+                print(f"waiting for {waiting_for}: locked by {holder} ({path})", file=sys.stderr, flush=True)
+                message_at = time.monotonic() + _REPEAT_MESSAGE_S
+            time.sleep(_POLL_S)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode())
         try:
-            return write()
-        except OSError as error:
-            if deadline is None:
-                deadline = time.monotonic() + RETRY_S
-                log.warning("%s: trying again for %g s; free some space", error, RETRY_S)
-            elif time.monotonic() >= deadline:
-                raise
-        time.sleep(min(1.0, RETRY_S))
-
-
-def cache_folder() -> Path:
-    """${XDG_CACHE_HOME:-~/.cache}/cl_train; in the temporary folder if there is no home directory."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(given) if given else Path.home() / ".cache") / "cl_train"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / "cl_train"
+            yield
+        finally:
+            file.truncate(0)

@@ -31,26 +31,25 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         launch = Launch(*(int(environment[name]) for name in numbers[:3]))
         if launch.local_rank <= launch.rank < launch.world_size:
             return launch
-        wrong = list(numbers[:3])
-    found = ", ".join(f"{name}={environment[name]!r}" if name in environment else f"no {name}" for name in wrong)
+    found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in wrong or numbers[:3])
     raise ConfigError(
         f"the environment has {found}: start with torchrun or srun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train "
         "in one process"
     )
 
 
-def adopt_srun() -> None:
-    """In a task of `srun`, set the variables that torchrun would set: torch.distributed and `read_launch` read them."""
-    os.environ.update(srun_variables(os.environ))
-
-
 def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `srun` started this process as one of several tasks.
 
-    SLURM_STEP_NUM_TASKS counts the tasks of this `srun`. SLURM_NTASKS is not used: it is also set in a
-    shell of `salloc` and in an `sbatch` script, where one process is started.
+    SLURM_STEP_NUM_TASKS counts the tasks of this `srun`. SLURM_NTASKS is also set where one process is started: in a
+    shell of `salloc` and in an `sbatch` script.
     """
     return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def adopt_srun() -> None:
+    """In a task of `srun`, set the variables that torchrun would set: torch.distributed and `read_launch` read them."""
+    os.environ.update(srun_variables(os.environ))
 
 
 def srun_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -62,14 +61,15 @@ def srun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if not is_srun_task(environment) or {"RANK", "WORLD_SIZE"} & environment.keys():
         return {}
     tasks = environment["SLURM_STEP_NUM_TASKS"]
-    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step, node = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "NODEID"))
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    per_node = [count for count, repeats in counts for _ in range(int(repeats or 1))]  # 2(x3),1 is 2, 2, 2, 1
     return {
         "RANK": environment.get("SLURM_PROCID", ""),
         "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
         "WORLD_SIZE": tasks,
-        "LOCAL_WORLD_SIZE": str(per_node[min(int(environment.get("SLURM_NODEID", "0")), len(per_node) - 1)]),
+        "LOCAL_WORLD_SIZE": per_node[min(node, len(per_node) - 1)],
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
     }
@@ -79,12 +79,6 @@ def first_host(nodelist: str) -> str:
     """The first node of Slurm's compressed list: `gpu003` of `gpu[003-007,010],other1`. `scontrol` may be absent."""
     found = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodelist)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", found[0]) if found else ""
-
-
-def tasks_per_node(counts: str) -> list[int]:
-    """Slurm's compressed list of task counts: `2(x3),1` is 2, 2, 2, 1."""
-    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(count) for count, repeats in pairs for _ in range(int(repeats or 1))]
 
 
 def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:

@@ -1,19 +1,15 @@
-"""The run folder: one writer at a time, writable, with space for checkpoints, and safe names for files in it."""
+"""The run folder: one writer at a time, writable, with space for checkpoints."""
 
-import hashlib
 import os
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.locks import LockHeld, lock_file
+from cl_train.system.files import LockHeld, lock_file
 
-_CHECKPOINTS = ("checkpoints/step-*.pt", "checkpoints/best.pt")
-_RECORDS = ("metrics.jsonl", "summary.json", "train.log", "events.out.tfevents.*", *_CHECKPOINTS)
-_OF_A_RUN = ("config.yaml", "summary.json", *_CHECKPOINTS)  # train.log alone is of a run that was refused
-_UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
+_RESULTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints/step-*.pt", "checkpoints/best.pt")
+_LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
 
 
 @contextmanager
@@ -29,50 +25,39 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     """
     if overwrite and continues(resume, folder):
         raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
-    is_new = not folder.exists()
-    check_writable(folder)
+    is_new, elsewhere = not folder.exists(), "choose another folder with hydra.run.dir=FOLDER"
     with ExitStack() as stack:
         try:
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_file(folder / ".lock"))
+            with lock_file(folder / "checkpoints/.lock"):
+                (folder / "checkpoints/.lock").unlink()
         except LockHeld as holder:
-            raise ConfigError(
-                f"another run writes to {folder} ({holder}): stop it, or choose another hydra.run.dir=FOLDER"
-            ) from None
+            raise ConfigError(f"another run writes to {folder} ({holder}): stop it, or {elsewhere}") from None
         except OSError as error:
-            raise ConfigError(f"{folder / '.lock'} cannot be locked: {error.strerror}; choose another folder") from None
-        records = [path for pattern in _RECORDS for path in folder.glob(pattern)]
-        odd = [path for path in records if path.exists() and not path.is_file()]
-        if odd:  # a FIFO would block the run, a folder would fail it at its end
-            raise ConfigError(f"{odd[0]} is not a regular file: move it away, or choose another hydra.run.dir=FOLDER")
-        if overwrite:
-            for path in records:
+            reason = f"{error.strerror} ({error.filename or folder})"
+            raise ConfigError(f"cannot write to the folder {folder}: {reason}; {elsewhere}") from None
+        results, logs = ([path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS))
+        for path in results + logs:
+            if path.exists() and not path.is_file():  # a FIFO would block the run, a folder would fail it at its end
+                raise ConfigError(f"{path} is not a regular file: move it away, or {elsewhere}")
+            if overwrite:
                 path.unlink()
-        metrics = folder / "metrics.jsonl"
-        is_used = (metrics.is_file() and metrics.stat().st_size > 0) or any(
-            path for pattern in _OF_A_RUN for path in folder.glob(pattern)
-        )
-        if is_used and not overwrite and not continues(resume, folder):
+        if not (overwrite or continues(resume, folder)) and any(path.stat().st_size for path in results):
             raise ConfigError(
                 f"{folder} holds the results of an earlier run, or files of the same names: continue it with "
-                "resume=auto, choose another folder with hydra.run.dir=FOLDER, or delete them with overwrite=true"
+                f"resume=auto, {elsewhere}, or delete them with overwrite=true"
             )
-        check_writable(folder / "checkpoints")
         try:
             yield
         except ConfigError:
-            if is_new:
-                _remove_empty(folder)
+            if is_new and not any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+                for name in (".lock", "train.log"):  # a run that was refused leaves nothing
+                    (folder / name).unlink(missing_ok=True)
+                with suppress(OSError):
+                    (folder / "checkpoints").rmdir()
+                    folder.rmdir()
             raise
-
-
-def _remove_empty(folder: Path) -> None:
-    """A run that was refused leaves nothing, unless it has recorded something."""
-    if not any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
-        for name in (".lock", "train.log"):
-            (folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            (folder / "checkpoints").rmdir()
-            folder.rmdir()
 
 
 def continues(resume: str | None, folder: Path) -> bool:
@@ -80,26 +65,6 @@ def continues(resume: str | None, folder: Path) -> bool:
     if resume is None or resume == "auto":
         return resume == "auto"
     return Path(resume).expanduser().resolve().is_relative_to(folder.resolve())
-
-
-def check_writable(folder: str | Path) -> None:
-    """Create the folder, and write, sync and delete a small file in it, to find problems before the first checkpoint.
-
-    Raises ConfigError with the system's reason.
-    """
-    folder = Path(folder)
-    probe = folder / f".probe-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with probe.open("wb") as file:
-            file.write(b"probe")
-            file.flush()
-            os.fsync(file.fileno())
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to the folder {folder}: {error.strerror or error}; choose another with hydra.run.dir=FOLDER"
-        ) from None
 
 
 def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[str]:
@@ -117,15 +82,3 @@ def check_space(folder: str | Path, checkpoint_bytes: int, keep: int) -> list[st
     if free_bytes < count * checkpoint_bytes:
         return [f"{sizes}, of which up to {count} exist at a time: free some space or lower checkpoint.keep"]
     return []
-
-
-def safe_name(text: str, limit: int = 100) -> str:
-    """`text` as one component of a path: no separators, no leading dot, at most `limit` bytes.
-
-    A longer text ends in a few digits of its hash instead, so that two long names stay distinct.
-    """
-    name = _UNSAFE.sub("_", text).lstrip(".") or "_"
-    if len(name) <= limit:
-        return name
-    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    return f"{name[: limit - 9]}-{digest}"

@@ -20,7 +20,7 @@ from cl_train.data.build import build_data
 from cl_train.memory_format.crashes import Crash, OutOfMemory, crash_safe
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
-from cl_train.system.memory import available_bytes, is_out_of_memory, release_memory
+from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
 from cl_train.training.build import build_model, check_parameters, training_sizes
 
 log = logging.getLogger(__name__)

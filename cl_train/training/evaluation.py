@@ -28,7 +28,7 @@ from cl_train.step.precision import Precision, autocast, without_autotuning
 from cl_train.step.train_step import labels_and_top5
 from cl_train.system.distributed import Dist, broadcast_buffers, gather_objects, max_over_ranks, on_main, sum_over_ranks
 from cl_train.system.files import write_text
-from cl_train.system.signals import StopRequest
+from cl_train.system.processes import StopRequest
 from cl_train.training.progress import MAP, TrainingFault
 
 log = logging.getLogger(__name__)

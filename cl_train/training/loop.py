@@ -28,10 +28,10 @@ from cl_train.system.distributed import (
     max_over_ranks,
     on_main,
     processes,
+    watch_ranks,
 )
-from cl_train.system.heartbeat import watch_ranks
+from cl_train.system.processes import StopRequest
 from cl_train.system.run_folder import claimed_folder, continues
-from cl_train.system.signals import StopRequest
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import utilisation_of
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report

@@ -12,7 +12,7 @@ from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.model_call import explain_failure, state_restored
 from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast
-from cl_train.system.memory import describe_out_of_memory, is_out_of_memory
+from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.training.progress import TrainingFault
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule
 from cl_train.step.schedule import lr_at, scaled_lr
-from cl_train.system.timing import DeviceClock
+from cl_train.system.machine import DeviceClock
 
 MAP = "mean_average_precision"
 LEAD_STEPS = 2  # that the device may be behind the host: enough to keep it busy; each holds a batch in memory

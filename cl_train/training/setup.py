@@ -30,13 +30,12 @@ from cl_train.models.sources import log_preprocessing
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
 from cl_train.step.train_step import StepResult
-from cl_train.system.checkpoint_store import CheckpointStore
+from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
-from cl_train.system.environment import describe_environment, device_name, git_state
 from cl_train.system.launcher import cores_of_process
+from cl_train.system.machine import DeviceClock, describe_environment, device_name, git_state
 from cl_train.system.machine_load import MachineLoad
-from cl_train.system.signals import StopRequest
-from cl_train.system.timing import DeviceClock
+from cl_train.system.processes import StopRequest
 from cl_train.training.build import build_train_state, check_loss
 from cl_train.training.progress import Plan, Progress, ThroughputMeter, Window, score_of
 from cl_train.training.records import RecordWriter, Summary, read_records

@@ -16,8 +16,7 @@ from cl_train.data.device import Batch
 from cl_train.step.ema import EMA
 from cl_train.step.precision import full_precision_state, trainable_parameters
 from cl_train.step.train_step import StepParts, StepResult
-from cl_train.system.checkpoint_file import CheckpointError, snapshot
-from cl_train.system.checkpoint_store import CheckpointStore, load_for_resume
+from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.run_folder import check_space
 from cl_train.training.progress import Progress

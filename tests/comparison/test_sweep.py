@@ -17,7 +17,7 @@ from cl_train.comparison.sweep import LocalJobs, Slot, run_sweep
 from cl_train.comparison.sweep_plan import LOG_NAME, plan_sweep, problem_of, read_sweep
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
-from cl_train.system import locks
+from cl_train.system import files
 from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S, Process, wait_until
 
@@ -424,7 +424,7 @@ def test_a_job_waits_for_the_process_that_still_writes_to_its_folder(
     (planned.folder / job.name / LOG_NAME).touch()
     planned.save()
     program = (
-        "import time; from cl_train.system.locks import lock_file\n"
+        "import time; from cl_train.system.files import lock_file\n"
         f"with lock_file({str(planned.folder / job.name / '.lock')!r}):\n"
         "    print('locked', flush=True)\n"
         "    time.sleep(10_000)\n"
@@ -437,7 +437,7 @@ def test_a_job_waits_for_the_process_that_still_writes_to_its_folder(
         holder.wait()
 
     clock = SimpleNamespace(monotonic=time.monotonic, strftime=time.strftime, sleep=end_the_holder)
-    monkeypatch.setattr(locks, "time", clock)
+    monkeypatch.setattr(files, "time", clock)
     assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 0
     assert holder.returncode == -signal.SIGKILL
     holder.stdout.close()

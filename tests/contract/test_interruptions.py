@@ -13,9 +13,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.config.schema import ConfigError
-from cl_train.system import checkpoint_store, files
-from cl_train.system.checkpoint_file import CheckpointError
-from cl_train.system.checkpoint_store import CheckpointStore
+from cl_train.system import checkpoints, files
+from cl_train.system.checkpoints import CheckpointError, CheckpointStore
 from cl_train.system.files import AppendFile, write_json
 from cl_train.training import records
 from tests.conftest import Run, write_images
@@ -116,7 +115,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
         is_full[0] = False
 
     monkeypatch.setattr(AppendFile, "_write", refusing(AppendFile._write, lambda self, _: self.path))
-    monkeypatch.setattr(checkpoint_store, "write", refusing(checkpoint_store.write, lambda path, _: path))
+    monkeypatch.setattr(checkpoints, "write", refusing(checkpoints.write, lambda path, _: path))
     monkeypatch.setattr(records, "write_json", lambda path, *rest, **named: [refuse(path), write_json(path, *rest)])
     monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=free_space))
     done = train("epochs=8", "log_to=[tensorboard]", "checkpoint.every_steps=1")
@@ -135,7 +134,7 @@ def test_a_full_disk_at_the_last_save_is_named(train: Train, monkeypatch: pytest
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_store, "write", refuse)
+    monkeypatch.setattr(checkpoints, "write", refuse)
     monkeypatch.setattr(files, "RETRY_S", 0.01)
     with pytest.raises(CheckpointError, match=r"No space left[\s\S]*resume=auto"):
         train(folder=tmp_path)

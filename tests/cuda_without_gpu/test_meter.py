@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cl_train.system.timing import DeviceClock
+from cl_train.system.machine import DeviceClock
 from cl_train.training import progress
 from cl_train.training.progress import ThroughputMeter
 

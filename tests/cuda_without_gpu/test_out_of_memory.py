@@ -15,7 +15,7 @@ from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import OutOfMemory
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import resolve_precision
-from cl_train.system.memory import is_out_of_memory
+from cl_train.system.machine import is_out_of_memory
 from cl_train.training import preflight
 from cl_train.training.batch_size import BatchSpeed, search
 from cl_train.training.progress import TrainingFault

@@ -12,7 +12,7 @@ from typing import Any
 import tiny
 from forkserver import ForkServer, Run
 
-from cl_train.system.checkpoint_store import CheckpointStore
+from cl_train.system.checkpoints import CheckpointStore
 from tests.processes import LIMIT_S
 
 

@@ -18,9 +18,8 @@ import torch
 from bench import Bench
 from outcome import Outcome
 
-from cl_train.system import checkpoint_store
-from cl_train.system.checkpoint_file import CheckpointError, load, write
-from cl_train.system.checkpoint_store import CheckpointStore
+from cl_train.system import checkpoints
+from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, write
 
 EIGHT_MB = 2_000_000  # float32 values
 
@@ -160,7 +159,7 @@ def problems_of_failure(store: CheckpointStore, folder: Path, state: Any, kind: 
                 problems.append("the previous checkpoint is not the newest")
             if sorted(os.listdir(folder)) != ["step-00000001.pt"]:
                 problems.append(f"left {os.listdir(folder)}")
-            with unittest.mock.patch.object(checkpoint_store, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0):
+            with unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0):
                 store.save(state, 4)
                 store.wait()
         problems.append("failures for too long did not stop")
@@ -210,38 +209,40 @@ def problems_of_fallback(store: CheckpointStore, bad: Path, good: Path) -> list[
 
 
 def bit_flip_in_checkpoint(bench: Bench, count: int) -> Outcome:
-    """one bit anywhere in the file, padding too, is detected; beside random ones, each bit of a small file."""
+    """one bit anywhere in the file is detected, or it is of padding and names: then the values are the same."""
     folder = bench.new_folder()
     rng = random.Random(bench.seed)
     good, bad = folder / "step-00000001.pt", folder / "step-00000002.pt"
     sample_checkpoint(good)
-    whole = bytearray(good.read_bytes())
-    store = CheckpointStore(folder)
+    small = folder / "small.pt"
+    write(small, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
     with Outcome("one bit flipped in a checkpoint", bench.seed) as outcome:
-        for _ in range(count):
-            bit = rng.randrange(len(whole) * 8)
+        bits = [(good, rng.randrange(8 * good.stat().st_size)) for _ in range(count)]
+        if count >= 2000:
+            bits += [(small, bit) for bit in range(8 * small.stat().st_size)]
+            outcome.counts["each bit of a small file"] = len(bits) - count
+        for source, bit in bits:
+            whole = bytearray(source.read_bytes())
             whole[bit // 8] ^= 1 << bit % 8
             bad.write_bytes(whole)
-            whole[bit // 8] ^= 1 << bit % 8
-            outcome.check(*problems_of_fallback(store, bad, good))
-        if count >= 2000:
-            outcome.counts["each bit of a small file"] = flip_each_bit(folder / "small.pt", outcome)
+            try:
+                is_same = equal(load(bad), load(source))
+                outcome.counts["harmless"] += is_same
+                outcome.check("" if is_same else f"bit {bit} of {source.name} changed a value")
+            except CheckpointError as error:
+                outcome.check("" if str(bad) in str(error) else "the message does not name the file")
     return outcome
 
 
-def flip_each_bit(path: Path, outcome: Outcome) -> int:
-    write(path, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
-    whole = bytearray(path.read_bytes())
-    for bit in range(len(whole) * 8):
-        whole[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(whole)
-        whole[bit // 8] ^= 1 << bit % 8
-        try:
-            load(path)
-            outcome.check(f"bit {bit} of {path} was not noticed")
-        except CheckpointError:
-            outcome.check()
-    return len(whole) * 8
+def equal(first: Any, second: Any) -> bool:
+    """Equal values, types and shapes in nested containers."""
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return isinstance(second, dict) and [*first] == [*second] and all(equal(first[k], second[k]) for k in first)
+    if isinstance(first, list):
+        return isinstance(second, list) and len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
 
 
 class Evil:

@@ -13,10 +13,9 @@ import torch
 
 import cl_train.data.image_reader
 import cl_train.step.train_step
-import cl_train.system.checkpoint_file
-import cl_train.system.checkpoint_store
+import cl_train.system.checkpoints
+import cl_train.system.distributed
 import cl_train.system.files
-import cl_train.system.heartbeat
 import cl_train.training.build
 import cl_train.training.setup
 import cl_train.training.state
@@ -46,7 +45,7 @@ def slow_steps() -> None:
         return original(*arguments)
 
     cl_train.training.build.train_step = train_step
-    cl_train.system.heartbeat.ANSWER_S = number("ANSWER_S", 3)
+    cl_train.system.distributed.ANSWER_S = number("ANSWER_S", 3)
 
 
 def hold_step() -> None:
@@ -131,8 +130,8 @@ def full_disk() -> None:
 
     The run gives up after PLANT_MINUTES.
     """
-    cl_train.system.checkpoint_store.MAX_MINUTES_WITHOUT_CHECKPOINT = number("MINUTES", 30)
-    original = cl_train.system.checkpoint_file.os.fsync
+    cl_train.system.checkpoints.MAX_MINUTES_WITHOUT_CHECKPOINT = number("MINUTES", 30)
+    original = cl_train.system.checkpoints.os.fsync
     first, last = number("STEP"), number("STEP") + number("COUNT", 1)
 
     def fsync(descriptor: int) -> None:
@@ -142,7 +141,7 @@ def full_disk() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(descriptor)
 
-    cl_train.system.checkpoint_file.os.fsync = fsync  # type: ignore[assignment]
+    cl_train.system.checkpoints.os.fsync = fsync  # type: ignore[assignment]
 
 
 def worker_raises() -> None:

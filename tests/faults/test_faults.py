@@ -9,7 +9,7 @@ from bench import Bench
 from forkserver import ForkServer
 from matrix import MATRIX
 
-from cl_train.system.environment import git_state
+from cl_train.system.machine import git_state
 
 full_rows: dict[str, dict[str, Any]] = {}  # what `--full` has measured
 

@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from cl_train.system.checkpoint_file import load
-from cl_train.system.checkpoint_store import CheckpointStore
+from cl_train.system.checkpoints import CheckpointStore, load
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CLASSES = ("ant", "bee", "cat")

@@ -13,7 +13,7 @@ from bench import Bench, newest_step, wait_for
 from outcome import Outcome
 from rank_faults import finish, start_ranks
 
-from cl_train.system.checkpoint_file import load
+from cl_train.system.checkpoints import load
 
 
 def nan_in_loss_or_gradient(bench: Bench, full: bool) -> Outcome:

@@ -13,7 +13,7 @@ from cl_train.data.folder import read_folder
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.distributed import Dist
-from cl_train.system.process_pool import map_in_processes
+from cl_train.system.processes import map_in_processes
 from tests.data.image_folders import CPU, encoded, jpeg, noise, write_folder
 
 

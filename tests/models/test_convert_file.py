@@ -22,7 +22,7 @@ from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import read_weights
 from cl_train.models.sources import build_model
-from cl_train.system import checkpoint_file as checkpoint
+from cl_train.system import checkpoints as checkpoint
 from tests.faults.forkserver import ForkServer
 from tests.networks import small
 

@@ -21,7 +21,7 @@ from cl_train.commands import audit, convert
 from cl_train.config.schema import ConfigError
 from cl_train.models.convert_file import NotConverted, convert_file
 from cl_train.models.sources import load_weights_file
-from cl_train.system import checkpoint_file
+from cl_train.system import checkpoints
 from tests.faults.forkserver import ForkServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -149,7 +149,7 @@ class Planted:
     def checkpoint(self, content: dict[str, Any]) -> Path:
         """A file with a valid digest, which anybody can compute."""
         path = self.folder / "checkpoint.pt"
-        checkpoint_file.write(path, content)
+        checkpoints.write(path, content)
         return path
 
     def nested_lists(self) -> Path:
@@ -216,7 +216,7 @@ def readers(path: Path, target: Path) -> dict[str, Callable[[], object]]:
     """Everything that reads such a file: `weights=` of training, `resume=`, and convert."""
     return {
         "weights": lambda: load_weights_file(nn.Conv2d(3, 4, 3), path),
-        "resume": lambda: checkpoint_file.load(path),
+        "resume": lambda: checkpoints.load(path),
         "convert": lambda: convert_file(path, target, model="tests.networks:small", input=(1, 3, 8, 8)),
     }
 
@@ -239,7 +239,7 @@ def test_planted_file(name: str, tmp_path: Path) -> None:
     for reader, read in readers(path, tmp_path / "out.pth").items():
         try:
             read()
-        except (ConfigError, NotConverted, checkpoint_file.CheckpointError) as error:
+        except (ConfigError, NotConverted, checkpoints.CheckpointError) as error:
             assert str(error), reader
         assert not planted.executed.exists(), reader
     assert peak_bytes() - before < MAX_GROWTH_BYTES

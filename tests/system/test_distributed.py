@@ -1,18 +1,24 @@
-"""Two processes under torchrun, on gloo: the same weights as one process, exact evaluation, one run folder."""
+"""The launcher's variables; which rank a failed collective is blamed on; two processes train like one."""
 
 import json
+import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cl_train.config.command_line import check_command_line
-from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.build import build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.step.precision import resolve_precision
-from cl_train.system.distributed import Dist, processes
+from cl_train.system import distributed
+from cl_train.system.distributed import Dist, RankFault, processes, watch_ranks
+from cl_train.system.launcher import Launch, cores_of_process, first_host, read_launch, srun_variables
 from cl_train.training import loop
 from cl_train.training.evaluation import evaluate_model
 from tests.conftest import write_images
@@ -20,6 +26,182 @@ from tests.faults.forkserver import ForkServer
 from tests.networks import without_batchnorm
 from tests.processes import LIMIT_S
 from tests.ranks import TINY, fork_two_ranks, launch
+
+CPU = torch.device("cpu")
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"} | ADDRESS
+
+
+def test_the_variables_of_torchrun() -> None:
+    for single in ({}, ADDRESS, {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert read_launch(single) is None
+    assert read_launch({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"} | ADDRESS) == Launch(3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        (RANK_1 | {"RANK": "abc"}, "RANK"),
+        (RANK_1 | {"RANK": "-1"}, "RANK"),
+        (RANK_1 | {"RANK": ""}, "RANK"),
+        (RANK_1 | {"RANK": "2"}, "WORLD_SIZE"),
+        (RANK_1 | {"RANK": "0"}, "LOCAL_RANK"),
+        (RANK_1 | {"MASTER_PORT": "x"}, "MASTER_PORT"),
+    ],
+)
+def test_others_are_refused_in_one_line(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_launch(variables)
+    (problem,) = caught.value.problems
+    assert named in problem and "torchrun" in problem and "\n" not in problem
+
+
+def test_the_check_does_not_import_torch() -> None:
+    modules = ", ".join(f"cl_train.system.{name}" for name in ("launcher", "files", "processes", "machine_load"))
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+# What `srun --nodes=2 --ntasks-per-node=2` sets for its last task.
+SRUN = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "gpu[003-007,010],other1",
+    "SLURM_STEP_NODELIST": "gpu[004,010]",
+}
+
+
+def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
+    found = srun_variables(SRUN)
+    assert read_launch(found) == Launch(rank=3, local_rank=1, world_size=4)
+    assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("2", "gpu004")
+    assert 20000 <= int(found["MASTER_PORT"]) < 30000
+    ports = {srun_variables(SRUN | {"SLURM_STEP_ID": str(step)})["MASTER_PORT"] for step in range(9)}
+    assert len(ports) == 9, "steps of one job run beside each other"
+    own = srun_variables(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
+    assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "1234")
+    for node, count in enumerate(("2", "2", "2", "1")):
+        variables = SRUN | {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+        assert srun_variables(variables)["LOCAL_WORLD_SIZE"] == count
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},  # a shell of salloc
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"},  # an sbatch script
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks=1, or the shell of an interactive step
+        {**SRUN, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"},  # torchrun inside srun
+    ],
+)
+def test_a_process_that_srun_did_not_start_as_one_of_several_is_left_alone(variables: dict[str, str]) -> None:
+    assert srun_variables(variables) == {}
+
+
+HOSTS = {
+    "n1": "n1",
+    "n[1-2]": "n1",
+    "gpu[003-007,010],other1": "gpu003",
+    "other1,gpu[003-007]": "other1",
+    "gpu[010,012-014]-ib": "gpu010-ib",
+    "rack[2-3]node[01-16],x": "rack2node01",
+    "a-b.example.org,c": "a-b.example.org",
+    "": "",
+}
+
+
+def test_the_first_host_of_a_compressed_list() -> None:
+    assert {nodes: first_host(nodes) for nodes in HOSTS} == HOSTS
+
+
+def test_cores_are_divided_unless_srun_bound_them() -> None:
+    cores = len(os.sched_getaffinity(0))
+    bound = {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}
+    assert cores_of_process(2, {}) == cores_of_process(8, {"LOCAL_WORLD_SIZE": "2"}) == max(1, cores // 2)
+    assert cores_of_process(4, SRUN | bound) == cores
+    assert cores_of_process(2, SRUN | bound | {"TORCHELASTIC_RUN_ID": "1"}) == max(1, cores // 2)
+
+
+# --- ranks that are missing; real ranks are killed and stopped in tests/faults ----------------------------------------
+
+
+def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "end_with_parent", lambda signum: None)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
+        port = str(server.getsockname()[1])
+        for name, value in (RANK_1 | {"MASTER_PORT": port}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConnectionError, match=rf"rank 1 .*127\.0\.0\.1:{port}"), processes("cpu", 0.5):
+            pass
+
+
+class Store:
+    """Counters of three ranks, read twice: those of `silent` stand still."""
+
+    def __init__(self, silent: tuple[int, ...]) -> None:
+        self.silent, self.readings = silent, 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.readings += 1 - amount
+        return 5 if int(key) in self.silent or self.readings <= 3 else 9
+
+
+def no_store() -> Any:
+    raise RuntimeError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("rank", "connect", "named"),
+    [
+        (0, lambda: Store((1,)), "rank 1 is dead or hangs"),
+        (0, lambda: Store((1, 2)), "rank 1, rank 2 are dead or hang"),
+        (0, lambda: Store(()), "a rank hangs although its process is alive"),
+        (1, no_store, "rank 0 is dead or hangs"),
+        (0, no_store, "the ranks' store does not respond"),
+    ],
+)
+def test_the_rank_whose_counter_stands_still_is_named(
+    rank: int, connect: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "connect_to_store", connect)
+    monkeypatch.setattr(distributed, "LISTEN_S", 0.0)
+    assert distributed.find_silent_ranks(Dist(rank, 3, CPU)) == named
+
+
+GLOO = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:545] Connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "is_fault"),
+    [
+        (GLOO, 2, True),
+        (RuntimeError("Application timeout caused pair closure"), 2, True),
+        (torch.distributed.DistNetworkError("x"), 2, True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 2, False),
+        (GLOO, 1, False),
+    ],
+)
+def test_only_errors_of_collectives_are_faults_of_ranks(
+    error: RuntimeError, ranks: int, is_fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "connect_to_store", lambda: Store((1,)))
+    monkeypatch.setattr(distributed, "find_silent_ranks", lambda dist: "rank 1 is dead or hangs")
+    with pytest.raises(RuntimeError) as caught, watch_ranks(Dist(0, ranks, CPU)):
+        raise error
+    assert isinstance(caught.value, RankFault) == is_fault
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
 
 
 def train(processes: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +250,7 @@ def test_evaluation_counts_each_image_once(tmp_path: Path, fork_server: ForkServ
         assert found[name] == pytest.approx(result, rel=1e-6), name
 
 
-ONE_PROCESS = Dist(0, 1, torch.device("cpu"))
+ONE_PROCESS = Dist(0, 1, CPU)
 
 
 def write_unevenly(root: Path, images: int) -> None:
@@ -100,9 +282,8 @@ def main(folder: str) -> None:
 
 @pytest.mark.slow
 def test_multirun_under_torchrun_is_refused_with_the_right_command(tmp_path: Path, fork_server: ForkServer) -> None:
-    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     words = ["-m", *TINY, f"hydra.sweep.dir={tmp_path / 'run'}", "channels_last=true,false", "data=sample"]
-    refused = fork_server.start(words, tmp_path / "log", torchrun)
+    refused = fork_server.start(words, tmp_path / "log", RANK_1)
     assert refused.wait() == 2
     assert "nproc=" in refused.output() and "python train.py -m" in refused.output()
     assert not (tmp_path / "run").exists()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cl_train.system.timing import DeviceClock
+from cl_train.system.machine import DeviceClock
 from cl_train.training.progress import ThroughputMeter
 from cl_train.training.records import speed, spread
 

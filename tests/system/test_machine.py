@@ -1,22 +1,24 @@
-"""The load of others: own workers do not count, other processes do."""
+"""The load of others, the memory that is free, and the memory that a step needs."""
 
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cl_train.system import machine_load
+from cl_train.system.machine import available_bytes, peak_memory_of_step_gib
 from cl_train.system.machine_load import MachineLoad, _own_cpu_s
 from tests.processes import Process, wait_until
 
-BUSY = "while True: pass"
+CPU = torch.device("cpu")
 
 
 def test_a_running_child_is_not_another_process() -> None:
     load = MachineLoad()
     own_before = load._own_s
-    child = subprocess.Popen([sys.executable, "-c", BUSY])
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     wait_until(lambda: Process(child.pid).cpu_s() >= 0.25)
     assert _own_cpu_s() - own_before >= 0.2
     child.kill()
@@ -38,3 +40,14 @@ def test_others_have_what_is_busy_without_the_own_share(monkeypatch: pytest.Monk
     assert load.others_pct() == pytest.approx(100 * (12 - 5) / 20)
     clocks.update(own=50.0)
     assert load.others_pct() == 0
+
+
+def test_free_memory_and_the_peak_of_a_known_allocation() -> None:
+    def step() -> None:
+        first = torch.empty(2**22)  # 16 MiB
+        del first
+        torch.empty(2**21)
+
+    free = available_bytes(CPU)
+    assert free is not None and 0 < free < 2**50
+    assert peak_memory_of_step_gib(step, 2**30, 0, CPU) == pytest.approx(1 + 16 / 1024, rel=1e-3)

@@ -1,0 +1,363 @@
+"""Checkpoint files, and the `checkpoints/` folder of a run. `training/state.py` defines what a checkpoint contains.
+
+A checkpoint is a file of `torch.save` (plain types and contiguous tensors), written under a temporary name, synced and
+renamed: a `.pt` file is always whole. `torch.load` verifies no checksum, therefore every load compares the CRC-32 that
+the zip archive has of each tensor. Files of others are read in the same way: no code runs, and the file's size bounds
+the memory.
+"""
+
+import argparse
+import errno
+import logging
+import os
+import pickle
+import re
+import shutil
+import time
+import warnings
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from cl_train.config.schema import ConfigError
+from cl_train.system.files import replacing, retry
+
+log = logging.getLogger(__name__)
+
+FORMAT = "cl_train checkpoint"
+FORMAT_VERSION = 1
+MAX_MINUTES_WITHOUT_CHECKPOINT = 30.0
+
+_STEP_FILE = re.compile(r"step-(\d+)\.pt")
+_ZIP_BEGIN = b"PK\x03\x04"
+_DOS_FOLDER = 0x10  # torch returns uninitialised memory for a member with this attribute
+_MAX_VALUES = 1_000_000  # containers, tensors and plain values
+_MAX_GROWTH = 8  # bytes of all tensors per byte of the file: weights may be shared between a few names
+
+
+class UnreadableFile(ValueError):
+    """A file cannot be read safely; the message is the reason in one line."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read or written; the message has the file and the reason."""
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_torch_file(path: Path) -> Any:
+    """Load a file of `torch.save`, with all tensors on the CPU.
+
+    The unpickler is restricted to tensors and plain types (`weights_only=True`), without a fallback.
+
+    Raises:
+        UnreadableFile: damaged; needs other types; is a program (TorchScript); is compressed; has tensors that are
+            larger than the file, or that are sparse, quantised or on the meta device.
+        OSError: the file cannot be opened.
+    """
+    try:
+        with path.open("rb") as file, warnings.catch_warnings():
+            if file.read(len(_ZIP_BEGIN)) == _ZIP_BEGIN:
+                _check_archive(file)
+            file.seek(0)
+            warnings.simplefilter("ignore")  # deprecated formats are either read or refused without a warning
+            with torch.serialization.safe_globals([argparse.Namespace]):  # many checkpoints contain it
+                value = torch.load(file, map_location="cpu", weights_only=True)
+        _check_values(value, path.stat().st_size)
+    except (UnreadableFile, OSError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnreadableFile("it holds more than tensors and plain types; reading it could run code") from error
+    except Exception as error:  # of a damaged file: BadZipFile, RuntimeError, EOFError, struct.error and others
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnreadableFile(f"it is truncated, damaged or no file of torch.save: {reason[:300]}") from error
+    return value
+
+
+def _check_archive(file: BinaryIO) -> None:
+    """Compressed members could expand to a thousand times the file."""
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise UnreadableFile("it is a compressed zip archive, which torch.save does not write")
+        if sum(member.file_size for member in members) > os.fstat(file.fileno()).st_size:
+            raise UnreadableFile("its table of contents claims more bytes than the file has")
+        damaged = archive.testzip() or next((m.filename for m in members if m.external_attr & _DOS_FOLDER), None)
+        if damaged is not None:
+            raise UnreadableFile(f"it is damaged: {damaged} has another checksum, or is marked as a folder")
+
+
+def _check_values(value: Any, file_bytes: int) -> None:
+    """A tensor of stride 0, or a container that is referred to many times, would grow when it is copied."""
+    visited, tensor_bytes, pending = 0, 0, [value]
+    while pending:
+        item = pending.pop()
+        visited += 1
+        if isinstance(item, torch.Tensor):
+            if item.layout != torch.strided or item.device.type != "cpu" or item.is_quantized or item.is_nested:
+                raise UnreadableFile(f"it has a tensor that is not dense ({item.layout}, {item.dtype}, {item.device})")
+            tensor_bytes += item.nbytes
+        elif isinstance(item, Mapping | list | tuple | set):
+            pending.extend(item.values() if isinstance(item, Mapping) else item)
+        if visited + len(pending) > _MAX_VALUES or tensor_bytes > _MAX_GROWTH * file_bytes:
+            raise UnreadableFile("its tensors or lists are many times larger than the file")
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU; see `read_torch_file`.
+
+    Raises CheckpointError if it is missing, truncated, damaged, no checkpoint, or of a newer format.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():  # opening a FIFO would block
+        raise CheckpointError(f"{path}: not a regular file")
+    try:
+        state = read_torch_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnreadableFile as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not is_checkpoint(state):
+        raise CheckpointError(f"{path}: not a checkpoint of cl_train; weights={path} starts from its weights only")
+    version = state.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(f"{path}: written by a newer version (format {version}, this one reads {FORMAT_VERSION})")
+    return state
+
+
+def is_checkpoint(content: object) -> bool:
+    """Whether the content of a file is a checkpoint of cl_train."""
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def write(path: Path, state: Mapping[str, Any]) -> None:
+    """Write `state`, a `snapshot`, to `path` atomically and durably.
+
+    Raises OSError if the disk is full or failing; `path` is then unchanged.
+    """
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch replaces it with an error of its zip writer
+                raise error.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable. Some network file systems cannot sync a folder, which is not an error."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def snapshot(tree: Any, where: str = "state") -> Any:
+    """A deep copy on the CPU with contiguous tensors. The host waits for the device here.
+
+    Raises TypeError for anything else than dict, list, tuple, str, bytes, int, float, bool, None or a tensor.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(tree, Mapping) and all(type(key) in (str, int) for key in tree):
+        return {key: snapshot(value, f"{where}[{key!r}]") for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [snapshot(value, f"{where}[{index}]") for index, value in enumerate(tree)]
+    if tree is None or type(tree) in (str, bytes, int, float, bool):
+        return tree
+    raise TypeError(f"{where}: a value or key of {type(tree).__name__} cannot be saved")
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Save:
+    state: dict[str, Any]  # on the host
+    step: int
+    best: bool
+
+
+class CheckpointStore:
+    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link), written by rank 0.
+
+    With `background` a thread writes while training continues. Call `wait` before forking loader workers: a fork copies
+    locks that another thread holds.
+
+    A failed write is logged and keeps the earlier files. The next save, or `finish`, repeats it if it was of the best
+    model or the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
+        self.folder, self.keep, self.background = Path(folder), keep, background
+        self.last_saved: Path | None = None
+        self._unwritten: list[_Save] = []  # in order of steps; at most the best and the last one
+        self._failing_since: float | None = None  # time of the first failed write in a row
+        self._executor = ThreadPoolExecutor(1, "checkpoint")  # the interpreter's end waits for its work
+        self._writing: Future[None] | None = None
+
+    def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
+        """Save `state` as `step-<n>.pt`, and also as `best.pt` if `best`. Raises as `wait` and `snapshot`."""
+        self.wait()
+        self._unwritten = [save for save in self._unwritten if save.best and not best and save.step < step]
+        self._unwritten.append(_Save(snapshot(state), step, best))
+        self._writing = self._executor.submit(self._write)
+        if not self.background:
+            self.wait()
+
+    def mark_best(self, step: int) -> bool:
+        """Make `best.pt` the checkpoint of `step`; false if that step was not saved."""
+        self.wait()
+        if self._unwritten and self._unwritten[-1].step == step:
+            self._unwritten = self._unwritten[-1:]
+            self._unwritten[0].best = True
+            return True
+        try:
+            self._link_best(step)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            log.warning("%s was not written: %s", self.folder / "best.pt", error)
+        return True
+
+    def wait(self) -> None:
+        """Wait until the current write has ended. Raises CheckpointError if none has succeeded for too long."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def finish(self) -> None:
+        """Wait until all is written, and repeat failed writes. Raises CheckpointError if the last one fails."""
+        self.wait()
+        try:
+            retry(self._write_all)
+        except OSError as error:
+            raise self._failure("the last checkpoint could not be written", error) from error
+
+    def _failure(self, what: str, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{what}: {self._path(self._unwritten[-1].step)}: {error}; the last good one of this process: "
+            f"{self.last_saved or 'none'}; free some space and use resume=auto"
+        )
+
+    def _write(self) -> None:
+        """In the thread; what it raises ends the run."""
+        try:
+            self._write_all()
+        except OSError as error:
+            is_first, now = self._failing_since is None, time.monotonic()
+            self._failing_since = self._failing_since or now
+            minutes = (now - self._failing_since) / 60
+            if minutes > MAX_MINUTES_WITHOUT_CHECKPOINT:
+                what = f"no checkpoint could be written for {minutes:.0f} minutes"
+                raise self._failure(what, error) from error
+            log.log(
+                logging.WARNING if is_first else logging.INFO,
+                "checkpoint %s was not written: %s; earlier ones are unchanged and training continues, but it ends if "
+                "none can be written for %g minutes; free some space",
+                *(self._path(self._unwritten[-1].step), error, MAX_MINUTES_WITHOUT_CHECKPOINT),
+            )
+
+    def _write_all(self) -> None:
+        while self._unwritten:
+            save = self._unwritten[0]
+            if self.last_saved is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for path in self.folder.glob(".*.pt.tmp-*"):  # of a killed process: a run folder has one writer
+                    path.unlink(missing_ok=True)
+            write(self._path(save.step), save.state)
+            if save.best:
+                self._link_best(save.step)
+            self._retire(save.step)
+            self.last_saved = self._path(save.step)
+            del self._unwritten[0]
+        if self._failing_since is not None:
+            self._failing_since = None
+            log.warning("checkpoints are written again: %s", self.last_saved)
+
+    def _retire(self, step: int) -> None:
+        """Delete all but the newest `keep`, after the new one is durable. Later steps than `step` are renamed.
+
+        Those are damaged files that a resume skipped, or later than the checkpoint that the user resumed from.
+        """
+        steps = self._steps()
+        for later in [known for known in steps if known > step]:
+            path = steps.pop(later)
+            target = path.with_suffix(f".pt.superseded-{time.time_ns()}")
+            os.replace(path, target)
+            log.warning("%s is later than the checkpoint just written: renamed to %s", path, target.name)
+        for old in sorted(steps)[: -self.keep]:
+            steps[old].unlink(missing_ok=True)
+
+    def _link_best(self, step: int) -> None:
+        """Make `best.pt` the same file as that of `step`, atomically; a copy if the file system has no hard links."""
+        with replacing(self.folder / "best.pt") as temporary:
+            temporary.unlink(missing_ok=True)
+            try:
+                os.link(self._path(step), temporary)
+            except OSError:
+                shutil.copyfile(self._path(step), temporary)
+        _sync_folder(self.folder)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.pt"
+
+    def _steps(self) -> dict[int, Path]:
+        if not self.folder.is_dir():
+            return {}
+        matches = ((_STEP_FILE.fullmatch(path.name), path) for path in self.folder.iterdir())  # may be unreadable
+        return {int(match[1]): path for match, path in matches if match}
+
+    def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
+        """The newest whole checkpoint: its path, its state, and why newer ones were skipped, one line each.
+
+        `best.pt` is tried last. None if there is no checkpoint. Raises CheckpointError if none of several is whole.
+        """
+        skipped: list[str] = []
+        for path in [*(path for _, path in sorted(self._steps().items(), reverse=True)), *self.folder.glob("best.pt")]:
+            try:
+                return path, load(path), skipped
+            except CheckpointError as error:
+                skipped.append(str(error))
+        if skipped:
+            raise CheckpointError("no checkpoint can be used:\n" + "\n".join(skipped))
+        return None
+
+
+def resume_path(resume: str) -> Path:
+    """The file or folder that `resume=` names. Raises ConfigError: it does not exist."""
+    path = Path(resume).expanduser()
+    if not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"resume={resume}: no such file or folder; give a checkpoint, a run folder, or auto")
+    return path
+
+
+def load_for_resume(resume: str, store: CheckpointStore) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """The checkpoint that `resume=` names, as `newest` returns it: of the store for `auto`, else a file or run folder.
+
+    Raises:
+        ConfigError: there is no such file or folder, or no checkpoint in it.
+        CheckpointError: the file is damaged, or every file of the folder is.
+    """
+    if resume == "auto":
+        return store.newest()
+    path = resume_path(resume)
+    if path.is_file():
+        return path, load(path), []
+    folder = path / "checkpoints"
+    found = CheckpointStore(folder if folder.is_dir() else path).newest()
+    if found is None:
+        raise ConfigError(f"resume={resume}: the folder has no checkpoint (checkpoints/step-*.pt)")
+    return found

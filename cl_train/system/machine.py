@@ -1,0 +1,217 @@
+"""The machine: versions and hardware for `summary.json` and comparisons, memory, and the time that a device needs."""
+
+import gc
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch.profiler import ProfilerActivity, profile
+
+from cl_train.config.validation import to_mapping
+
+_CGROUP = Path("/sys/fs/cgroup")
+# Parts of messages, in lower case, of errors that have no type of their own.
+_OUT_OF_MEMORY = (
+    "out of memory",  # CUDA's runtime and driver, also when a CUDA graph is instantiated; NCCL
+    "can't allocate memory",  # the CPU's allocator
+    "not enough memory",  # the same on other systems
+    "_alloc_failed",  # CUBLAS_STATUS_, CUSOLVER_STATUS_, CUDNN_STATUS_
+    "allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ since cuDNN 9
+    "unable to find an engine to execute",  # cuDNN: no algorithm's workspace could be allocated
+)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def describe_environment(device: torch.device) -> dict[str, str | None]:
+    """Versions and hardware; None for hardware that this machine does not have."""
+    is_cuda = device.type == "cuda"
+    cudnn = torch.backends.cudnn.version() if is_cuda else None
+    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    return {
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if is_cuda else None,
+        "cudnn": str(cudnn) if cudnn is not None else None,
+        "cpu": cpu_name(),
+        "driver": _output_of(driver) if is_cuda else None,
+    }
+
+
+def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, Any]:
+    """The content of a file of measurements: the results, and with which command and settings on which machine."""
+    return {
+        "schema_version": 1,
+        "command": shlex.join(sys.argv),
+        "settings": to_mapping(settings),
+        "device_name": device_name(device),
+        "environment": describe_environment(device),
+        **results,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200` or the processor's name and the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()} ({torch.get_num_threads()} threads)"
+
+
+def cpu_name() -> str:
+    try:
+        names = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("model name", 1)[1:]
+    except OSError:
+        names = []
+    return names[0].partition("\n")[0].lstrip("\t :") if names else platform.processor() or platform.machine()
+
+
+def git_state() -> dict[str, str | bool | None]:
+    """The commit of this package's checkout, and whether tracked files differ; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
+    commit, changes = _output_of([*git, "rev-parse", "HEAD"]), _output_of([*git, "status", "--porcelain", "-uno"])
+    return {"commit": commit, "dirty": bool(changes) if commit else None}
+
+
+def _output_of(command: list[str]) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU plus torch's reserved memory; on a CPU the memory that Linux can provide without swapping.
+
+    Page cache counts as available, and a container's limit applies. None if unknown.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    try:
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no limit ("max"), or another layout of the control groups
+        return free
+    cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(0, min(free, limit - used + cache))
+
+
+def peak_memory_of_step_gib(
+    step: Callable[[], object], own_bytes: int, other_bytes: int, device: torch.device
+) -> float:
+    """Peak memory in GiB of a process with only this step. Call it after warm-up to exclude autotuning's workspace.
+
+    On a GPU the allocator's peak less `other_bytes`, the memory of other models. On a CPU `own_bytes`, the memory of
+    this model between steps, plus the peak of torch's allocations within a step (without oneDNN's scratch memory).
+    """
+    if device.type == "cuda":
+        wait_for(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        wait_for(device)
+        return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return (own_bytes + peak) / 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. Only torch's own allocators raise an exception of its own; libraries have messages."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _OUT_OF_MEMORY)
+
+
+def describe_out_of_memory(error: BaseException) -> str:
+    """The first line of an out-of-memory error, with the peak and the free memory of a GPU; no full stop at the end."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0].split(". GPU")[0].rstrip(".")
+    if not torch.cuda.is_initialized() or isinstance(error, MemoryError) or "CPU" in reason:
+        return f"out of memory: {reason}"
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"out of memory on {torch.cuda.get_device_name()}: {reason}; the peak of this process was "
+        f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
+    )
+
+
+def release_memory() -> None:
+    """Free unreferenced memory on the device. Waits for the device."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def wait_for(device: torch.device) -> None:
+    """Block the host until `device` has finished all work; on a CPU, work is finished when its call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class DeviceClock:
+    """Marks in the work that a device was given, and the seconds between them.
+
+    A GPU reaches a mark (a CUDA event) later than the host sets it. On a CPU a mark is a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # blocking: a waiting host leaves its core free
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """Block the host until the device has reached `mark`."""
+        if self._is_cuda:
+            mark.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks that the device has reached."""
+        return start.elapsed_time(end) / 1000 if self._is_cuda else end - start
+
+
+def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` consecutive calls. On a GPU the host waits once, after the last call."""
+    clock = DeviceClock(device)
+    marks = [clock.mark()]
+    for _ in range(steps):
+        step()
+        marks.append(clock.mark())
+    clock.wait(marks[-1])
+    return [clock.seconds(start, end) for start, end in pairwise(marks)]
+
+
+def timed_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call of `work`. The host waits for the device before and after."""
+    wait_for(device)
+    return step_times_s(work, 1, device)[0]

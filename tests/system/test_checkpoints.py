@@ -1,0 +1,338 @@
+"""Checkpoint files and their folder: what stays, which is the newest whole one, full disks. Kills: tests/faults."""
+
+import collections
+import errno
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cl_train.config.schema import ConfigError
+from cl_train.system import checkpoints, files
+from cl_train.system.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    UnreadableFile,
+    load,
+    load_for_resume,
+    read_torch_file,
+    snapshot,
+    write,
+)
+from tests.processes import LIMIT_S
+
+
+def small_state(value: float = 1.0) -> dict[str, Any]:
+    return {"model": {"w": torch.full((64, 3, 3, 3), float(value))}, "progress": {"step": 3}, "classes": ["a", "b"]}
+
+
+def store_of(folder: Path, keep: int = 1) -> CheckpointStore:
+    return CheckpointStore(folder, keep=keep, background=False)
+
+
+def value_of(path: Path) -> float:
+    return float(load(path)["model"]["w"].mean())
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_keeps_values_and_plain_types(tmp_path: Path) -> None:
+    tensor, plain = torch.arange(6.0).reshape(2, 3), {"n": None, "b": True, "f": 1.5, "s": "ü", "l": [1, {"x": b"y"}]}
+    write(tmp_path / "a.pt", snapshot({"t": tensor, 3: "int key", **plain}))
+    loaded = load(tmp_path / "a.pt")
+    assert torch.equal(loaded["t"], tensor) and loaded[3] == "int key"  # type: ignore[index]
+    assert {key: loaded[key] for key in plain} == plain
+    assert os.listdir(tmp_path) == ["a.pt"]
+    assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["t"], tensor), "readable without this package"
+
+
+def test_both_layouts_give_the_same_contiguous_bytes(tmp_path: Path) -> None:
+    weights = {"w": torch.randn(8, 4, 3, 3), "ambiguous": torch.randn(8, 4, 1, 1)}
+    contents = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        write(tmp_path / "a.pt", snapshot({name: w.to(memory_format=layout) for name, w in weights.items()}))
+        loaded = load(tmp_path / "a.pt")
+        assert [loaded[name].stride() for name in weights] == [(36, 9, 3, 1), (4, 1, 1, 1)]
+        assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+        with zipfile.ZipFile(tmp_path / "a.pt") as file:
+            contents.append([file.read(member) for member in file.namelist() if "/data/" in member])
+    assert contents[0] == contents[1]
+
+
+def test_a_checkpoint_with_a_digest_in_its_comment_is_read(tmp_path: Path) -> None:
+    """Written by an earlier version."""
+    write(tmp_path / "a.pt", small_state(7))
+    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+        archive.comment = b"sha256:" + b"0" * 64
+    assert value_of(tmp_path / "a.pt") == 7
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), {"a": {1.5: 2}}, torch.nn.ReLU()])
+def test_other_types_are_refused_before_anything_is_written(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"state\['x'\]"):
+        store_of(tmp_path / "c").save({"x": value}, 1)
+    assert os.listdir(tmp_path) == []
+
+
+def damaged(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "missing": (Path.unlink, "No such file"),
+    "foreign": (lambda path: torch.save({"model": {}}, path), "weights="),
+    "empty": (lambda path: path.write_bytes(b""), "truncated"),
+    "one bit": (damaged, "damaged"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "regular file"),
+    "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "regular file"),
+    "newer": (lambda path: write(path, small_state() | {"format_version": 99}), "newer version"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_load_names_the_reason(tmp_path: Path, name: str) -> None:
+    spoil, reason = BAD[name]
+    write(tmp_path / "a.pt", small_state())
+    spoil(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=reason):
+        load(tmp_path / "a.pt")
+
+
+def test_weights_of_both_formats_are_read(tmp_path: Path) -> None:
+    state = collections.OrderedDict(w=torch.arange(6.0), shared=torch.ones(3))
+    state["tied"] = state["shared"]
+    for zipped in (True, False):
+        torch.save(state, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
+        assert torch.equal(read_torch_file(tmp_path / "w.pth")["w"], state["w"])
+
+
+def shared_lists() -> Any:
+    """2 to the power of 60 references in a few hundred bytes."""
+    item: Any = [0]
+    for _ in range(60):
+        item = [item, item]
+    return item
+
+
+ODD: dict[str, Any] = {
+    "expanded": {"w": torch.ones(1).expand(10**12)},
+    "shared many times": {str(i): view for i, view in enumerate([torch.zeros(2**18)] * 1000)},
+    "sparse": {"w": torch.eye(3).to_sparse()},
+    "meta": {"w": torch.empty(3, device="meta")},
+    "shared lists": shared_lists(),
+    "a module": torch.nn.Linear(2, 2),
+    **{str(content): content for content in (b"", b"PK\x03\x04", b"x" * 1000, pickle.dumps(print), b"\x80\x02]]]")},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    if isinstance(ODD[name], bytes):
+        (tmp_path / "odd.pth").write_bytes(ODD[name])
+    else:
+        torch.save(ODD[name], tmp_path / "odd.pth")
+    with pytest.raises(UnreadableFile) as caught:
+        read_torch_file(tmp_path / "odd.pth")
+    assert str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 39_900])
+def test_a_truncated_file_is_called_truncated(tmp_path: Path, size: int) -> None:
+    torch.save({"weight": torch.arange(10_000.0)}, tmp_path / "cut.pth")
+    os.truncate(tmp_path / "cut.pth", size)
+    with pytest.raises(UnreadableFile, match="truncated"):
+        read_torch_file(tmp_path / "cut.pth")
+
+
+def test_a_compressed_file_is_refused_before_it_is_expanded(tmp_path: Path) -> None:
+    """No member is read, whatever it would expand to."""
+    with zipfile.ZipFile(tmp_path / "w.pth", "w", zipfile.ZIP_DEFLATED) as target:
+        target.writestr("w/data.pkl", b"x")
+    with pytest.raises(UnreadableFile, match="compressed"):
+        read_torch_file(tmp_path / "w.pth")
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_store_keeps_the_last_ones_and_the_best(tmp_path: Path, background: bool) -> None:
+    (tmp_path / ".step-00000001.pt.tmp-77").write_bytes(b"half")  # of a killed writer
+    (tmp_path / "mine.txt").write_text("kept")
+    store, state = CheckpointStore(tmp_path, keep=2, background=background), small_state()
+    for step in (10, 20, 30, 100):
+        state["model"]["w"].fill_(step)
+        store.save(state, step, best=step == 20)
+        state["model"]["w"].fill_(-1)  # the snapshot is taken before `save` returns
+    assert store.mark_best(100) and not store.mark_best(10)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "mine.txt", "step-00000030.pt", "step-00000100.pt"]
+    assert (tmp_path / "best.pt").samefile(tmp_path / "step-00000100.pt")
+    found = store.newest()
+    assert found is not None
+    path, state, skipped = found
+    assert path.name == "step-00000100.pt" and state["model"]["w"].mean() == 100 and skipped == []
+
+
+def test_best_is_a_copy_where_hard_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store_of(tmp_path).save(small_state(5), 1, best=True)
+    assert value_of(tmp_path / "best.pt") == 5 and os.stat(tmp_path / "best.pt").st_nlink == 1
+
+
+def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_of(tmp_path, keep=3)
+    assert store.newest() is None
+    for step in (1, 2, 3):
+        store.save(small_state(step), step, best=step == 1)
+    (tmp_path / "step-00000003.pt").write_bytes((tmp_path / "step-00000003.pt").read_bytes()[:-1])
+    (tmp_path / "step-00000002.pt").write_bytes(b"")
+    found = store.newest()
+    assert found is not None
+    assert found[0].name == "step-00000001.pt" and found[1]["model"]["w"].mean() == 1
+    assert ["step-00000003.pt" in found[2][0], "step-00000002.pt" in found[2][1]] == [True, True]
+    (tmp_path / "step-00000001.pt").unlink()
+    found = store.newest()
+    assert found is not None and found[0].name == "best.pt", "the last resort"
+    with caplog.at_level(logging.WARNING):
+        store.save(small_state(9), 2)
+    assert "superseded" in caplog.text
+    found = store.newest()
+    assert found is not None and found[0].name == "step-00000002.pt" and found[2] == []
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(b"x" * 1000)
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be used:\n.*step-00000002"):
+        store.newest()
+
+
+def test_superseded_files_are_never_overwritten(tmp_path: Path) -> None:
+    store = store_of(tmp_path, keep=3)
+    for value in (1, 2, 3):  # three times: train to step 24, then go back and save step 12
+        store.save(small_state(value), 24)
+        store.save(small_state(value), 12)
+    superseded = sorted(tmp_path.glob("step-00000024.pt.superseded-*"))
+    assert [value_of(path) for path in superseded] == [1, 2, 3]
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-00000012.pt"]
+
+
+def test_an_unreadable_folder_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", deny)
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(PermissionError):
+        CheckpointStore(tmp_path).newest()
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_keeps_the_previous_one_and_ends_the_run_after_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2, background=background)
+    store.save(small_state(1), 1)
+    store.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for step in range(2, 5):
+            store.save(small_state(step), step)
+            store.wait()
+        assert os.listdir(tmp_path) == ["step-00000001.pt"]
+        [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert "No space left" in warning.getMessage()
+    store.save(small_state(9), 9)
+    store.wait()  # space came back: the time starts anew
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000009.pt"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        store.save(small_state(10), 10)
+        store.wait()
+        patch.setattr(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0)
+        with pytest.raises(CheckpointError, match=r"step-00000011.*No space left.*step-00000009.*resume=auto"):
+            store.save(small_state(11), 11)
+            store.wait()
+    found = store.newest()
+    assert found is not None and found[0].name == "step-00000009.pt" and found[2] == []
+
+
+def test_the_best_of_a_full_disk_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        store.save(small_state(1), 1, best=True)
+        store.save(small_state(2), 2)
+        assert store.mark_best(2)
+        store.save(small_state(3), 3)
+        store.save(small_state(4), 4)
+    store.save(small_state(5), 5)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "step-00000005.pt"]
+    assert value_of(tmp_path / "best.pt") == 2
+
+
+@pytest.mark.parametrize("failures", [3, 999])
+def test_the_last_save_is_repeated_and_must_succeed(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, clock = [0], [0.0]
+
+    def full_for_a_while(path: Path, state: Any) -> None:
+        calls[0] += 1
+        if calls[0] <= failures:
+            full()
+        write(path, state)
+
+    monkeypatch.setattr(checkpoints, "write", full_for_a_while)
+    sleep = lambda seconds: clock.__setitem__(0, clock[0] + seconds)  # noqa: E731
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    store = store_of(tmp_path)
+    store.save(small_state(), 1)
+    if failures == 3:
+        store.finish()
+        assert os.listdir(tmp_path) == ["step-00000001.pt"] and calls[0] == 4
+    else:
+        with pytest.raises(CheckpointError, match=r"step-00000001.*No space left.*resume=auto"):
+            store.finish()
+
+
+def test_resume_targets(tmp_path: Path) -> None:
+    store, elsewhere = store_of(tmp_path / "run/checkpoints"), store_of(tmp_path / "other")
+    assert load_for_resume("auto", store) is None
+    store.save(small_state(), 4)
+    for target in (tmp_path / "run", tmp_path / "run/checkpoints", tmp_path / "run/checkpoints/step-00000004.pt"):
+        found = load_for_resume(str(target), elsewhere)
+        assert found is not None and found[0].name == "step-00000004.pt"
+    (tmp_path / "empty").mkdir()
+    for name, problem in {"nope": "no such file", "empty": "has no checkpoint"}.items():
+        with pytest.raises(ConfigError, match=problem):
+            load_for_resume(str(tmp_path / name), elsewhere)
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_by_an_exception_finishes_the_write_first(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from cl_train.system.checkpoints import CheckpointStore\n"
+        "CheckpointStore(sys.argv[1], 1, True).save({'w': torch.ones(4_000_000)}, 1)\n"
+        "raise SystemExit(1)"
+    )
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, timeout=LIMIT_S)
+    assert result.returncode == 1
+    assert load(tmp_path / "step-00000001.pt")["w"].sum() == 4_000_000

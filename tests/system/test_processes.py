@@ -1,0 +1,175 @@
+"""A killed parent leaves no child; signals set flags, a second one leaves. Real processes and signals throughout."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cl_train.system.processes import StopRequest
+from tests.processes import LIMIT_S, Process, send_and_wait, wait_until
+
+POOL = """
+import multiprocessing, os, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from cl_train.system.processes import end_with_parent
+
+def work(number):
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece: both workers write to this pipe
+    time.sleep(10_000)
+
+with ProcessPoolExecutor(2, multiprocessing.get_context("fork"), initializer=end_with_parent) as pool:
+    list(pool.map(work, range(2)))
+"""
+
+
+def test_workers_end_with_a_killed_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", POOL], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [Process(int(parent.stdout.readline())) for _ in range(2)]
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: not any(worker.is_running() for worker in workers))
+
+
+RANK = """
+import os, sys
+os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+from cl_train.config.schema import ConfigError
+from cl_train.system.processes import end_with_torchrun
+try:
+    end_with_torchrun()
+except ConfigError:
+    sys.exit(2)
+"""
+
+
+def test_a_rank_whose_torchrun_has_ended_ends() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        command = [sys.executable, "-c", RANK, str(server.getsockname()[1])]
+        assert subprocess.run(command).returncode == 2, "nobody listens"
+        server.listen()
+        assert subprocess.run(command).returncode == 0
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+POLITE = """
+import signal, sys, time
+from cl_train.system import processes
+processes._SAME_REQUEST_S = float(sys.argv[1])
+with processes.StopRequest() as request:
+    print("ready", flush=True)
+    while request.stop is None:
+        time.sleep(0.01)
+        if request.save_requested:
+            print("save", flush=True)
+    print("stopping", flush=True)
+    sys.stdin.read()  # until the test closes it
+sys.exit(128 + request.stop)
+"""
+
+
+def start(same_request_s: float = 0.05, script: str = POLITE) -> subprocess.Popen[str]:
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    process = subprocess.Popen([sys.executable, "-c", script, str(same_request_s)], text=True, **pipes)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def stop(process: subprocess.Popen[str], signum: int) -> None:
+    process.send_signal(signum)
+    assert process.stdout is not None and process.stdout.readline() == "stopping\n"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_one_signal_stops_politely_and_a_second_one_at_once(signum: int, code: int) -> None:
+    """SIGUSR1 asks for one save, and the program goes on."""
+    process = start()
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None and process.stdout.readline() == "save\n"
+    stop(process, signum)
+    output, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, output) == (code, "")
+    assert ("Ctrl-C again exits without saving" in errors) == (signum == signal.SIGINT)
+    process = start()
+    stop(process, signum)
+    time.sleep(0.1)
+    process.send_signal(signum)
+    assert process.wait(LIMIT_S) == code, "the program waits for its standard input, which is open"
+    assert "second SIG" in process.communicate()[1]
+
+
+STUCK = """
+import ctypes, signal
+from cl_train.system.processes import StopRequest
+with StopRequest():
+    print("ready", flush=True)
+    # Signals now go to another thread, so that nothing interrupts the call: as in a hung collective.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    ctypes.CDLL(None).sleep(10_000)
+"""
+
+
+def test_a_second_signal_leaves_even_when_the_main_thread_is_stuck_in_c() -> None:
+    process = start(script=STUCK)
+    send_and_wait(process.pid, signal.SIGINT)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+
+
+def test_two_sigterms_within_milliseconds_are_one_and_a_closed_terminal_is_ignored_under_nohup() -> None:
+    process = start(10_000, "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + POLITE)
+    for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+        send_and_wait(process.pid, signum)
+    output, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, output, errors) == (143, "stopping\n", "")
+
+
+def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> None:
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(signum) for signum in signals]
+    with StopRequest() as request:
+        child = os.fork()
+        if child == 0:
+            signal.pause()  # SIGINT, which is ignored, does not end it
+            os._exit(0)
+        wait_until(lambda: Process(child).ignores(signal.SIGINT))
+        send_and_wait(child, signal.SIGINT)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGUSR1)  # comes after what the child would have written to the shared socket
+        wait_until(lambda: request.save_requested)
+        assert request.stop is None and not request.save_requested
+    assert [signal.getsignal(signum) for signum in signals] == before
+
+
+def test_a_second_ctrl_c_in_a_program_that_goes_on_is_an_exception() -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest(ends_process=False) as request:
+        signal.raise_signal(signal.SIGINT)
+        wait_until(lambda: request.stop == signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_exit_without_teardown_runs_exit_functions_and_flushes() -> None:
+    script = """
+import atexit
+from cl_train.system.processes import exit_without_teardown
+class Slow:
+    def __del__(self):
+        print("torn down")
+slow = Slow()
+atexit.register(print, "at exit")
+print("buffered", end=" ")
+exit_without_teardown(143)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (143, "buffered at exit\n")
