@@ -76,7 +76,7 @@ def weights_path(weights: str | Path) -> Path | None:
 
 
 def _kind_of(path: Path) -> Kind:
-    """From its suffix and its members, a checkpoint as a state dict. Executes nothing. Raises ConfigError: no file, or ONNX."""
+    """From its suffix and members (a checkpoint: a state dict); executes nothing. Raises ConfigError: no file, ONNX."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".onnx":
