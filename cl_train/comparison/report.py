@@ -12,8 +12,7 @@ from cl_train.comparison.pairs import Pair, Run, compare_runs, compare_two, diff
 from cl_train.comparison.sweep_plan import Job, problem_of, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import markdown_table
-from cl_train.system.files import write_json, write_text
-from cl_train.system.files import safe_name
+from cl_train.system.files import safe_name, write_json, write_text
 
 SCHEMA_VERSION = 1
 VERDICTS = ("faster", "slower", "no_difference", "inconclusive", "not_comparable")

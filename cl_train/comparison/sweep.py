@@ -30,10 +30,9 @@ from cl_train.comparison.report import compare_folders
 from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, plan_sweep, problem_of, write_end
 from cl_train.config.command_line import check_command_line, quoted
 from cl_train.config.schema import Config, ConfigError
-from cl_train.system.processes import end_with_parent
-from cl_train.system.launcher import read_launch
 from cl_train.system.files import LockHeld, lock_file
-from cl_train.system.processes import STOP_SIGNALS
+from cl_train.system.launcher import read_launch
+from cl_train.system.processes import STOP_SIGNALS, end_with_parent
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _QUEUE_POLL_S = 5.0
