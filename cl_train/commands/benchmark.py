@@ -30,11 +30,9 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     document = run_suite(settings)
     verdicts = []
     for result in document["results"]:
-        pairs = [f"{pair['candidate']} {_shown(pair)}" for pair in result["pairs"]]
-        verdicts.append(f"{result['model']}: {'failed' if 'error' in result else ', '.join(pairs)}")
+        words = []
+        for pair in result["pairs"]:
+            ratio = "" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)"
+            words.append(f"{pair['candidate']} {pair['verdict'].replace('_', ' ')}{ratio}")
+        verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
     return document, "; ".join(verdicts)
-
-
-def _shown(pair: dict[str, Any]) -> str:
-    verdict = pair["verdict"].replace("_", " ")
-    return verdict if pair["verdict"] == "not_comparable" else f"{verdict} ({pair['ratio']:.2f}x)"

@@ -13,7 +13,6 @@ Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage.
 import fnmatch
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ SETTINGS = {"settings": ZooSettings}
 
 def main(words: list[str]) -> int:
     settings = settings_from_arguments(ZooSettings, words)
-    from cl_train.comparison import zoo
+    from cl_train.comparison import suite
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
     from cl_train.system.machine import describe_environment, device_name
@@ -36,50 +35,42 @@ def main(words: list[str]) -> int:
     settings = replace(settings, device=device.type, precision=resolve_precision(settings.precision, device).name)
     names = chosen_models(settings.model)
     environment = {**describe_environment(device), "device_name": device_name(device)}
-    path = Path(settings.out) / f"{table_name(settings, str(environment['torch']))}.json"
-    table = zoo.open_table(path, settings, environment)
-    missing = [name for name in names if not zoo.is_done(table, name)]
+    group = settings.model[0] if settings.model[0] in suite.GROUPS and len(settings.model) == 1 else "chosen"
+    named = ("" if group == "tutorial" else f"-{group}") + ("" if settings.speed else "-layout")
+    version = ".".join(str(environment["torch"]).split("+")[0].split(".")[:2])
+    path = Path(settings.out) / f"zoo{named}-{settings.precision}-{settings.device}-torch{version}.json"
+    table = suite.open_table(path, settings, environment)
+    done = {row["model"] for row in table["rows"] if "error" not in row}
+    missing = [name for name in names if name not in done]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs `finally`, which ends the child
     for name in missing:
-        row = zoo.measure_in_child(name, settings)
-        zoo.add_row(path, table, row)
+        row = suite.row_from_child(name, settings)
+        suite.add_row(path, table, row)
         print(f"{name}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)", flush=True)
     bad = [row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False]
     print(f"written: {path} and .md; " + (f"failed: {', '.join(bad)}" if bad else "every model passed"))
     return 1 if bad else 0
 
 
-def table_name(settings: ZooSettings, torch_version: str) -> str:
-    """For instance "zoo-bf16-cpu-torch2.15"; names the group if it is not the tutorial's, and `speed=false`."""
-    from cl_train.comparison import zoo
-
-    group = settings.model[0] if len(settings.model) == 1 and settings.model[0] in zoo.GROUPS else "chosen"
-    version = ".".join(torch_version.split("+")[0].split(".")[:2])
-    named = ("" if group == "tutorial" else f"-{group}") + ("" if settings.speed else "-layout")
-    return f"zoo{named}-{settings.precision}-{settings.device}-torch{version}"
-
-
-def chosen_models(words: Sequence[str]) -> list[str]:
+def chosen_models(words: list[str]) -> list[str]:
     """The models that `model=` names: groups, names and shell patterns.
 
     Raises:
         ConfigError: a name or pattern that fits nothing.
     """
-    from cl_train.comparison import zoo
+    from cl_train.comparison.suite import GROUPS, TIMM
     from cl_train.models import sources as models
 
-    names: list[str] = []
-    problems = []
-    known = [*models.model_names(), *zoo.TIMM]
+    known, names, problems = [*models.model_names(), *TIMM], list[str](), list[str]()
     for word in words:
-        found = list(zoo.GROUPS.get(word, ())) or fnmatch.filter(known, word)
+        found = list(GROUPS.get(word, ())) or fnmatch.filter(known, word)
         if not found and word.startswith("timm/"):
             models.check_model(word.partition(":")[0])
             found = [word]
         if not found:
-            problems.append(f"model={word}: no such model{suggest(word, [*zoo.GROUPS, *known])}")
-        names += [name for name in found if name not in names]
+            problems.append(f"model={word}: no such model{suggest(word, [*GROUPS, *known])}")
+        names += found
     if problems or not names:
         raise ConfigError(problems or "model= is empty: name models, or a group of them")
-    return names
+    return list(dict.fromkeys(names))

@@ -1,23 +1,38 @@
-"""`cl-train benchmark`: models, modes, precisions and batches, each in several layouts."""
+"""`cl-train benchmark`, every combination of its settings, and `cl-train zoo`, many models each in its own process.
+
+The zoo adds the audit to speed and parity, and writes its table, one row per model, after each model.
+"""
 
 import itertools
-from dataclasses import replace
+import json
+import multiprocessing
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from cl_train.comparison.paired import benchmark_layouts
 from cl_train.comparison.parity import check_parity
-from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Workload
-from cl_train.config.benchmarks import BenchmarkSettings
+from cl_train.comparison.timed_model import CONTIGUOUS, LAYOUTS, Workload
+from cl_train.config.benchmarks import BenchmarkSettings, ZooSettings
 from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.memory_format.audit import audit
+from cl_train.memory_format.audit_report import markdown_table
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import sources as models
-from cl_train.step.precision import resolve_precision
+from cl_train.step.loss import loss_of
+from cl_train.step.precision import Precision, cast_model, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.machine import measured
-
-LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
+from cl_train.system.files import write_json, write_text
 
 
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
@@ -29,29 +44,27 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     Raises:
         ConfigError: unknown models, or fewer than two layouts.
     """
-    combined = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
-    if empty := [name for name in combined if not getattr(settings, name)]:
+    names = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
+    if empty := [name for name in names if not getattr(settings, name)]:
         raise ConfigError([f"{name}= is empty: name at least one" for name in empty])
-    for name in settings.model:
-        models.check_model(name)
+    for model in settings.model:
+        models.check_model(model)
     if len(settings.layouts) < 2:
         raise ConfigError("layouts: a comparison needs two or more")
-    device, s = choose_device(settings.device), settings
-    results = []
-    for name, mode, precision, batch_size, compile, cuda_graph in itertools.product(
-        s.model, s.mode, s.precision, s.batch_size, s.compile, s.cuda_graph
-    ):
-        size = s.image_size or models.usual_image_size(name)
+    device, results = choose_device(settings.device), []
+    for values in itertools.product(*(getattr(settings, name) for name in names)):
+        described = dict(zip(names, values, strict=True))
+        described["image_size"] = size = settings.image_size or models.usual_image_size(described["model"])
+        precision = resolve_precision(described["precision"], device)
+        described["precision"] = precision.name
         workload = Workload(
-            batch_size, (3, size, size), resolve_precision(precision, device), device, mode, compile,
-            cuda_graph=cuda_graph, optim=OptimConfig(name=s.optimizer),
+            described["batch_size"], (3, size, size), precision, device, described["mode"], described["compile"],
+            cuda_graph=described["cuda_graph"], optim=OptimConfig(name=settings.optimizer),
         )  # fmt: skip
-        described: dict[str, Any] = {"model": name, "precision": workload.precision.name, "mode": mode}
-        described |= {"batch_size": batch_size, "compile": compile, "cuda_graph": cuda_graph, "image_size": size}
         try:
-            result = {**described, **_measure(name, workload, settings)}
+            result = {**described, **_measure(described["model"], workload, settings)}
         except Exception as error:  # a model may raise any exception: keep the results of the others
-            why = str(error) if isinstance(error, ConfigError) else explain_failure(error)
+            why = explain_failure(error)
             result = {**described, "error": why, "text": f"  failed: {why}", "pairs": []}
         results.append(result)
         print(f"{', '.join(f'{key} {value}' for key, value in described.items())}\n{result['text']}", flush=True)
@@ -64,15 +77,10 @@ def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict
     size, precision = workload.input_shape[-1], workload.precision.name
     model = models.build_model(name, num_classes=1000, image_size=size)
     layouts = [LAYOUTS[layout] for layout in settings.layouts]
+    mode, device = "infer" if workload.mode == "infer" else "both", workload.device
+    check = partial(check_parity, model, image_size=size, precision=precision, device=device, mode=mode)
     reports = {
-        layout.name: check_parity(
-            model,
-            image_size=size,
-            precision=precision,
-            device=workload.device,
-            conversion=layout.conversion,
-            mode="infer" if workload.mode == "infer" else "both",
-        )
+        layout.name: check(conversion=layout.conversion)
         for layout in layouts
         if settings.parity and layout is not CONTIGUOUS
     }
@@ -83,3 +91,173 @@ def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict
     notes = [f"  {report}" for report in reports.values() if not report.passed]
     parity = {layout: report.to_dict() for layout, report in reports.items()}
     return {**done.to_dict(), "parity": parity, "text": "\n".join([str(done), *notes])}
+
+
+# --- the zoo: a row per model -----------------------------------------------------------------------------------------
+
+SCHEMA_VERSION = 2
+
+# The models of the tutorial "Channels Last Memory Format in PyTorch": "full support ... 8%-35% gains on Volta devices".
+TUTORIAL = (
+    "alexnet", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3", "mobilenet_v2", "resnet101", "resnet152",
+    "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0",
+    "shufflenet_v2_x1_5", "shufflenet_v2_x2_0", "squeezenet1_0", "squeezenet1_1", "vgg11", "vgg11_bn", "vgg13",
+    "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "wide_resnet101_2", "wide_resnet50_2",
+)  # fmt: skip
+
+# One model per family of timm, with the operators that matter for the layout.
+TIMM = (
+    "timm/resnet50_gn",  # GroupNorm
+    "timm/resnetv2_50",  # pre-activation, weight-standardised convolutions and GroupNorm
+    "timm/nfnet_l0",  # scaled weight standardisation, no normalisation
+    "timm/mobilenetv3_small_100",  # depthwise, squeeze and excitation
+    "timm/efficientnet_lite0",  # depthwise
+    "timm/regnety_002",  # grouped convolutions
+    "timm/convnext_atto",  # LayerNorm in channels_last order
+    "timm/mobilevit_xxs",  # convolutions and attention
+    "timm/vit_tiny_patch16_224",  # attention only
+    "timm/resnet10t",  # a deep stem
+)
+
+GROUPS = {"tutorial": TUTORIAL, "torchvision": tuple(models.model_names()), "timm": TIMM}
+_FIXED_SIZE = ("inception_v3", "vit_", "maxvit", "timm/vit_", "timm/mobilevit")  # accept one image size only
+
+
+def row_from_child(name: str, settings: ZooSettings) -> dict[str, Any]:
+    """The row of a model, measured in its own process: a crash or lack of memory is recorded as that model's error."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # importing torch takes longer than most models
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, name, settings), daemon=True)
+    process.start()
+    sender.close()
+    limit_s = settings.model_time_limit_s
+    try:
+        row: dict[str, Any] = receiver.recv() if receiver.poll(limit_s) else {"error": f"over {limit_s:g} s"}
+    except EOFError:
+        process.join()
+        row = {"error": f"its process ended with exit code {process.exitcode} (-9: out of memory)"}
+    finally:
+        process.kill()
+        process.join()
+    return {"model": name, **row}
+
+
+def _child(sender: Any, name: str, settings: ZooSettings) -> None:
+    try:
+        sender.send(zoo_row(name, settings))
+    except Exception as error:
+        sender.send({"error": explain_failure(error)})
+
+
+def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
+    """Parity, speed and memory of both layouts, conversion, audit, and a verdict."""
+    started_at = time.perf_counter()
+    torch.manual_seed(0)
+    size = settings.image_size or (224 if settings.speed else 64)
+    if name.startswith(_FIXED_SIZE):
+        size = models.usual_image_size(name)
+    device = torch.device(settings.device)
+    precision = resolve_precision(settings.precision, device)
+    model = models.build_model(name, num_classes=1000, image_size=224).to(device)
+    row: dict[str, Any] = {"model": name, "image_size": size}
+    try:
+        report = check_parity(model, image_size=size, batch_size=2, precision=settings.precision)
+        row["parity"] = {"passed": report.passed, "why": str(report)}
+    except ConfigError as error:  # too large for this machine's memory
+        row["parity"] = {"passed": None, "why": str(error)}
+    for mode in ("train", "infer") if settings.speed else ():
+        # On a GPU as CUDA graphs where the step can be recorded, because the host would limit both layouts.
+        for cuda_graph in (True, False) if device.type == "cuda" else (False,):
+            workload = Workload(settings.batch_size, (3, size, size), precision, device, mode, cuda_graph=cuda_graph)
+            with suppress(*([ConfigError] if cuda_graph else [])):
+                done = benchmark_layouts(model, workload, time_limit_s=settings.time_limit_s)
+                row[mode] = {**done.to_dict(), "cuda_graph": cuda_graph}
+                break
+    row |= _convert_and_audit(model, precision, size, device)
+    return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
+
+
+def _convert_and_audit(model: nn.Module, precision: Precision, size: int, device: torch.device) -> dict[str, Any]:
+    model = cast_model(model, precision)
+    converted = len(convert(model).changed)
+    convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
+    images = torch.randn(2, 3, size, size).to(device, precision.input_dtype, memory_format=torch.channels_last)
+    targets = torch.zeros(2, dtype=torch.int64, device=device)
+    report = audit(model, images, precision=precision, loss=lambda output: loss_of(output, targets))
+    audited: dict[str, Any] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
+    for direction in ("forward", "backward"):
+        lost: Counter[str] = Counter()
+        for call in report.of("lost", direction):
+            lost[call.operator.removeprefix("aten.").partition(".")[0]] += call.count
+        audited[f"lost_{direction}"] = dict(lost)
+    return {"convolutions": convolutions, "converted": converted, "audit": audited}
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """The verdict as text: correctness, then speed if it was measured, then lost layouts."""
+    if row["parity"]["passed"] is False:
+        return "do not use: the layouts compute different results"
+    if row["convolutions"] == 0:
+        return "no convolution: no gain possible"
+    pairs = {mode: row[mode]["pairs"][0] for mode in ("train", "infer") if mode in row}
+    words = [f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)" for mode, pair in pairs.items()]
+    lost, moved = row["audit"]["lost"], row["audit"]["moved_pct"]
+    kept = "keeps the layout" if lost == 0 else f"loses the layout in {lost} call{'s' if lost > 1 else ''}"
+    return "; ".join([*words, f"{kept}, {moved:.1f} % of the step's bytes moved"])
+
+
+# --- the zoo: its table -----------------------------------------------------------------------------------------------
+
+
+def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:
+    """The table at `path`, to be continued, or a new one.
+
+    Raises ConfigError: the file was made with other settings, or is not such a table.
+    """
+    equal = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")  # for all rows
+    options = {name: value for name, value in asdict(settings).items() if name in equal}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return {"schema_version": SCHEMA_VERSION, "options": options, "environment": environment, "rows": []}
+    try:
+        table = dict(json.loads(path.read_text(encoding="utf-8")))
+        made_with = table["schema_version"], table["options"], table["environment"]["torch"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a table of `cl-train zoo` ({error}); remove it, or use another out") from error
+    if made_with != (SCHEMA_VERSION, options, environment["torch"]):
+        other = f"made with other settings or another torch ({made_with[2]})"
+        raise ConfigError(f"{path}: {other}, so new rows would not compare: remove it, or choose another out")
+    return table
+
+
+def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
+    """Add a row, or replace that of the same model, and write .json and .md."""
+    others = [known for known in table["rows"] if known["model"] != row["model"]]
+    table["rows"] = sorted([*others, row], key=lambda known: known["model"])
+    options, environment = table["options"], table["environment"]
+    title = f"torch {environment['torch']}, {environment['device_name']}, {options['precision']}"
+    text = (
+        f"# channels_last, model by model: {title}\n\n"
+        "lost: operators that received channels_last and returned contiguous, with the number of calls. moved: bytes "
+        "moved to change the layout, of all bytes of a training step. GiB: contiguous / channels_last.\n\n"
+        f"{markdown_table([_flat(row, options['speed']) for row in table['rows']])}\n"
+    )
+    write_json(path, table)
+    write_text(path.with_suffix(".md"), text)
+
+
+def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
+    """The same columns for every row, also for a failed model."""
+    audited, flat = row.get("audit", {}), {name: row.get(name) for name in ("model", "image_size", "convolutions")}
+    flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[row.get("parity", {}).get("passed")]
+    for column in ("lost_forward", "lost_backward"):
+        flat[column.replace("_", " ")] = ", ".join(f"{name} {count}" for name, count in audited.get(column, {}).items())
+    flat["moved %"] = audited.get("moved_pct")
+    for mode in ("train", "infer") if with_speed else ():
+        speeds, pairs = row.get(mode, {}).get("speeds", []), row.get(mode, {}).get("pairs", [{}])
+        flat[f"{mode} images/s"] = speeds[-1]["images_per_s"] if speeds else None
+        flat[f"{mode} ratio"] = pairs[0].get("ratio")
+        flat[f"{mode} ci95"] = "-".join(f"{bound:.2f}" for bound in pairs[0].get("ci95", []))
+        flat[f"{mode} GiB"] = " / ".join(f"{speed['peak_memory_gib']:.2f}" for speed in speeds)
+    return {**flat, "verdict": row.get("verdict") or f"error: {row.get('error')}"}

@@ -1,6 +1,7 @@
-"""The benchmark of many combinations: its results and refusals."""
+"""The benchmark of many combinations, and the zoo: results, rows, tables that are continued, refusals."""
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cl_train.commands import benchmark
+from cl_train.commands.zoo import main
 from cl_train.comparison import suite
 from cl_train.comparison.parity import ParityReport
-from cl_train.comparison.suite import run_suite
+from cl_train.comparison.suite import add_row, open_table, run_suite, verdict, zoo_row
 from cl_train.comparison.timed_model import TimedModel
-from cl_train.config.benchmarks import BenchmarkSettings
+from cl_train.config.benchmarks import BenchmarkSettings, ZooSettings
 from cl_train.config.schema import ConfigError
 from tests.processes import LIMIT_S
 
@@ -49,18 +52,16 @@ def test_a_result_has_speeds_pairs_and_parity(capsys: pytest.CaptureFixture[str]
     json.dumps(document, allow_nan=False)
 
 
-def test_a_parity_failure_makes_the_verdict_not_comparable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parity_failure_is_not_comparable_and_a_model_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     failed = ParityReport(False, "fp32", "[4, 3, 32, 32]", "features.0 (Conv2d)")
     monkeypatch.setattr(suite, "check_parity", lambda *args, **kwargs: failed)
-    [result] = run_suite(settings(parity=True))["results"]
-    assert result["pairs"][0]["verdict"] == "not_comparable"
-    assert "features.0 (Conv2d)" in result["text"] and "not comparable" in result["text"]
-
-
-def test_a_model_that_fails_leaves_the_results_of_the_others() -> None:
     names = ["tests.networks:raising", "tests.networks:small"]
-    first, second = run_suite(settings(model=names))["results"]
-    assert "planted" in first["error"] and first["pairs"] == [] and second["pairs"]
+    first, second = run_suite(settings(model=names, parity=True))["results"]
+    assert "planted" in first["error"] and first["pairs"] == []
+    assert second["pairs"][0]["verdict"] == "not_comparable"
+    assert "features.0 (Conv2d)" in second["text"] and "not comparable" in second["text"]
 
 
 @pytest.mark.parametrize("changes", [{"model": ["resnt18"]}, {"layouts": ["contiguous"]}, {"model": []}, {"mode": []}])
@@ -79,3 +80,97 @@ def test_the_command_runs_and_refuses() -> None:
     assert "channels_last" in done.stderr.splitlines()[-1]
     with pytest.raises(ConfigError, match="resnt"):
         benchmark.main(["model=resnt"])
+
+
+# --- the zoo ----------------------------------------------------------------------------------------------------------
+
+ZOO = ZooSettings(device="cpu", precision="fp32", batch_size=2, image_size=64, speed=False, time_limit_s=1.0)
+ENVIRONMENT = {"torch": "2.15.0", "device_name": "a CPU"}
+AUDIT = {"kept": 5, "lost": 2, "restored": 1, "moved_pct": 3.0, "lost_forward": {"cat": 2}, "lost_backward": {}}
+SPEED = {
+    "speeds": [{"images_per_s": 10.0, "peak_memory_gib": 0.5}, {"images_per_s": 15.0, "peak_memory_gib": 0.6}],
+    "pairs": [{"ratio": 1.5, "ci95": [1.4, 1.6], "verdict": "faster"}],
+}
+
+
+def row(name: str, **more: Any) -> dict[str, Any]:
+    base = {"model": name, "image_size": 64, "convolutions": 3, "converted": 3, "parity": {"passed": True}}
+    base |= {"audit": AUDIT, **more}
+    return {**base, "verdict": verdict(base)}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "loses the layout in 2 calls, 3.0 % of the step's bytes moved"),
+        ({"parity": {"passed": False}}, "do not use"),
+        ({"convolutions": 0}, "no convolution"),
+        ({"train": SPEED, "infer": SPEED}, "train faster (1.50x); infer faster (1.50x); "),
+    ],
+)
+def test_verdicts(more: dict[str, Any], words: str) -> None:
+    assert row("a", **more)["verdict"].startswith(words)
+
+
+def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
+    path, with_speed = tmp_path / "zoo.json", replace(ZOO, speed=True)
+    for name, made in (("b", row("b", train=SPEED, infer=SPEED)), ("a", {"model": "a", "error": "out of memory"})):
+        table = open_table(path, with_speed, ENVIRONMENT)
+        add_row(path, table, made)
+        assert name in [entry["model"] for entry in json.loads(path.read_text())["rows"]]
+    lines = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
+    head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    failed, measured = (dict(zip(head, cells, strict=True)) for cells in body)
+    assert (failed["model"], failed["verdict"], failed["train ratio"]) == ("a", "error: out of memory", "")
+    found = [measured[name] for name in ("model", "image_size", "parity", "lost forward", "train ratio", "infer ci95")]
+    assert found == ["b", "64", "passed", "cat 2", "1.5", "1.40-1.60"] and measured["train GiB"] == "0.50 / 0.60"
+    add_row(path, open_table(path, with_speed, ENVIRONMENT), row("a"))
+    assert [entry.get("error") for entry in json.loads(path.read_text())["rows"]] == [None, None]
+    for change in ({"precision": "bf16"}, {"batch_size": 3}):
+        with pytest.raises(ConfigError, match="other settings"):
+            open_table(path, replace(with_speed, **change), ENVIRONMENT)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not a table"):
+        open_table(path, with_speed, ENVIRONMENT)
+
+
+def test_a_row_of_the_zoo() -> None:
+    assert len(suite.GROUPS["tutorial"]) == 28 and len(suite.GROUPS["timm"]) == 10
+    assert set(suite.GROUPS["tutorial"]) < set(suite.GROUPS["torchvision"])
+    entry = zoo_row("tests.networks:small", ZOO)
+    assert entry["parity"]["passed"] and entry["convolutions"] == 2 and entry["image_size"] == 64
+    assert entry["audit"]["lost_forward"] == {} and entry["audit"]["lost_backward"] == {}
+    json.dumps(entry)
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [("inception_v3", 299), ("vit_b_16", 224), ("timm/vit_tiny_patch16_224", 224)]
+)
+def test_models_of_one_size_keep_it(model: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "check_parity", lambda model, image_size, **_: {}[image_size])
+    monkeypatch.setattr(suite.models, "build_model", lambda *args, **kwargs: torch.nn.Identity())
+    with pytest.raises(KeyError, match=str(size)):
+        zoo_row(model, ZOO)
+
+
+@pytest.mark.slow
+def test_the_zoo_runs_continues_times_and_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    words = ["model=shufflenet_v2_x0_5", "device=cpu", "precision=fp32", "batch_size=2",
+             "data.image_size=64", "time_limit_s=0.5", f"out={tmp_path}"]  # fmt: skip
+    assert main(words) == 0
+    version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    table = json.loads((tmp_path / f"zoo-chosen-fp32-cpu-torch{version}.json").read_text())
+    (entry,) = table["rows"]
+    for mode in ("train", "infer"):
+        assert all(speed["images_per_s"] > 0 and speed["peak_memory_gib"] > 0 for speed in entry[mode]["speeds"])
+        assert entry[mode]["pairs"][0]["ci95"][0] <= entry[mode]["pairs"][0]["ratio"]
+    assert entry["parity"]["passed"] and entry["convolutions"] == entry["converted"] == 56
+    assert entry["audit"]["lost_forward"] == {"clone": 3, "cat": 13}
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "1 of them done" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="did you mean resnet1"):
+        main(["model=resnet19"])
