@@ -7,25 +7,36 @@ of all gradients.
 """
 
 import math
+import random
 import statistics
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from cl_train.comparison.parity_run import Record, Task, run_step
-from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction, noise
+from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction, model_in_layout, noise, place_batch
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child
 from cl_train.memory_format.layout import CHANNELS_LAST, classify, to_memory_format
-from cl_train.memory_format.model_call import explain_failure, failure_explained
+from cl_train.memory_format.model_call import (
+    call_model,
+    explain_failure,
+    failure_explained,
+    output_tensors,
+    random_state_restored,
+)
 from cl_train.models.sources import copy_model, device_of
-from cl_train.step.precision import Precision, resolve_precision
+from cl_train.step.precision import Precision, autocast, kernel_selection, resolve_precision
 
 FLOAT64_LIMIT = 1e-6
 FLOAT32_LIMIT = 1e-3  # instead of FLOAT64_LIMIT, for a model that does not run in float64
@@ -34,8 +45,15 @@ MIN_LIMIT, GRADIENT_LIMIT = 0.02, 0.1  # or the square root of the dtype's epsil
 MAX_LIMIT = 0.7  # values in a wrong order deviate by 1.4
 MAX_BASELINE_ERROR = 0.25  # a tensor whose contiguous run deviates more, by rounding, is not checked in this precision
 SMALL_IMAGE, BATCH_SIZE = 96, 4  # whether layouts agree does not depend on the size
+MOST_ELEMENTS = 2**16  # recorded per tensor, to bound memory; a wrong layout changes nearly every element
 EVAL = " in eval mode"
 MODES = {"both": ("infer", "train"), "train": ("train",), "infer": ("infer",)}
+
+# Samples of the tensors of a step with their names, in the order in which they were computed: "forward" ("input of X",
+# "output of X"), "results" ("result 0", the user's own "loss"), "gradients" ("gradient of P", last layer first) and
+# "statistics" ("statistics of X"); the first two also of a pass in eval mode, as "eval forward" and "eval results".
+Samples = list[tuple[str, torch.Tensor]]
+Record = dict[str, Samples]
 
 
 @dataclass(frozen=True)
@@ -48,14 +66,12 @@ class Check:
     channels_last_error: float
     allowed_error: float
 
-    @property
-    def share_of_limit(self) -> float:
-        return self.channels_last_error / self.allowed_error if self.allowed_error else math.inf
-
     def __str__(self) -> str:
+        errors = (self.channels_last_error, self.contiguous_error, self.allowed_error)
+        converted, plain, allowed = (f"{100 * error:.2g} %" for error in errors)
         return (
-            f"{self.what} in {self.computed_in}: channels_last deviates {percent(self.channels_last_error)} from the "
-            f"reference, contiguous {percent(self.contiguous_error)}, the limit is {percent(self.allowed_error)}"
+            f"{self.what} in {self.computed_in}: channels_last deviates {converted} from the reference, "
+            f"contiguous {plain}, the limit is {allowed}"
         )
 
 
@@ -98,11 +114,6 @@ class ParityReport:
         return f"{what}: channels_last computes something else, first in {self.first_divergence}; {first}{note}"
 
 
-def percent(error: float) -> str:
-    """`12 %`, `0.035 %`, `3e-07 %`."""
-    return f"{100 * error:.2g} %" if math.isfinite(error) else "infinitely far"
-
-
 def check_parity(
     model: nn.Module,
     *,
@@ -120,7 +131,7 @@ def check_parity(
     """Compare `model` in both layouts: module outputs, results, gradients and BatchNorm statistics of one step.
 
     Copies run, one at a time: `model` and all random generators are unchanged. Dropout and other random operators
-    draw equal numbers in all runs (see `parity_run.EqualRandomness`). A crash in channels_last is a difference.
+    draw equal numbers in all runs (see `EqualRandomness`). A crash in channels_last is a difference.
 
     Args:
         model: fp32, in any layout, on any device.
@@ -145,63 +156,80 @@ def check_parity(
         raise ConfigError(f"mode={mode}: must be one of {', '.join(MODES)}")
     if batch is None:
         batch = noise((batch_size or BATCH_SIZE, *_small_input(model, image_size)), seed)
-    task = Task(model, batch, device, loss, output, seed, MODES[mode])
-    resolved = resolve_precision(precision, device)
-    report = partial(ParityReport, precision=resolved.name, batch=_shape_of(batch))
     layout = Layout("channels_last", torch.channels_last, conversion)
-    if not _changes_anything(model, layout, batch):
+    task = _Task(model, batch, layout, resolve_precision(precision, device), device, loss, output, seed, MODES[mode])
+    report = partial(ParityReport, precision=task.precision.name, batch=task.shape)
+    images = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST]
+    is_converted = any(classify(to_memory_format(one, layout.memory_format)) != "ambiguous" for one in images)
+    if not is_converted and not convert(copy_model(model, "meta"), conversion).changed:
         return report(None, note="no input and no weight has another order in memory in channels_last")
     try:
-        return in_child(lambda: _compare_layouts(task, layout, resolved, report))
+        return report(**in_child(lambda: _compare_layouts(task)))
     except OutOfMemory:
         raise
     except Crash as crash:
-        in_child(lambda: _contiguous_steps(task, resolved))  # a crash there is no difference, and is raised
+        in_child(lambda: _contiguous_steps(task))  # a crash there is no difference, and is raised
         return report(False, first_divergence=str(crash))
 
 
-def _contiguous_steps(task: Task, precision: Precision) -> tuple[Record, Record, torch.dtype, str]:
-    """In `precision`, then in float64, or in fp32 if the model does not run in float64, for the reason returned."""
-    what = f"the model does not run on a batch {_shape_of(task.batch)}"
-    with failure_explained(what, "give another batch or image_size, or mode=train or infer alone"):
-        plain = run_step(task, CONTIGUOUS, precision)
-    fp32 = Precision("fp32")
+def _small_input(model: nn.Module, image_size: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one input, [C, H, W] or as `image_size`; at most 96 px where the model takes that.
+
+    Only shapes are computed: transformers take one size only, and Inception's auxiliary head has a minimum size.
+    """
+    wanted = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:])) if len(wanted) >= 3 else wanted
+    shapes_only = copy_model(model, "meta").train()
+    dtype = next((p.dtype for p in shapes_only.parameters() if p.is_floating_point()), torch.float32)
     try:
-        return plain, run_step(task, CONTIGUOUS, fp32, torch.float64), torch.float64, ""
+        shapes_only(torch.empty((2, *small), device="meta", dtype=dtype))
+    except Exception:  # a model may raise any exception for a wrong image size, or because it reads values
+        return wanted
+    return small
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def _contiguous_steps(task: "_Task") -> tuple[Record, Record, torch.dtype, str]:
+    """In the precision, then in float64, or in fp32 if the model does not run in float64, for the reason returned."""
+    what = f"the model does not run on a batch {task.shape}"
+    with failure_explained(what, "give another batch or image_size, or mode=train or infer alone"):
+        plain = task.step(CONTIGUOUS)
+    try:
+        return plain, task.step(CONTIGUOUS, torch.float64), torch.float64, ""
     except Exception as error:  # a model that creates or expects fp32 tensors
         reason = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
-        return plain, run_step(task, CONTIGUOUS, fp32, torch.float32), torch.float32, reason
+        return plain, task.step(CONTIGUOUS, torch.float32), torch.float32, reason
 
 
-def _compare_layouts(
-    task: Task, layout: Layout, precision: Precision, report: Callable[..., ParityReport]
-) -> ParityReport:
-    plain, reference, exact_dtype, note = _contiguous_steps(task, precision)
+def _compare_layouts(task: "_Task") -> dict[str, Any]:
+    """The fields of the report."""
+    plain, reference, exact_dtype, note = _contiguous_steps(task)
     results = [tensor for kind in ("eval results", "results") for _, tensor in reference.get(kind, [])]
     if not any(tensor.isfinite().any() for tensor in results):
-        return report(None, note="the contiguous model returns nothing that is finite")
-    exact_limit = FLOAT64_LIMIT if exact_dtype == torch.float64 else FLOAT32_LIMIT
-    exact_step = partial(run_step, task, precision=Precision("fp32"), dtype=exact_dtype)
+        return {"passed": None, "note": "the contiguous model returns nothing that is finite"}
     try:
-        converted, rounded = exact_step(layout), run_step(task, layout, precision)
+        converted, rounded = task.step(task.layout, exact_dtype), task.step(task.layout)
     except Exception as error:
-        return report(False, first_divergence=explain_failure(error), note=note)
+        return {"passed": False, "first_divergence": explain_failure(error), "note": note}
+    exact_limit = FLOAT64_LIMIT if exact_dtype == torch.float64 else FLOAT32_LIMIT
     exactly = partial(_compare, reference, reference, computed_in=str(exact_dtype), limit=lambda *_: exact_limit)
     checks = exactly(converted)
-    if _failed(checks) and _failed(exactly(exact_step(CONTIGUOUS))):
+    if _failed(checks) and _failed(exactly(task.step(CONTIGUOUS, exact_dtype))):
         why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
-        return report(None, note=why)
-    limit = partial(_limit, precision=precision)
-    rounded_checks = _compare(reference, plain, rounded, limit, precision.name)
+        return {"passed": None, "note": why}
+    precision = task.precision.name
+    rounded_checks = _compare(reference, plain, rounded, precision, partial(_limit, precision=task.precision))
     visible = [check for check in rounded_checks if check.contiguous_error <= MAX_BASELINE_ERROR]
     if hidden := len(rounded_checks) - len(visible):
         note += "; " if note else ""
-        note += f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision.name}"
+        note += f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision}"
     checks += visible
     failed = _failed(checks)
-    worst = max(checks, key=lambda check: check.share_of_limit, default=None)
+    worst = max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0), default=None)
     first = _first_divergence(failed[0], task.model) if failed else None
-    return report(not failed, first_divergence=first, worst=worst, failed=failed, note=note)
+    return {"passed": not failed, "first_divergence": first, "worst": worst, "failed": failed, "note": note}
 
 
 def _failed(checks: list[Check]) -> list[Check]:
@@ -215,47 +243,42 @@ def _limit(kind: str, contiguous_error: float, precision: Precision) -> float:
 
 
 def _compare(
-    reference: Record, contiguous: Record, other: Record, limit: Callable[[str, float], float], computed_in: str
+    reference: Record, plain: Record, converted: Record, computed_in: str, limit: Callable[[str, float], float]
 ) -> list[Check]:
     """Checks in the order in which a difference spreads: forward, results, gradients, statistics."""
     checks: list[Check] = []
-    dtype_or_precision = computed_in
-    for kind, truths in reference.items():
-        computed_in = dtype_or_precision + (EVAL if kind.startswith("eval") else "")
-        plain, mine = contiguous[kind], other[kind]
-        names = [name for name, _ in truths]
-        if names != [name for name, _ in mine]:
-            odd = next((one for (one, _), two in zip(mine, names, strict=False) if one != two), "the last tensor")
-            return [*checks, Check(f"order of calls at {odd}", computed_in, 0.0, math.inf, 0.0)]
-        sizes = _sizes([truth for _, truth in truths], kind)
-        plain_errors, errors = (
-            [_distance(tensor, truth, size) for (_, tensor), (_, truth), size in zip(found, truths, sizes, strict=True)]
-            for found in (plain, mine)
-        )
+    for kind, expected in reference.items():
+        where = computed_in + (EVAL if kind.startswith("eval") else "")
+        names, called = ([name for name, _ in record[kind]] for record in (reference, converted))
+        if names != called:
+            unexpected = next((one for one, two in zip(called, names, strict=False) if one != two), "the last tensor")
+            return [*checks, Check(f"order of calls at {unexpected}", where, 0.0, math.inf, 0.0)]
+        plain_errors, errors = (_errors(record[kind], expected, kind) for record in (plain, converted))
         typical = statistics.median(plain_errors) if plain_errors else 0.0
         checks += [
-            Check(name, computed_in, plain_error, error, limit(kind, max(plain_error, typical)))
+            Check(name, where, plain_error, error, limit(kind, max(plain_error, typical)))
             for name, plain_error, error in zip(names, plain_errors, errors, strict=True)
         ]
     return checks
 
 
-def _sizes(tensors: list[torch.Tensor], kind: str) -> list[float]:
-    """L2 norm of each tensor; for gradients plus that of a tensor of typical elements."""
-    elements = sum(tensor.numel() for tensor in tensors)
-    squares = sum(float(tensor.square().sum()) for tensor in tensors)
+def _errors(found: Samples, expected: Samples, kind: str) -> list[float]:
+    """L2 distances / L2 norms, for gradients plus that of a tensor of typical elements.
+
+    Infinite where the shapes differ or only one is not finite.
+    """
+    elements = sum(true.numel() for _, true in expected)
+    squares = sum(float(true.square().sum()) for _, true in expected)
     typical = math.sqrt(squares / elements) if kind == "gradients" and elements else 0.0
-    return [float(tensor.norm()) + typical * math.sqrt(tensor.numel()) for tensor in tensors]
-
-
-def _distance(tensor: torch.Tensor, truth: torch.Tensor, size: float) -> float:
-    """L2 distance / size; infinite if the shapes differ or only one is not finite."""
-    if tensor.shape != truth.shape:
-        return math.inf
-    if torch.allclose(tensor, truth, rtol=0, atol=0, equal_nan=True):
-        return 0.0
-    distance = float((tensor - truth).norm()) / (size or 1.0)
-    return distance if math.isfinite(distance) else math.inf
+    errors = []
+    for (_, tensor), (_, true) in zip(found, expected, strict=True):
+        error = math.inf
+        if tensor.shape == true.shape:
+            is_equal = torch.allclose(tensor, true, rtol=0, atol=0, equal_nan=True)
+            size = float(true.norm()) + typical * math.sqrt(true.numel())
+            error = 0.0 if is_equal else float((tensor - true).norm()) / (size or 1.0)
+        errors.append(error if math.isfinite(error) else math.inf)
+    return errors
 
 
 def _first_divergence(check: Check, model: nn.Module) -> str:
@@ -275,32 +298,179 @@ def _first_divergence(check: Check, model: nn.Module) -> str:
     return f"{module or 'the model'} ({type(model.get_submodule(module)).__name__}){where[kind]}{eval_mode}"
 
 
-# --- the input --------------------------------------------------------------------------------------------------------
+# --- one step, recorded -----------------------------------------------------------------------------------------------
 
 
-def _small_input(model: nn.Module, image_size: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one input, [C, H, W] or as `image_size`; at most 96 px where the model takes that.
+@dataclass(frozen=True)
+class _Task:
+    """What is compared, and its step."""
 
-    Only shapes are computed: transformers take one size only, and Inception's auxiliary head has a minimum size.
+    model: nn.Module
+    batch: Any
+    layout: Layout
+    precision: Precision
+    device: torch.device
+    loss: LossFunction | None
+    output: str | None
+    seed: int
+    modes: tuple[str, ...]
+
+    @property
+    def shape(self) -> str:
+        return str(list(self.batch.shape)) if isinstance(self.batch, torch.Tensor) else type(self.batch).__name__
+
+    def step(self, layout: Layout, dtype: torch.dtype | None = None) -> Record:
+        """A fresh copy in eval mode (forward), then in training mode (forward, loss, backward), as `modes` says.
+
+        Random numbers are equal in all steps. With `dtype` the weights and inputs have it, and there is no autocast.
+        """
+        precision = self.precision if dtype is None else Precision("fp32")
+        model = model_in_layout(self.model, layout, precision, self.device)
+        if dtype is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # on complex parameters, which keep their dtype
+                model.to(dtype)
+        batch = place_batch(self.batch, self.device, dtype or precision.input_dtype, layout.memory_format)
+        record: Record = {}
+        with (
+            random_state_restored(self.device),
+            kernel_selection(tf32=precision.tf32, autotune=False),
+            EqualRandomness(self.seed),
+        ):
+            cast = autocast(precision, self.device)
+            if "infer" in self.modes:
+                key = None if "train" in self.modes else self.output
+                with cast, torch.no_grad(), _watched(model.eval()) as forward:
+                    results = output_tensors(call_model(model, batch), key)
+                record = {"eval forward": forward, "eval results": _named(results)}
+            if "train" in self.modes:  # in front: a difference of both modes is reported there
+                record = self._training_pass(model.train(), batch, cast) | record
+        return record
+
+    def _training_pass(self, model: nn.Module, batch: Any, cast: AbstractContextManager[object]) -> Record:
+        with cast, _watched(model) as forward:
+            output = call_model(model, batch)
+            results = output_tensors(output, self.output)
+            loss = self.loss(output) if self.loss is not None else _weighted_sum(results)
+        if loss.requires_grad:
+            loss.backward()
+        called = {what.partition(" of ")[2]: index for index, (what, _) in enumerate(forward)}
+        parameters = sorted(model.named_parameters(), key=lambda item: -called.get(item[0].rpartition(".")[0], -1))
+        statistics: Samples = []
+        for name, module in model.named_modules():
+            mean, variance = (getattr(module, f"running_{what}", None) for what in ("mean", "var"))
+            if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):  # the spread is the unit of both
+                statistics.append((f"statistics of {name}", torch.cat([sample(mean), sample(variance).sqrt()])))
+        return {
+            "forward": forward,
+            "results": _named(results) + ([("loss", sample(loss))] if self.loss is not None else []),
+            "gradients": [
+                (f"gradient of {name}", sample(one.grad)) for name, one in parameters if one.grad is not None
+            ],
+            "statistics": statistics,
+        }
+
+
+def _named(results: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Up to `MOST_ELEMENTS` evenly spaced elements in logical order, float64 on the CPU. Waits for the device."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    step = math.ceil(tensor.numel() / MOST_ELEMENTS) | 1 if tensor.numel() > MOST_ELEMENTS else 1  # odd: no alias
+    return tensor.reshape(-1)[::step].to("cpu", torch.float64, copy=True)
+
+
+def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
+    """A loss for outputs of any shape: fixed random weights, so that the gradients of the elements differ."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in results:
+        values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+        weights = torch.empty_like(values).copy_(noise(tuple(values.shape)))
+        total = total + (values * weights).sum().cpu() / math.sqrt(values.numel() or 1)
+    return total
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[Samples]:
+    """Record inputs and outputs as modules run, before a later in-place operator overwrites them."""
+    forward: Samples = []
+    seen: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    def note(what: str, *values: Any) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, torch.Tensor):
+                known = seen.get(id(value))
+                if known is None or known[0]() is not value or known[1] != value._version:
+                    known = seen[id(value)] = (weakref.ref(value), value._version, sample(value))
+                forward.append((what, known[2]))
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and name:
+                continue  # its modules are called from TorchScript, which does not run hooks
+            before, after = (partial(note, f"{what} of {name or 'the model'}") for what in ("input", "output"))
+            hooks.callback(
+                module.register_forward_pre_hook(lambda _, *given, do=before: do(*given), with_kwargs=True).remove
+            )
+            hooks.callback(module.register_forward_hook(lambda _, args, output, do=after: do(output)).remove)
+        yield forward
+
+
+class EqualRandomness(TorchDispatchMode):
+    """While active, random operators draw the same logical values for every memory format, dtype and device.
+
+    `torch.rand_like(x)` fills memory in storage order, so the same seed gives a channels_last tensor and a contiguous
+    one different logical values. Here every random operator of the forward and backward pass is computed on contiguous
+    float64 copies of its arguments on the CPU, seeded by the number of the call, and the results are copied into the
+    tensors that the model receives. Fused attention with dropout is seeded only: its kernels generate their own random
+    numbers. The generators of Python and numpy are seeded once, at the start.
     """
-    wanted = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:])) if len(wanted) >= 3 else wanted
-    shapes_only = copy_model(model, "meta").train()
-    dtype = next((p.dtype for p in shapes_only.parameters() if p.is_floating_point()), torch.float32)
-    try:
-        shapes_only(torch.empty((2, *small), device="meta", dtype=dtype))
-    except Exception:  # a model may raise any exception for a wrong image size, or because it reads values
-        return wanted
-    return small
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        random.seed(seed)
+        np.random.seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        self.seed += 1
+        torch.manual_seed(self.seed)
+        if "attention" in func.name():
+            return func(*args, **kwargs)
+        drawn_args, drawn_kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
+        for name in ("memory_format", "pin_memory", "layout"):
+            drawn_kwargs.pop(name, None)
+        result = func(*args, **kwargs)  # has the right layout, dtype and device; its values are replaced below
+        torch.manual_seed(self.seed)
+        drawn = func(*drawn_args, **drawn_kwargs)
+        for index, argument in enumerate(func._schema.arguments[: len(args)]):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                args[index].copy_(drawn_args[index])
+        for target, source in zip(tree_leaves(result), tree_leaves(drawn), strict=True):
+            if isinstance(target, torch.Tensor) and all(target is not argument for argument in args):
+                target.copy_(source)
+        return result
 
 
-def _changes_anything(model: nn.Module, layout: Layout, batch: Any) -> bool:
-    """Whether a tensor of the batch or of the model has other strides in `layout`."""
-    images = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST]
-    if any(classify(to_memory_format(image, layout.memory_format)) != "ambiguous" for image in images):
-        return True
-    return bool(convert(copy_model(model, "meta"), layout.conversion, memory_format=layout.memory_format).changed)
-
-
-def _shape_of(batch: Any) -> str:
-    return str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        dtype = torch.float64 if value.is_floating_point() else None
+        return value.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return None if isinstance(value, torch.Generator) else value
