@@ -1,5 +1,5 @@
 """Measurements of the project itself, not part of the package. Run them from a checkout; keys are those of `cl-train`.
 
 bash benchmarks/gpu_report.sh out=DIR time_limit_s=1800      everything on this machine's GPU, most important first
-python -m benchmarks.overhead out=FILE                       cl_train against a bare training loop
+python -m benchmarks.peers overhead out=FILE                 cl_train against a bare training loop
 """

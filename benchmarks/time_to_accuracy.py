@@ -57,26 +57,14 @@ TORCHVISION_WITH_OUR_RECIPE = f"""{TORCHVISION} --opt sgd_nesterov --lr-schedule
 OUR_RECIPE = ", recipe of train.py"
 
 
-@dataclass(frozen=True)
-class Program:
-    """A script with its options, and the epochs of its schedule per data set."""
-
-    name: str
-    options: str
-    epochs: dict[str, int]
-
-    @property
-    def script(self) -> str:
-        return self.name.removesuffix(OUR_RECIPE)
-
-
-PROGRAMS = (
-    Program("cl_train", OURS, {"digits": 5, "sample": 5}),
-    Program("timm", TIMM, {"digits": 12, "sample": 6}),
-    Program("torchvision", TORCHVISION, {"digits": 12, "sample": 4}),
-    Program("timm" + OUR_RECIPE, TIMM_WITH_OUR_RECIPE, {"digits": 5, "sample": 5}),
-    Program("torchvision" + OUR_RECIPE, TORCHVISION_WITH_OUR_RECIPE, {"digits": 8}),
-)
+# Options, and the epochs of the schedule per data set. The script is that of the name's first word.
+PROGRAMS = {
+    "cl_train": (OURS, {"digits": 5, "sample": 5}),
+    "timm": (TIMM, {"digits": 12, "sample": 6}),
+    "torchvision": (TORCHVISION, {"digits": 12, "sample": 4}),
+    "timm" + OUR_RECIPE: (TIMM_WITH_OUR_RECIPE, {"digits": 5, "sample": 5}),
+    "torchvision" + OUR_RECIPE: (TORCHVISION_WITH_OUR_RECIPE, {"digits": 8}),
+}
 SEEDED = """import runpy, sys, torch; torch.manual_seed({seed}); del sys.argv[0]; sys.path.insert(0, "{folder}")
 runpy.run_path(sys.argv[0], run_name="__main__")"""  # torchvision's script has no option for the seed
 # Per program: the line that ends the start-up, and the line with an evaluation's top-1.
@@ -114,10 +102,10 @@ def write_digits(folder: Path) -> None:
     unfinished.rename(folder)
 
 
-def command_of(program: Program, script: Path, values: dict[str, Any]) -> list[str]:
-    words = [word.format(script=script, **values) for word in program.options.split()]
+def command_of(program: str, script: Path, values: dict[str, Any]) -> list[str]:
+    words = [word.format(script=script, **values) for word in PROGRAMS[program][0].split()]
     seeded = SEEDED.format(seed=values["seed"], folder=script.parent)
-    return [sys.executable, *(["-c", seeded] if program.script == "torchvision" else []), *words]
+    return [sys.executable, *(["-c", seeded] if program.startswith("torchvision") else []), *words]
 
 
 def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
@@ -145,27 +133,22 @@ def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limi
                     is_stopped = True
                     os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group exists
     total_s = round(time.monotonic() - started_at, 3)
-    return {
-        "exit_code": None if is_stopped or total_s >= limit_s else process.returncode,
-        "start_s": start_s,
-        "points": points,
-        "total_s": total_s,
-        "others_pct": load.others_pct(),
-    }
+    exit_code = None if is_stopped or total_s >= limit_s else process.returncode
+    run = {"exit_code": exit_code, "start_s": start_s, "points": points, "total_s": total_s}
+    return {**run, "others_pct": load.others_pct()}
 
 
-def finished_run(data: str, program: Program, script: Path, seed: int, work: Path) -> dict[str, Any]:
+def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
     """The run with this seed, from `work` if it was finished before."""
-    epochs, size = program.epochs[data], IMAGE_SIZE[data]
-    folder = work / f"{data}-{epochs}-{program.name.replace(' ', '_')}-{seed}"
+    epochs, size = PROGRAMS[program][1][data], IMAGE_SIZE[data]
+    folder = work / f"{data}-{epochs}-{program.replace(' ', '_')}-{seed}"
     if (folder / "run.json").exists():
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
     folder.mkdir(parents=True, exist_ok=True)
     values = {"data": work / data, "size": size, "resize": round(size * 256 / 224), "epochs": epochs, "seed": seed}
-    values |= {"out": folder / "out", "third": math.ceil(epochs / 3)}
-    run: dict[str, Any] = {"data": data, "program": program.name, "seed": seed, "epochs": epochs}
-    command = command_of(program, script, values)
-    run |= run_until_target(LINES[program.script], command, folder / "run.log", RUN_LIMIT_S[data])
+    command = command_of(program, script, {**values, "out": folder / "out", "third": math.ceil(epochs / 3)})
+    run: dict[str, Any] = {"data": data, "program": program, "seed": seed, "epochs": epochs}
+    run |= run_until_target(LINES[program.partition(",")[0]], command, folder / "run.log", RUN_LIMIT_S[data])
     shutil.rmtree(folder / "out", ignore_errors=True)  # checkpoints, more than 1 GB per run
     if run["exit_code"] in (0, None) and run["points"]:
         write_json(folder / "run.json", run)
@@ -185,30 +168,25 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     if not (work / "digits").exists():
         write_digits(work / "digits")
     ensure_sample(work / "sample")
-    runs = []
+    programs = {name: scripts[name.partition(",")[0]] for name in PROGRAMS if name.partition(",")[0] in scripts}
+    runs: list[dict[str, Any]] = []
     for seed in range(settings.seeds):
         for data in settings.data:
-            programs = [program for program in PROGRAMS if program.script in scripts and data in program.epochs]
-            for program in programs if seed % 2 == 0 else reversed(programs):
-                run = finished_run(data, program, scripts[program.script], seed, work)
-                runs.append(run)
-                top1 = " ".join(f"{value:.1f}" for _, value in run["points"])
-                reached = f"{data} seed {seed} {program.name}: {seconds_to(run):.1f} s"
-                print(f"{reached}; top-1 {top1}; {run['total_s']:.0f} s in all {run.get('why', '')}", flush=True)
+            for name in list(programs) if seed % 2 == 0 else reversed(programs):
+                if data in PROGRAMS[name][1]:
+                    run = finished_run(data, name, programs[name], seed, work)
+                    runs.append(run)
+                    top1 = " ".join(f"{value:.1f}" for _, value in run["points"])
+                    reached = f"{data} seed {seed} {name}: {seconds_to(run):.1f} s"
+                    print(f"{reached}; top-1 {top1}; {run['total_s']:.0f} s in all {run.get('why', '')}", flush=True)
+        by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         yield measured(
-            settings,
-            torch.device("cpu"),
-            schema_version=2,
-            target_top1=TARGET,
-            run_limit_s=RUN_LIMIT_S,
+            settings, torch.device("cpu"), schema_version=2, target_top1=TARGET, run_limit_s=RUN_LIMIT_S,
             commits={name: commit_of(path.parent) for name, path in scripts.items()},
-            options={program.name: program.options.split() for program in PROGRAMS if program.script in scripts},
-            summary={
-                name: summarize([run for run in runs if run["data"] == name], RUN_LIMIT_S[name])
-                for name in settings.data
-            },
+            options={name: PROGRAMS[name][0].split() for name in programs},
+            summary={data: summarize(found, RUN_LIMIT_S[data]) for data, found in by_data.items()},
             runs=runs,
-        )
+        )  # fmt: skip
 
 
 def commit_of(folder: Path) -> str:

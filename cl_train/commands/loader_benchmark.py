@@ -22,7 +22,6 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
-    from cl_train.comparison.loader_speed import benchmark, table
+    from cl_train.comparison.loader_speed import benchmark
 
-    result = benchmark(settings)
-    return result, table(result)
+    return benchmark(settings)

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -24,8 +24,6 @@ from cl_train.data.sample import ensure_sample
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import measured
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass
@@ -51,24 +49,27 @@ def with_defaults(settings: LoaderBenchmarkSettings) -> LoaderBenchmarkSettings:
     return replace(settings, root=str(root), workers=workers)
 
 
-def benchmark(settings: LoaderBenchmarkSettings) -> dict[str, Any]:
-    """Measure; returns the content of the JSON file. Raises ConfigError: no such folder, or no whole batch."""
+def benchmark(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
+    """The content of the JSON file, and its text. Raises ConfigError: no such folder, or no whole batch."""
     settings = with_defaults(settings)
-    own = [ours(settings, count) for count in settings.workers]  # raises ConfigError for a missing folder
-    result = measure([torchvision_reference(settings, settings.workers[-1]), *own], settings)
-    rows = [row for row in result["rows"] if row["pipeline"] == "cl_train"]
-    per_core = max(row["images_per_s"] / min(result["cores"], row["workers"]) for row in rows)
-    needed = settings.gpu_images_per_s
-    return {**result, "images_per_s_needed": needed, "cores_needed": -(-int(needed) // max(1, int(per_core)))}
+    loaders = [ours(settings, count) for count in settings.workers]  # raises ConfigError for a missing folder
+    result, table = measure([torchvision_reference(settings, settings.workers[-1]), *loaders], settings)
+    rows, cores = [row for row in result["rows"] if row["pipeline"] == "cl_train"], result["cores"]
+    per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in rows)
+    rate = settings.gpu_images_per_s
+    needed = -(-int(rate) // max(1, int(per_core)))
+    answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
+    table += f"\n{rate:,.0f} images/s need {needed} cores of this kind; {answer}"
+    return {**result, "images_per_s_needed": rate, "cores_needed": needed}, table
 
 
-def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) -> dict[str, Any]:
-    """Rates of all pipelines, and their ratios to the first one; closes them."""
+def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
+    """Rates of all pipelines, and their ratios to the first one, also as a table; closes them."""
     torch.set_num_threads(1)  # the workers are measured, not this process
-    blocks = [pipeline.seconds_per_image for pipeline in pipelines]
     try:
         for pipeline in pipelines:
             pipeline.run()  # starts workers and fills the page cache
+        blocks = [pipeline.seconds_per_image for pipeline in pipelines]
         done = alternate(blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
     finally:
         for pipeline in pipelines:
@@ -80,21 +81,10 @@ def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) ->
             "images_per_s": round(1 / done.median_s(index), 1),
             "ratio": round(median(done.round_ratios(index)), 2),
         }
-        for index, pipeline in enumerate(pipelines[: len(done.blocks)])
+        for index, pipeline in enumerate(pipelines)
     ]
-    return measured(settings, torch.device("cpu"), schema_version=3, cores=len(os.sched_getaffinity(0)), rows=rows)
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result as text; the last line is the conclusion."""
-    lines = [markdown_table(result["rows"])]
-    if "cores_needed" in result:
-        answer = "enough" if result["cores_needed"] <= result["cores"] else "too few"
-        lines.append(
-            f"{result['images_per_s_needed']:,.0f} images/s need {result['cores_needed']} cores of this kind; "
-            f"this machine has {result['cores']}: {answer}"
-        )
-    return "\n".join(lines)
+    cores = len(os.sched_getaffinity(0))
+    return measured(settings, torch.device("cpu"), schema_version=3, cores=cores, rows=rows), markdown_table(rows)
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -102,23 +92,18 @@ def table(result: dict[str, Any]) -> str:
 
 def ours(settings: LoaderBenchmarkSettings, workers: int, decoder: str = "simplejpeg") -> Pipeline:
     """uint8 NHWC batches in shared memory, as training receives them before the copy to the device."""
-    cfg = DataConfig(
-        name="folder", root=settings.root, image_size=settings.image_size, workers=workers, decoder=decoder
-    )
+    size = settings.image_size
+    cfg = DataConfig(name="folder", root=settings.root, image_size=size, workers=workers, decoder=decoder)
     dist, augment = Dist(0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
     data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
     assert isinstance(data, ImageData)
-    epochs = itertools.count()
+    loader, epochs = data.train_loader, itertools.count()
+    name = "cl_train" if decoder == "simplejpeg" else f"cl_train, {decoder}"
 
     def run() -> int:
-        images = 0
-        for batch in data.train_loader.batches(next(epochs)):
-            images += len(batch.targets)
-            if images >= settings.images:
-                break
-        return images
+        return deliver((batch.targets for batch in loader.batches(next(epochs))), settings.images)
 
-    return Pipeline("cl_train" if decoder == "simplejpeg" else f"cl_train, {decoder}", workers, run, data.close)
+    return Pipeline(name, workers, run, data.close)
 
 
 def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
@@ -126,23 +111,21 @@ def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pi
     from torchvision import datasets, transforms
 
     crop, flip = transforms.RandomResizedCrop(settings.image_size), transforms.RandomHorizontalFlip()
-    transform = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+    normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     loader = torch.utils.data.DataLoader(
-        datasets.ImageFolder(f"{settings.root}/train", transform),
-        settings.batch_size,
-        shuffle=True,
-        num_workers=workers,
-        drop_last=True,
-        persistent_workers=True,
-    )
-    return Pipeline("torchvision reference", workers, lambda: deliver(loader, settings.images))
+        datasets.ImageFolder(
+            f"{settings.root}/train", transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
+        ),
+        settings.batch_size, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True,
+    )  # fmt: skip
+    return Pipeline("torchvision reference", workers, lambda: deliver((y for _, y in loader), settings.images))
 
 
-def deliver(loader: Any, images: int) -> int:
-    """Take batches (images, targets) until `images` are delivered; returns their number."""
+def deliver(targets: Iterable[Any], images: int) -> int:
+    """Take batches, given by their targets, until `images` are delivered; returns their number."""
     seen = 0
-    for _, targets in loader:
-        seen += len(targets)
+    for batch in targets:
+        seen += len(batch)
         if seen >= images:
             break
     return seen

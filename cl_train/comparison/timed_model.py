@@ -62,15 +62,23 @@ class TimedModel:
     """`step` does what training (or inference) does per step; the original model is unchanged."""
 
     def __init__(self, model: nn.Module, layout: Layout, workload: Workload) -> None:
-        self.layout, self.workload = layout, workload
-        self.model = model_in_layout(model, layout, workload.precision, workload.device)
-        batch = workload.batch
-        if batch is None:
-            batch = noise((workload.batch_size, *workload.input_shape))
-        self.inputs = place_batch(batch, workload.device, workload.precision.input_dtype, layout.memory_format)
+        self.layout, self.workload, precision = layout, workload, workload.precision
+        self.model = model_in_layout(model, layout, precision, workload.device)
+        batch = noise((workload.batch_size, *workload.input_shape)) if workload.batch is None else workload.batch
+        self.inputs = place_batch(batch, workload.device, precision.input_dtype, layout.memory_format)
         self._batch = self._labelled_batch()
         self.model.train(workload.mode == "train")
-        self._parts = _step_parts(self.model, workload) if workload.mode == "train" else None
+        self._parts: StepParts | None = None
+        if workload.mode == "train":
+            masters = MasterWeights(self.model) if precision.master_weights else None
+            parameters = trainable_parameters(self.model, masters)
+            if not parameters:
+                raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
+            optimizer = build_optimizer(workload.optim, self.model, parameters, LEARNING_RATE)
+            if workload.cuda_graph:
+                make_capturable(optimizer, workload.device)
+            scaler = build_scaler(precision, workload.device)
+            self._parts = StepParts(self.model, optimizer, scaler, precision, workload.device, masters=masters)
         if workload.compile:
             self.model.compile(mode=workload.compile_mode)
         self.step: Callable[[], object] = self.eager_step
@@ -122,22 +130,18 @@ class TimedModel:
         self.block_times_s(2 + (WARM_UP_STEPS if self.workload.cuda_graph else 0))
         return self.block_times_s(1)[0]
 
-    def peak_memory_gib(self, others: list["TimedModel"]) -> float:
-        """Memory of a process with only this layout in an eager step: the peak less what `others` hold."""
-        other_bytes = sum(other.held_bytes() for other in others if other is not self)
+    def peak_memory_gib(self, timed: list["TimedModel"]) -> float:
+        """Memory of a process with only this layout in an eager step: the peak less what the others of `timed` hold."""
+        other_bytes = sum(other.held_bytes() for other in timed if other is not self)
         return peak_memory_of_step_gib(self.eager_step, self.held_bytes(), other_bytes, self.workload.device)
 
     def held_bytes(self) -> int:
         """Weights, buffers, optimizer state and batch, each storage once."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), *tree_leaves(self.inputs)]
-        if self._parts is not None:
-            tensors += tree_leaves([self._parts.optimizer.param_groups, list(self._parts.optimizer.state.values())])
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        }
-        return sum(storages.values())
+        optimizer = self._parts.optimizer if self._parts else None
+        state = [optimizer.param_groups, list(optimizer.state.values())] if optimizer else []
+        leaves = tree_leaves([list(self.model.parameters()), list(self.model.buffers()), self.inputs, state])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
 def model_in_layout(model: nn.Module, layout: Layout, precision: Precision, device: torch.device) -> nn.Module:
@@ -162,15 +166,3 @@ def place_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, mem
         return to_memory_format(placed, memory_format) if placed.dim() in (4, 5) else placed
 
     return tree_map_only(torch.Tensor, place, batch)
-
-
-def _step_parts(model: nn.Module, workload: Workload) -> StepParts:
-    precision, device = workload.precision, workload.device
-    masters = MasterWeights(model) if precision.master_weights else None
-    parameters = trainable_parameters(model, masters)
-    if not parameters:
-        raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
-    optimizer = build_optimizer(workload.optim, model, parameters, LEARNING_RATE)
-    if workload.cuda_graph:
-        make_capturable(optimizer, device)
-    return StepParts(model, optimizer, build_scaler(precision, device), precision, device, masters=masters)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cl_train.comparison.loader_speed import benchmark, table
+from cl_train.comparison.loader_speed import benchmark
 from cl_train.config.benchmarks import LoaderBenchmarkSettings
 from cl_train.config.schema import ConfigError
 from tests.data.image_folders import write_folder
@@ -21,17 +21,17 @@ def test_rates_ratios_and_the_cores_that_a_rate_needs(tmp_path):
     settings = LoaderBenchmarkSettings(
         root=str(root), image_size=32, batch_size=8, images=32, rounds=2, workers=[1], gpu_images_per_s=1e9
     )
-    result = benchmark(settings)
+    result, text = benchmark(settings)
     reference, row = result["rows"]
     assert (reference["pipeline"], reference["ratio"]) == ("torchvision reference", 1.0)
     assert (row["pipeline"], row["workers"]) == ("cl_train", 1) and row["images_per_s"] > 0 and row["ratio"] > 0
     assert result["cores_needed"] == -(-(10**9) // int(row["images_per_s"]))
     assert json.loads(json.dumps(result)) == result
-    assert f"need {result['cores_needed']} cores" in table(result) and "too few" in table(result)
+    assert f"need {result['cores_needed']} cores" in text and "too few" in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [[str(SCRIPT), "json=true"], ["-m", "benchmarks.loader_peers"]])
+@pytest.mark.parametrize("program", [[str(SCRIPT), "json=true"], ["-m", "benchmarks.peers", "loader", "json=true"]])
 def test_the_programs_end_with_json(tmp_path, program):
     root = write_folder(tmp_path, train=40, val=2)
     words = [f"data.root={root}", "data.image_size=32", "batch_size=8", "images=16", "rounds=1", "data.workers=1"]
