@@ -43,8 +43,7 @@ from cl_train.data.folder import read_folder
 from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, build_scaler, resolve_precision
 from cl_train.system.distributed import choose_device
-from cl_train.system.machine import measured
-from cl_train.system.machine import timed_s
+from cl_train.system.machine import measured, timed_s
 from cl_train.training.loop import train
 
 Result = tuple[dict[str, Any], str]

@@ -31,8 +31,8 @@ from cl_train.models import sources as models
 from cl_train.step.loss import loss_of
 from cl_train.step.precision import Precision, cast_model, resolve_precision
 from cl_train.system.distributed import choose_device
-from cl_train.system.machine import measured
 from cl_train.system.files import write_json, write_text
+from cl_train.system.machine import measured
 
 
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
