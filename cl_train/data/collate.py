@@ -35,8 +35,11 @@ def channels_last_collate(samples: Sequence[Any]) -> Any:
 def _collate(members: list[Any]) -> Any:
     """One batch of the members at one place of every sample."""
     first = members[0]
-    if isinstance(first, (Mapping, tuple, list, Tensor, np.ndarray)) or _is_image(first):
-        _check_alike(members)
+    if isinstance(first, (Mapping, tuple, list, Tensor, np.ndarray, Image.Image)):
+        expected = _form(first)
+        for index, member in enumerate(members):
+            if (found := _form(member)) != expected:
+                raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {expected}")
     if _is_image(first):
         return _stack(members)
     if isinstance(first, Mapping):
@@ -60,41 +63,29 @@ def _holds_image(value: Any) -> bool:
     return _is_image(value) or any(map(_holds_image, members))
 
 
-def _check_alike(members: list[Any]) -> None:
-    first = members[0]
-    if isinstance(first, (Tensor, np.ndarray)):  # the usual case, without descriptions
-        kind, shape, dtype = type(first), first.shape, first.dtype
-        if all(type(member) is kind and member.shape == shape and member.dtype == dtype for member in members):
-            return
-    expected = _form(first)
-    for index, member in enumerate(members):
-        if (found := _form(member)) != expected:
-            raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {expected}")
-
-
-def _form(value: Any) -> str:
+def _form(value: Any) -> tuple[Any, ...]:
     """The properties that must be the same in all samples."""
+    kind = type(value).__name__
     if isinstance(value, Image.Image):
-        return f"PIL image {(value.height, value.width, len(value.getbands()))} mode {value.mode}"
+        return "PIL image", value.size[::-1], f"mode {value.mode}"
     if isinstance(value, (Tensor, np.ndarray)):
-        return f"{type(value).__name__} {tuple(value.shape)} {value.dtype if _is_image(value) else ''}"
-    return f"{type(value).__name__} {sorted(map(str, value)) if isinstance(value, Mapping) else _length(value)}"
-
-
-def _length(value: Any) -> int | str:
-    return len(value) if isinstance(value, (tuple, list)) else ""
+        return kind, tuple(value.shape), value.dtype if _is_image(value) else ""
+    if isinstance(value, Mapping):
+        return kind, sorted(map(str, value))
+    return kind, len(value) if isinstance(value, (tuple, list)) else ""
 
 
 def _stack(images: list[Any]) -> Tensor:
     """Images of equal size -> [N, C, H, W] with channels_last strides, also where N, C, H or W is 1."""
-    if 0 in (images[0].size if isinstance(images[0], Image.Image) else images[0].shape):
-        raise ValueError(f"cannot collate images without pixels: {_form(images[0])}")
-    if isinstance(images[0], Tensor) and (images[0].device.type != "cpu" or images[0].layout != torch.strided):
-        raise ValueError(f"cannot collate {images[0].layout} images on {images[0].device}: use dense ones on the CPU")
-    if isinstance(images[0], Tensor):
+    first = images[0]
+    if 0 in (first.size if isinstance(first, Image.Image) else first.shape):
+        raise ValueError(f"cannot collate images without pixels: {_form(first)}")
+    if isinstance(first, Tensor):
+        if first.device.type != "cpu" or first.layout != torch.strided:
+            raise ValueError(f"cannot collate {first.layout} images on {first.device}: use dense ones on the CPU")
         return _stack_tensors([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
-    if isinstance(images[0], Image.Image) and images[0].mode not in _PIL_MODES:
-        raise ValueError(f"cannot collate PIL images of mode {images[0].mode}: use image.convert('RGB')")
+    if isinstance(first, Image.Image) and first.mode not in _PIL_MODES:
+        raise ValueError(f"cannot collate PIL images of mode {first.mode}: use image.convert('RGB')")
     arrays = [np.asarray(image) for image in images]
     shape = (len(arrays), *arrays[0].shape, 1)[:4]  # a grey PIL image gives [H, W]
     batch = _empty(shape, torch.from_numpy(np.empty(0, arrays[0].dtype)).dtype)
@@ -124,8 +115,6 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
             memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
         except RuntimeError as error:
-            raise RuntimeError(
-                f"a batch of {size / 2**20:.0f} MiB does not fit into /dev/shm ({error}): enlarge it (docker run"
-                " --shm-size=8g), or use fewer workers or smaller batches"
-            ) from error
+            advice = "enlarge it (docker run --shm-size=8g), or use fewer workers or smaller batches"
+            raise RuntimeError(f"{size / 2**20:.0f} MiB do not fit into /dev/shm ({error}): {advice}") from error
     return memory.view(dtype).view(shape)

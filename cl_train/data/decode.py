@@ -9,8 +9,10 @@ import io
 import os
 import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +22,14 @@ from PIL import Image
 from cl_train.config.schema import ConfigError
 
 Pixels = npt.NDArray[np.uint8]
+Result = TypeVar("Result")
 
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
-MAX_SCANS = 1_000  # of a progressive JPEG; encoders write about ten
-MAX_SCANNED_PIXELS = 2_000_000_000  # scans x pixels: each scan passes over the whole image, also an empty one
 JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 FORMATS |= {".bmp": "BMP", ".tif": "TIFF", ".tiff": "TIFF"}
 _DEFAULT_FORMATS = ("JPEG", "PNG")  # the formats that Pillow may parse: fewer parsers, fewer vulnerabilities
-_START_OF_SCAN = b"\xff\xda"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device"}
 
 
@@ -47,10 +47,9 @@ def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
     """The whole file, or its `first` bytes.
 
-    Raises BadImage unless it is a regular file that is readable, not empty and not too large. It is opened without
-    blocking, because opening a FIFO without a writer would block forever.
+    Raises BadImage unless it is a regular file that is readable, not empty and not too large.
     """
-    try:
+    try:  # non-blocking: opening a FIFO without a writer would block forever
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -73,90 +72,50 @@ class Encoded:
     """
 
     def __init__(self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS) -> None:
-        """Raises BadImage if the header cannot be read or the image is too large.
+        """`decoder`: simplejpeg, or pillow for all files. `formats`: Pillow's names of those that are accepted.
 
-        Args:
-            decoder: simplejpeg, or pillow for all files.
-            formats: Pillow's names of the formats that are accepted.
+        Raises BadImage if the header cannot be read or the image is too large.
         """
         self._data, self._formats = data, formats
-        self._image: Image.Image | None = None
-        is_jpeg = data.startswith(JPEG_MAGIC)
-        if not (is_jpeg and decoder == "simplejpeg" and self._read_jpeg_header()):
-            self._open_with_pillow()
-        pixels = self.height * self.width
-        if not 0 < pixels <= MAX_PIXELS:
+        self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
+        if not self.needs_pillow:
+            try:
+                self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=True)
+                self.needs_pillow = colours in ("CMYK", "YCCK")
+            except Exception:  # not only ValueError: a wrong sampling factor is a KeyError
+                self.needs_pillow = True
+        if self.needs_pillow:
+            self.width, self.height = self._with_pillow(lambda image: image.size)
+        if not 0 < self.height * self.width <= MAX_PIXELS:
             raise BadImage(f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}")
-        scans = _scans(data) if is_jpeg else 1
-        if scans > MAX_SCANS or scans * pixels > MAX_SCANNED_PIXELS:
-            raise BadImage(f"a JPEG of {scans} scans would take too long to decode")
-
-    @property
-    def needs_pillow(self) -> bool:
-        return self._image is not None
-
-    def _read_jpeg_header(self) -> bool:
-        try:
-            self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(self._data, strict=True)
-        except Exception:  # not only ValueError: a wrong sampling factor is a KeyError; then Pillow decodes
-            return False
-        return colours not in ("CMYK", "YCCK")
-
-    def _open_with_pillow(self) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._image = Image.open(io.BytesIO(self._data), formats=self._formats)
-        except Exception as error:  # corrupt files raise many exception types
-            raise BadImage(self._reason(error)) from None
-        self.width, self.height = self._image.size
 
     def decode(self, scratch: Pixels | None = None) -> Pixels:
         """The pixels, uint8 [height, width, 3]. Raises BadImage.
 
         `scratch`: a flat buffer that may hold the result, which is then valid until the next call with it.
         """
-        if self._image is None:
+        if not self.needs_pillow:
             size = self.height * self.width * 3
             buffer = scratch[:size] if scratch is not None and scratch.size >= size else None
-            try:
+            with suppress(Exception):  # strict: libjpeg's warnings are errors too; then Pillow decodes
                 pixels: Pixels = simplejpeg.decode_jpeg(self._data, "RGB", buffer=buffer, strict=True)
                 return pixels
-            except Exception:  # strict: libjpeg's warnings are errors too; then Pillow decodes
-                self._open_with_pillow()
-        assert self._image is not None
+        return self._with_pillow(_rgb)
+
+    def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
+        """`use` of Pillow's image, without its warnings ("(Possibly) corrupt EXIF data": the pixels are fine)."""
         try:
-            return _decode_with_pillow(self._image)
-        except Exception as error:
-            raise BadImage(self._reason(error)) from None
-
-    def _reason(self, error: Exception) -> str:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"not a {' or '.join(self._formats)} file" if "cannot identify image file" in text else text
-
-
-def _scans(data: bytes) -> int:
-    """Number of scans of a JPEG; counted only if there may be several, because counting takes 10 % of decoding."""
-    position, frame, components = 2, 0, 0
-    while position + 9 < len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == 0xFF:  # a fill byte
-            position += 1
-            continue
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            frame, components = marker, data[position + 9]
-        elif marker == 0xDA:
-            if frame in (0xC0, 0xC1) and data[position + 4] == components:
-                return 1  # baseline with all components in its first scan: libjpeg refuses a second one
-            break
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return data.count(_START_OF_SCAN)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return use(Image.open(io.BytesIO(self._data), formats=self._formats))
+        except Exception as error:  # corrupt files raise many exception types
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            unknown = "cannot identify image file" in text
+            raise BadImage(f"not a {' or '.join(self._formats)} file" if unknown else text) from None
 
 
-def _decode_with_pillow(image: Image.Image) -> Pixels:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "(Possibly) corrupt EXIF data" and the like: the pixels are fine
-        if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip at 255, not scale
-            grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
-            return np.repeat(grey[:, :, None], 3, axis=2)
-        return np.array(image.convert("RGB"))
+def _rgb(image: Image.Image) -> Pixels:
+    if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip at 255, not scale
+        grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    return np.array(image.convert("RGB"))

@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import AnyStr
@@ -15,16 +15,7 @@ import numpy as np
 
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.decode import FORMATS, read_file
-from cl_train.data.source import (
-    ImageSource,
-    Split,
-    cache_path,
-    fingerprint,
-    listed,
-    load_index,
-    packed,
-    save_index,
-)
+from cl_train.data.source import ImageSource, Split, cache_path, fingerprint, listed, load_index, packed, save_index
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
@@ -40,34 +31,10 @@ class FolderSplit(Split):
     folder: Path
 
     def name(self, index: int) -> str:
-        return os.fsdecode(self.path(index))
+        return os.path.join(self.folder, super().name(index))
 
     def read(self, index: int) -> bytes:
-        return read_file(self.path(index))
-
-    def path(self, index: int) -> bytes:
-        return os.path.join(os.fsencode(self.folder), self.stored_name(index))
-
-
-@dataclass
-class _Listing:
-    """The image files of each class, relative to `folder`; the folders that were read, and the files ignored."""
-
-    folder: Path
-    files: list[list[bytes]] = field(default_factory=list)
-    folders: list[bytes] = field(default_factory=list)
-    ignored: Counter[str] = field(default_factory=Counter)  # by extension
-    example: str = ""
-
-    def note(self) -> str:
-        if not self.ignored:
-            return ""
-        kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in self.ignored.most_common(_SHOWN))
-        readable = ",".join([*EXTENSIONS, *(kind for kind in sorted(self.ignored) if kind in FORMATS)])
-        advice = f"; data.extensions=[{readable}] reads them" if self.ignored.keys() & FORMATS.keys() else ""
-        return (
-            f"{self.ignored.total()} files in '{self.folder}' are ignored ({kinds}), such as '{self.example}'{advice}"
-        )
+        return read_file(self.name(index))
 
 
 def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
@@ -116,23 +83,6 @@ def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
     return FolderSplit(*packed(names), np.array(labels, np.int64), folder)
 
 
-def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSource:
-    settled_ns = time.time_ns() - _SETTLED_NS
-    classes = _class_names(base, val)
-    listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
-    if cfg.val_fraction is None:
-        files = listings[base].files, listings[val].files
-    else:
-        files = _divide(listings[base].files, cfg.val_fraction)
-    notes = tuple(note for listing in listings.values() if (note := listing.note()))
-    splits = _split(files[0], base), _split(files[1], val)
-    source = ImageSource(tuple(classes), *splits, fingerprint(classes, splits, ("names", "starts", "labels")), notes)
-    if sum(map(len, splits)) >= _CACHED_FROM:
-        folders = [folder for listing in listings.values() for folder in listing.folders]
-        save_index(stored_at, source, folders, settled_ns)
-    return source
-
-
 def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
     """The folders that hold the classes of both splits; the same folder if it is to be split, or without training."""
     if re.match(r"\w+:/", str(root)):
@@ -148,57 +98,75 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
         return (train, train) if train.is_dir() else (root, root)
     if val is not None and (train.is_dir() or not training):
         return train if training else val, val
-    missing = ["'train'"] if training and not train.is_dir() else []
+    lacking = "'train'" if training and not train.is_dir() else ""
     if val is None:
-        missing.append(" or ".join(f"'{name}'" for name in val_names))
-    found = listed(sorted(entry.name for entry in os.scandir(root)))
+        lacking += " and no folder " * bool(lacking) + " or ".join(f"'{name}'" for name in val_names)
     raise ConfigError(
-        f"data.root '{root}' has no folder {' and no folder '.join(missing)}. Found: {found}. Classes without a split:"
-        " data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
+        f"data.root '{root}' has no folder {lacking}. Found: {listed(sorted(os.listdir(root)))}. Classes without a"
+        " split: data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
     )
 
 
-def _class_names(train: Path, val: Path) -> list[str]:
-    """The class folders, which must be the same in both splits."""
-    classes: dict[Path, list[str]] = {}
-    for folder in (train, val):
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        classes[folder] = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-        if not classes[folder]:
-            found, flat = [entry.name for entry in entries], any(e.name.startswith("ILSVRC2012_val_") for e in entries)
-            advice = "; cl-train prepare_imagenet sorts the validation images into classes" if flat else ""
-            raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {listed(found)}{advice}")
-    if classes[train] != classes[val]:
-        only = ((folder, set(classes[folder]) - set(classes[other])) for folder, other in ((train, val), (val, train)))
-        parts = [f"only in {folder.name}: {listed(sorted(names))}" for folder, names in only if names]
-        raise ConfigError(f"'{train}' and '{val}' have different classes; {'; '.join(parts)}")
-    return classes[train]
+def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSource:
+    settled_ns = time.time_ns() - _SETTLED_NS
+    classes = _class_names(base)
+    if (others := _class_names(val)) != classes:
+        pairs = ((base, set(classes) - set(others)), (val, set(others) - set(classes)))
+        parts = [f"only in {folder.name}: {listed(sorted(names))}" for folder, names in pairs if names]
+        raise ConfigError(f"'{base}' and '{val}' have different classes; {'; '.join(parts)}")
+    listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
+    files = listings[base][0], listings[val][0]
+    if cfg.val_fraction is not None:
+        files = _divide(files[0], cfg.val_fraction)
+    splits = _split(files[0], base), _split(files[1], val)
+    notes = tuple(note for _, _, note in listings.values() if note)
+    source = ImageSource(tuple(classes), *splits, fingerprint(classes, splits, ("names", "starts", "labels")), notes)
+    if sum(map(len, splits)) >= _CACHED_FROM:
+        save_index(stored_at, source, [folder for _, folders, _ in listings.values() for folder in folders], settled_ns)
+    return source
 
 
-def _list(folder: Path, classes: list[str], cfg: DataConfig) -> _Listing:
-    """FIFOs and dangling links with the name of an image are listed as well: the reader reports them."""
-    root, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
-    listing = _Listing(folder, folders=[root])
-    for name in classes:
-        files: list[bytes] = []
-        for below, file_names in files_below(os.path.join(root, os.fsencode(name))):
-            listing.folders.append(below)
-            prefix = below[len(root) + 1 :] + b"/"
-            for file_name in file_names:
-                path = prefix + file_name
-                if file_name.lower().endswith(suffixes):
-                    files.append(path)
-                elif not file_name.startswith(b"."):
-                    listing.ignored[os.fsdecode(os.path.splitext(file_name)[1].lower())] += 1
-                    listing.example = listing.example or os.fsdecode(path)
-        listing.files.append(sorted(files))
-    least = 1 if cfg.val_fraction is None else 2
-    if empty := [name for name, files in zip(classes, listing.files, strict=True) if len(files) < least]:
+def _class_names(folder: Path) -> list[str]:
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    classes = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    if not classes:
+        found = [entry.name for entry in entries]
+        is_flat = any(name.startswith("ILSVRC2012_val_") for name in found)
+        advice = "; cl-train prepare_imagenet sorts the validation images into classes" if is_flat else ""
+        raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {listed(found)}{advice}")
+    return classes
+
+
+def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[bytes]], list[bytes], str]:
+    """The image files of each class, relative to `folder`; the folders that were read; a note on ignored files.
+
+    FIFOs and dangling links with the name of an image are listed as well: the reader reports them.
+    """
+    top, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
+    images: list[list[bytes]] = []
+    folders, ignored = [top], list[str]()
+    for class_name in classes:
+        of_class: list[bytes] = []
+        for below, names in files_below(os.path.join(top, os.fsencode(class_name))):
+            folders.append(below)
+            prefix = below[len(top) + 1 :] + b"/"
+            of_class += [prefix + name for name in names if name.lower().endswith(suffixes)]
+            others = (name for name in names if not name.lower().endswith(suffixes) and not name.startswith(b"."))
+            ignored += [os.fsdecode(prefix + name) for name in others]
+        images.append(sorted(of_class))
+    note, least = _note(folder, ignored) if ignored else "", 1 if cfg.val_fraction is None else 2
+    if empty := [name for name, files in zip(classes, images, strict=True) if len(files) < least]:
         what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(cfg.extensions)})"
-        raise ConfigError(
-            f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {listing.note()}"
-        )
-    return listing
+        raise ConfigError(f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {note}")
+    return images, folders, note
+
+
+def _note(folder: Path, ignored: list[str]) -> str:
+    kinds = Counter(os.path.splitext(path)[1].lower() for path in ignored)
+    shown = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common(_SHOWN))
+    readable = sorted(kinds.keys() & FORMATS.keys())
+    advice = f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them" if readable else ""
+    return f"{len(ignored)} files in '{folder}' are ignored ({shown}), such as '{ignored[0]}'{advice}"
 
 
 def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[bytes]], list[list[bytes]]]:

@@ -2,25 +2,26 @@
 
 `*-train-*.tar` and `*-val-*.tar` (or `validation`, `valid`), with members `KEY.jpg|.jpeg|.png` and `KEY.cls` (the label
 as a number) or `KEY.json` (`{"label": 0}`). Images are sorted by label and key, so that shards made from a folder give
-the same images in the same order as the folder. The order of the members in a shard does not matter.
+the same images in the same order as the folder.
 
-`shards.json`, which `prepare_imagenet shards` writes, lists the classes and the number of images of every shard. With
-it, missing shards and members and wrong labels are errors. In other shards, a wrong label is detected if it is outside
-the range or contradicts the WordNet id in the key, and a missing sample if only a part of it is missing. A shard with
-the same samples as another is an error: it would count twice.
+`shards.json`, which `prepare_imagenet shards` writes, lists the classes and the number of images of every shard: what
+is missing is an error, and so are wrong labels. In other shards, a wrong label is detected if it contradicts the
+WordNet id in the key, and a missing sample if only a part of it is missing.
 """
 
 import glob
 import json
 import os
 import re
+import tarfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -37,17 +38,15 @@ from cl_train.data.source import (
     packed,
     save_index,
 )
-from cl_train.data.tar import open_tar, read_member, regular_files
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png")
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 _SPLIT_NAME = re.compile(r"(?:.*[-_.])?(train|val|valid|validation)(?:[-_.].*)?\.\w+")
 _WORDNET_ID = re.compile(r"(?:.*/)?(n\d{8})[_/]")
-_SHOWN = 10
 _MAX_LABEL = 1_000_000
 _MAX_SHARDS = 100_000
+_MAX_MEMBER_BYTES = 64 * 2**20  # the largest image of ImageNet has 16 MB
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,13 @@ class ShardSplit(Split):
     def read(self, index: int) -> bytes:
         """Raises BadImage. Opens the shard each time, as a folder's images are opened: workers share no descriptor."""
         size = int(self.sizes[index])
-        if size == 0:
-            raise BadImage("the file is empty")
         try:
-            descriptor = os.open(self.shards[self.shard[index]], os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                data = os.pread(descriptor, size, int(self.offsets[index]))
-            finally:
-                os.close(descriptor)
+            with open(self.shards[self.shard[index]], "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, int(self.offsets[index]))
         except OSError as error:
             raise BadImage(error.strerror or str(error)) from None
-        if len(data) < size:
-            raise BadImage(f"only {len(data)} of {size} bytes could be read: the shard has changed since the start")
+        if not 0 < size == len(data):
+            raise BadImage(f"{len(data)} of {size} bytes could be read: empty, or the shard was changed")
         return data
 
     def by_shard(self) -> tuple[Indices, ...]:
@@ -103,14 +97,13 @@ def read_shards(root: str | Path, workers: int | None = None, *, training: bool 
     shards, notes = _find_shards(str(root), training)
     paths = [*shards["train"], *shards["val"]]
     manifest = Path(paths[0]).parent / MANIFEST
-    if manifest.is_file():
-        paths.append(str(manifest))
+    files = [*paths, str(manifest)] if manifest.is_file() else paths
     stored_at, started_ns = cache_path("shards", paths[0]), time.time_ns()
     train, val = (partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val"))
-    source = load_index(stored_at, train, val, paths)
+    source = load_index(stored_at, train, val, files)
     if source is None:
         source = _index(shards, manifest if manifest.is_file() else None, workers)
-        save_index(stored_at, source, paths, started_ns)
+        save_index(stored_at, source, files, started_ns)
     return replace(source, notes=notes)
 
 
@@ -123,127 +116,104 @@ def split_of(file_name: str) -> str:
     return _SPLITS[match[1]] if match else ""
 
 
-def expand_braces(pattern: str) -> list[str]:
-    """`a-{00..02}.tar` and `{x,y}.tar`, nested, as the shell expands them; sorted. Raises ConfigError if too many."""
-    paths = list(islice(_expansions(pattern), _MAX_SHARDS + 1))
-    if len(paths) > _MAX_SHARDS:
-        raise ConfigError(f"data.root={pattern}: more than {_MAX_SHARDS:,} shards")
-    return sorted(set(paths))
-
-
-def _expansions(pattern: str) -> Iterator[str]:
+def expand_braces(pattern: str) -> Iterator[str]:
+    """`a-{00..02}.tar` and `{x,y}.tar`, nested, as the shell expands them."""
     group = re.search(r"\{((?:[^{}]|\{[^{}]*\})*)\}", pattern)  # with groups of one level inside
     if group is None:
         yield pattern
         return
-    words: Iterable[str] = re.split(r",(?![^{]*\})", group[1])  # at commas outside of inner groups
+    words: Iterator[str] = iter(re.split(r",(?![^{]*\})", group[1]))  # at commas outside of inner groups
     if span := re.fullmatch(r"(\d+)\.\.(\d+)", group[1]):
         words = (f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1))
     for word in words:
-        yield from _expansions(pattern[: group.start()] + word + pattern[group.end() :])
+        yield from expand_braces(pattern[: group.start()] + word + pattern[group.end() :])
 
 
 def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """Absolute paths of the train and val shards, sorted, and a note on other tar files."""
     explicit = "{" in root or root.endswith(".tar")
-    paths = expand_braces(root) if explicit else sorted(glob.glob(os.path.join(glob.escape(root), "*.tar")))
-    absent = [path for path in paths if not os.path.isfile(path)]
-    if absent:
+    found = islice(expand_braces(root), _MAX_SHARDS + 1) if explicit else glob.iglob(f"{glob.escape(root)}/*.tar")
+    paths = sorted(set(found))
+    if len(paths) > _MAX_SHARDS:
+        raise ConfigError(f"data.root={root}: more than {_MAX_SHARDS:,} shards")
+    if absent := [path for path in paths if not os.path.isfile(path)]:
         raise ConfigError(f"data.root={root}: {len(absent)} of {len(paths)} shards do not exist: {listed(absent)}")
-    found: dict[str, list[str]] = {"train": [], "val": [], "": []}
+    shards: dict[str, list[str]] = {"train": [], "val": [], "": []}
     for path in paths:
-        found[split_of(os.path.basename(path))].append(os.path.abspath(path))
-    others = found.pop("")
+        shards[split_of(os.path.basename(path))].append(os.path.abspath(path))
     if not training:
-        found["train"] = found["train"] or found["val"]
-    problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name, files in found.items() if not files]
-    _raise_all(problems + ([] if explicit else _gaps(found["train"] + found["val"])))
-    notes = (f"{len(others)} tar files are neither train nor val shards: {listed(others)}",) if others else ()
-    return found, notes
+        shards["train"] = shards["train"] or shards["val"]
+    problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name in ("train", "val") if not shards[name]]
+    if problems := problems or ([] if explicit else list(_gaps(shards["train"] + shards["val"]))):
+        raise ConfigError(problems)
+    others = listed(shards[""])
+    return shards, (f"these tar files are neither train nor val shards: {others}",) if shards[""] else ()
 
 
-def _gaps(paths: list[str]) -> list[str]:
+def _gaps(paths: list[str]) -> Iterator[str]:
     """Missing numbers in series such as `im-train-000000.tar`, which reveal missing shards."""
     series: dict[tuple[str, str], set[int]] = {}
     for path in paths:
         if match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path):
             series.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    return [
-        f"{start}N{end}: shards are missing, N = {listed(lost)}"
-        for (start, end), numbers in series.items()
-        if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers))
-    ]
+    for (start, end), numbers in series.items():
+        if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
+            yield f"{start}N{end}: shards are missing, N = {listed(lost)}"
 
 
 # --- contents of a shard ----------------------------------------------------------------------------------------------
 
 
-class _Content(NamedTuple):
-    """One shard."""
+class _Image(NamedTuple):
+    label: int
+    name: str
+    offset: int
+    size: int
 
-    path: str
-    images: list[tuple[int, str, int, int]]  # label, name, offset, size
-    problems: Sequence[str] = ()  # each names the shard
+
+Contents = dict[str, list[_Image]]  # of the shards, by their paths
 
 
 def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> ImageSource:
-    paths = shards["train"] + shards["val"]
-    contents = list(map_in_processes(index_shard, paths, workers, description="index shards", unit="shard"))
-    _raise_all([problem for content in contents for problem in content.problems])
-    count = len(shards["train"])
-    _raise_all([*_copies(contents[:count]), *_copies(contents[count:])])
-    train, val = _split(contents[:count]), _split(contents[count:])
-    classes = _checked_classes(train.labels, contents, manifest)
+    paths = list(dict.fromkeys(shards["train"] + shards["val"]))
+    images = map_in_processes(index_shard, paths, workers, description="index shards", unit="shard")
+    contents = dict(zip(paths, images, strict=True))
+    for name in ("train", "val"):
+        first: dict[frozenset[tuple[int, str, int]], str] = {}
+        for path in shards[name]:
+            samples = frozenset((image.label, image.name, image.size) for image in contents[path])
+            if (other := first.setdefault(samples, path)) != path:
+                raise ConfigError(f"{path} has the samples of {other}, which would count twice: move one away")
+    train, val = (_split({path: contents[path] for path in shards[name]}) for name in ("train", "val"))
+    has_train = shards["train"] != shards["val"]
+    classes = _checked_classes(train.labels if has_train else None, contents, manifest)
     return ImageSource(classes, train, val, fingerprint(classes, (train, val), ("names", "labels", "sizes")))
 
 
-def _copies(contents: list[_Content]) -> Iterator[str]:
-    """Shards with the same samples as another one; the order of their members may differ."""
-    first: dict[frozenset[tuple[int, str, int]], str] = {}
-    for content in contents:
-        samples = frozenset((label, name, size) for label, name, _, size in content.images)
-        if (other := first.setdefault(samples, content.path)) != content.path:
-            yield f"{content.path} has the samples of {other}, which would count twice: move one away"
-
-
-def index_shard(path: str) -> _Content:
-    try:
-        images, labels = _samples(path)
-    except ConfigError as error:
-        return _Content(path, [], error.problems)
-    return _Content(path, [(labels[key], *image) for key, image in images.items()])
-
-
-def _samples(path: str) -> tuple[dict[str, tuple[str, int, int]], dict[str, int]]:
-    """By key: name, offset and size of the image, and the label. Raises ConfigError."""
+def index_shard(path: str) -> list[_Image]:
+    """The images of a shard. Raises ConfigError: it is damaged, or a sample lacks its image or its label."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     with open_tar(Path(path), path) as archive:
         for member in regular_files(archive, path):
             name = member.name.removeprefix("./")
-            key, extension = _key(name, path)
-            if extension in IMAGE_EXTENSIONS:
-                if key in images:
+            folder, _, base = name.rpartition("/")
+            stem, _, extension = base.partition(".")  # by WebDataset's rule: at the first dot of the file's name
+            key = f"{folder}/{stem}"
+            if not stem or name.startswith("/") or ".." in folder.split("/") or not name.isprintable():
+                raise ConfigError(f"{path}: {name[:200]!r} is not the name of a sample")
+            if extension.lower() in ("jpg", "jpeg", "png"):
+                if images.setdefault(key, (name, member.offset_data, member.size))[1] != member.offset_data:
                     raise ConfigError(f"{path}: two images for sample '{key}'")
-                images[key] = (name, member.offset_data, member.size)
-            elif extension in ("cls", "json"):
-                label = _label(read_member(archive, member, path), extension, f"{path}/{name}")
+            elif extension.lower() in ("cls", "json"):
+                label = _label(read_member(archive, member, path), extension.lower(), f"{path}/{name}")
                 if labels.setdefault(key, label) != label:
                     raise ConfigError(f"{path}: sample '{key}' has labels {labels[key]} and {label}")
-    if odd := [f"'{key}' has no {'label' if key in images else 'image'}" for key in images.keys() ^ labels.keys()]:
-        raise ConfigError(f"{path}: {len(odd)} incomplete samples: {listed(sorted(odd))}")
+    if lacking := [f"'{key}' has no {'label' if key in images else 'image'}" for key in images.keys() ^ labels.keys()]:
+        raise ConfigError(f"{path}: {len(lacking)} incomplete samples: {listed(sorted(lacking))}")
     if not images:
         raise ConfigError(f"{path}: no samples")
-    return images, labels
-
-
-def _key(name: str, path: str) -> tuple[str, str]:
-    """Key and extension of a member, by WebDataset's rule: the extension begins at the first dot of the file's name."""
-    folder, _, base = name.rpartition("/")
-    stem, _, extension = base.partition(".")
-    if not stem or name.startswith("/") or ".." in folder.split("/") or not name.isprintable():
-        raise ConfigError(f"{path}: {name[:200]!r} is not the name of a sample")
-    return f"{folder}/{stem}", extension.lower()
+    return [_Image(labels[key], *image) for key, image in images.items()]
 
 
 def _label(text: bytes, extension: str, what: str) -> int:
@@ -256,79 +226,130 @@ def _label(text: bytes, extension: str, what: str) -> int:
     return label
 
 
-def _split(contents: list[_Content]) -> ShardSplit:
+def _split(contents: Contents) -> ShardSplit:
     """All images, sorted by label and name."""
     rows = sorted(
         (label, name, number, offset, size)
-        for number, content in enumerate(contents)
-        for label, name, offset, size in content.images
+        for number, images in enumerate(contents.values())
+        for label, name, offset, size in images
     )
     labels, shard, offsets, sizes = (np.array([row[column] for row in rows], np.int64) for column in (0, 2, 3, 4))
     names, starts = packed([os.fsencode(row[1]) for row in rows])
-    return ShardSplit(names, starts, labels, tuple(content.path for content in contents), shard, offsets, sizes)
+    return ShardSplit(names, starts, labels, tuple(contents), shard, offsets, sizes)
 
 
-def _checked_classes(train_labels: Indices, contents: list[_Content], manifest: Path | None) -> tuple[str, ...]:
+def _checked_classes(train_labels: Indices | None, contents: Contents, manifest: Path | None) -> tuple[str, ...]:
     """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text.
 
     Raises ConfigError for labels outside the range, without a training image, or in contradiction to the names; and for
     images that the manifest lists and the shards lack.
     """
-    pairs: dict[tuple[str, int], str] = {}  # class in the name, label -> the first sample with both
-    for content in contents:
-        for label, name, _, _ in content.images:
-            pairs.setdefault((_class_in(name, by_folder=manifest is not None), label), f"{content.path}/{name}")
+    pairs: dict[tuple[int, str], str] = {}  # label, class in the name -> the first sample with both
+    for path, images in contents.items():
+        for image in images:
+            wordnet = _WORDNET_ID.match(image.name)
+            name = image.name.rpartition("/")[0] if manifest else wordnet[1] if wordnet else ""
+            pairs.setdefault((image.label, name), f"{path}/{image.name}")
     problems: list[str] = []
-    wrong: list[str] = []
+    first = {label: name for label, name in reversed(pairs)}
+    classes = [first.get(label, "") for label in range(max(first) + 1)]
     if manifest is not None:
         classes, problems = _check_manifest(manifest, contents)
-        known = {(name, label) for label, name in enumerate(classes)}
-        wrong = [f"{sample} has label {pair[1]}" for pair, sample in pairs.items() if pair not in known]
-    elif all(name for name, _ in pairs):
-        by_name: dict[str, int] = {}
-        by_label: dict[int, str] = {}
-        for (name, label), sample in pairs.items():
-            if by_name.setdefault(name, label) != label or by_label.setdefault(label, name) != name:
-                wrong.append(f"{sample} has label {label}")
-        classes = [by_label[label] for label in sorted(by_label)]
+    if manifest is not None or all(name for _, name in pairs):
+        known = {name: label for label, name in reversed(list(enumerate(classes)))}
+        wrong = [f"{sample} has label {label}" for (label, name), sample in pairs.items() if known.get(name) != label]
+        if wrong:
+            problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
     else:
-        classes = [str(label) for label in sorted({label for _, label in pairs})]
-    if wrong:
-        problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
-    counts = np.bincount(train_labels, minlength=max(len(classes), *(label + 1 for _, label in pairs)))
-    has_train = any(split_of(os.path.basename(content.path)) == "train" for content in contents)
-    if (empty := np.flatnonzero(counts == 0).tolist()) and has_train:
-        problems.append(f"no training image has label {listed(empty)}; labels start at 0")
-    _raise_all(problems)
+        classes = [str(label) for label in range(len(classes))]
+    if train_labels is not None and (lacking := sorted(set(range(len(classes))) - set(train_labels.tolist()))):
+        problems.append(f"no training image has label {listed(lacking)}; labels start at 0")
+    if problems:
+        raise ConfigError(problems)
     return tuple(classes)
 
 
-def _class_in(name: str, *, by_folder: bool) -> str:
-    """The folder of a sample, or else the WordNet id in its name, if there is one."""
-    if by_folder:
-        return name.rpartition("/")[0]
-    found = _WORDNET_ID.match(name)
-    return found[1] if found else ""
-
-
-def _check_manifest(path: Path, contents: list[_Content]) -> tuple[list[str], list[str]]:
+def _check_manifest(path: Path, contents: Contents) -> tuple[list[str], list[str]]:
     """Classes, and problems with the number of images."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         classes, expected = [str(name) for name in manifest["classes"]], dict(manifest["images"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
-    found = {os.path.basename(content.path): len(content.images) for content in contents}
+    found = {os.path.basename(path): len(images) for path, images in contents.items()}
     splits = {split_of(name) for name in found}  # an evaluation needs no train shards
     expected = {name: count for name, count in expected.items() if split_of(name) in splits}
-    return classes, [
-        f"{path}: {name} has {found.get(name, 'missing')} images, {expected.get(name, 0)} are listed"
-        for name in sorted(found.keys() | expected.keys())
-        if found.get(name) != expected.get(name)
-    ]
+    differing = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
+    if not differing:
+        return classes, []
+    counts = [f"{name} has {found.get(name, 'missing')} of {expected.get(name, 0)} images" for name in differing]
+    return classes, [f"{path} lists other numbers of images: {listed(counts)}"]
 
 
-def _raise_all(problems: list[str]) -> None:
-    if problems:
-        more = [f"... and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
-        raise ConfigError(problems[:_SHOWN] + more)
+# --- untrusted tar files ----------------------------------------------------------------------------------------------
+
+
+class _BoundedFile:
+    """No header can make a read exceed an image's size."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _MAX_MEMBER_BYTES:
+            raise tarfile.ReadError(f"a header asks for {size} bytes")
+        return self._file.read(size)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{what}: damaged or truncated, or not a tar archive ({error})") from error
+
+
+@contextmanager
+def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
+    """An uncompressed tar file, or a tar within a tar, for `regular_files` and `read_member`. `what` names it in
+    messages. Raises ConfigError if it cannot be opened, or is not a tar archive."""
+    with _readable(what):
+        file = source.open("rb") if isinstance(source, Path) else source
+    with file:
+        with _readable(what):
+            archive = tarfile.TarFile(fileobj=cast(IO[bytes], _BoundedFile(file)))
+        with archive:
+            yield archive
+
+
+def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:
+    """The archive's regular files in their order. Folders are skipped.
+
+    Raises ConfigError for links and devices, a damaged or missing header, or a missing end mark, which `tarfile` treats
+    as the end of the archive.
+    """
+    file: Any = archive.fileobj
+    with _readable(what):
+        for member in archive:
+            if member.isdir() and member.size == 0:
+                continue
+            if member.size < 0 or not member.isreg() or member.issparse():  # size: CVE-2025-8194
+                raise ConfigError(f"{what}: {member.name[:200]!r} is not a regular file")
+            yield member
+        file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no header and no end mark at byte {archive.offset}")
+
+
+def read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, what: str) -> bytes:
+    """The content of a member. Raises ConfigError unless it has 1 to 64 MiB, all in the archive."""
+    if not 0 < member.size <= _MAX_MEMBER_BYTES:
+        raise ConfigError(f"{what}: {member.name} has {member.size} bytes; expected 1 to {_MAX_MEMBER_BYTES}")
+    with _readable(f"{what}: {member.name}"):
+        content = cast(IO[bytes], archive.extractfile(member)).read()
+        if len(content) != member.size:
+            raise tarfile.ReadError("unexpected end of data")
+    return content

@@ -1,7 +1,7 @@
 """The source of encoded images: what folders and shards have in common, and the cache of their indexes.
 
-Listing a million files can take minutes, so indexes are kept in the user's cache folder. An index is valid while size
-and modification time of each file and folder it was made from remain the same.
+Listing a million files can take minutes. A stored index is valid while size and modification time of each file and
+folder it was made from remain the same.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +26,8 @@ Indices = npt.NDArray[np.int64]
 class Split:
     """The encoded images of one split, in a fixed order, with their labels. Subclasses implement `read`.
 
-    Loader workers are forked from the process that created the object. The index is in a few arrays, because a worker
-    that reads a list of a million Python objects copies its memory page by page. A file that stays open must be read
-    with `pread`, because all workers share its position.
+    The index is in a few arrays: a forked worker that reads a list of a million Python objects copies its memory page
+    by page. A file that stays open must be read with `pread`, because all workers share its position.
 
     Attributes:
         names: uint8, the encoded names, one after the other.
@@ -44,12 +42,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def stored_name(self, index: int) -> bytes:
-        return self.names[self.starts[index] : self.starts[index + 1]].tobytes()
-
     def name(self, index: int) -> str:
         """The name of image `index` in messages: a path, or a path and a member."""
-        return os.fsdecode(self.stored_name(index))
+        return os.fsdecode(self.names[self.starts[index] : self.starts[index + 1]].tobytes())
 
     def read(self, index: int) -> bytes:
         """The encoded file of image `index`. Raises `cl_train.data.decode.BadImage` if it cannot be read."""
@@ -109,14 +104,11 @@ def save_index(path: Path, source: ImageSource, made_from: Sequence[str | bytes]
             return
         header = {name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}
         header |= {"made_from": list(map(os.fsdecode, made_from)), "status": status}
-        arrays = {
-            f"{name}/{key}": value
-            for name, split in (("train", source.train), ("val", source.val))
-            for key, value in vars(split).items()
-            if isinstance(value, np.ndarray)
-        }
+        arrays = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
+        for name in ("train", "val"):
+            values = vars(getattr(source, name)).items()
+            arrays |= {f"{name}/{key}": value for key, value in values if isinstance(value, np.ndarray)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
 
@@ -125,23 +117,19 @@ def load_index(
     path: Path, train: Callable[..., Split], val: Callable[..., Split], made_from: Sequence[str] | None = None
 ) -> ImageSource | None:
     """The stored source, with splits that `train` and `val` make of their arrays; None if there is none, or if it is
-    damaged or not valid.
-
-    `made_from`: the files that it must be made from; None = those that it names.
-    """
+    damaged or not valid. `made_from`: the files that it must be made from; None = those that it names."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())
-            known = header["made_from"]
-            if (made_from is not None and known != list(made_from)) or header["status"] != _status(known):
+            if header["made_from"] != list(made_from or header["made_from"]):
                 return None
-            arrays: dict[str, dict[str, Any]] = {"train": {}, "val": {}}
-            for key in stored.files:
-                if key != "header":
-                    split, name = key.split("/")
-                    arrays[split][name] = stored[key]
-            classes, notes = tuple(header["classes"]), tuple(header["notes"])
-            return ImageSource(classes, train(**arrays["train"]), val(**arrays["val"]), header["fingerprint"], notes)
+            if header["status"] != _status(header["made_from"]):
+                return None
+            first, second = (
+                make(**{key.split("/")[1]: stored[key] for key in stored.files if key.startswith(f"{name}/")})
+                for name, make in (("train", train), ("val", val))
+            )
+            return ImageSource(tuple(header["classes"]), first, second, header["fingerprint"], tuple(header["notes"]))
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # TypeError: an array is missing
         return None
 

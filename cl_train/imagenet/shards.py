@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cl_train.config.schema import ConfigError
 from cl_train.data.decode import PNG_MAGIC, BadImage
 from cl_train.data.folder import VAL_NAMES, read_folder
 from cl_train.data.shards import MANIFEST, index_shard
@@ -94,10 +95,10 @@ def sample_name(class_name: str, index: int, file_name: str) -> str:
 def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     """Write a shard, unless it exists. Returns its number of images."""
     if path.exists():
-        known = index_shard(str(path))
-        if known.problems:
-            raise RuntimeError(f"{known.problems[0]}; delete the shard")
-        return len(known.images)
+        try:
+            return len(index_shard(str(path)))
+        except ConfigError as error:
+            raise RuntimeError(f"{error}; delete the shard") from None
     temporary = path.with_name(f".{path.name}.part")
     count = 0
     with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:

@@ -139,38 +139,12 @@ def test_exif_orientation_is_ignored():
     assert np.array_equal(Encoded(plain).decode(), Encoded(rotated).decode())
 
 
-def with_scans(count, baseline=False):
-    """A small JPEG that is followed by `count` empty scans of its first component."""
-    data = encoded(noise(32, 32), progressive=not baseline)
-    scan = b"\xff\xda\x00\x08\x01\x01\x00" + (b"\x00\x3f\x00" if baseline else b"\x00\x00\x00")
-    return data[:-2] + scan * count + data[-2:]
-
-
-@pytest.mark.parametrize("decoder", ["simplejpeg", "pillow"])
-def test_a_jpeg_of_too_many_scans_is_refused_before_decoding(monkeypatch, decoder):
-    start = time.thread_time()
-    with pytest.raises(BadImage, match=r"200\d\d scans"):
-        Encoded(with_scans(20_000), decoder)
-    assert time.thread_time() - start < 1
-    assert Encoded(with_scans(20), decoder).height == 32
-    monkeypatch.setattr("cl_train.data.decode.MAX_SCANNED_PIXELS", 32 * 32 * 20)
-    with pytest.raises(BadImage, match="scans"):
-        Encoded(with_scans(20), decoder)
-
-
-def test_scans_behind_a_complete_baseline_image_are_not_decoded():
-    start = time.thread_time()
-    with pytest.raises(BadImage):
-        Encoded(with_scans(20_000, baseline=True)).decode()
-    assert time.thread_time() - start < 1
-
-
 def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):
     """A wrong sampling factor is a KeyError in simplejpeg."""
     data = bytearray(jpeg())
     data[data.index(b"\xff\xc0") + 11] = 0x14
     assert Encoded(bytes(data)).needs_pillow
-    monkeypatch.setattr("cl_train.data.decode._decode_with_pillow", lambda image: {}["missing"])
+    monkeypatch.setattr("cl_train.data.decode._rgb", lambda image: {}["missing"])
     with pytest.raises(BadImage, match="missing"):
         Encoded(GOOD["png"]).decode()
 
