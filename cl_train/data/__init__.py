@@ -5,6 +5,6 @@ Read `build.py` first: it chooses the source of the images, then the loader. A n
 branch in `build.py`. Nothing else in this package is meant to be extended.
 
 An image passes through `folder.py` or `shards.py` (its bytes), `decode.py` (pixels), `transforms.py` (crop, resize,
-flip), all in `image_reader.py`; `loader.py` with `workers.py` (batches in shared memory), and `device.py`.
-`user_dataset.py` replaces `image_reader.py` with a Dataset of the user. May import system and config.
+flip; `ImageReader` does all of it); `loader.py` with `workers.py` (batches in shared memory), and `device.py`.
+`user_dataset.py` reads a Dataset of the user instead. May import system and config.
 """

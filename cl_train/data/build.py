@@ -11,17 +11,15 @@ import torch
 from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, MixLabels, Normalise, to_device
 from cl_train.data.folder import read_folder, read_images
-from cl_train.data.image_reader import ImageReader
-from cl_train.data.loader import BadImages, HostLoader, Reader
+from cl_train.data.loader import BadImages, HostLoader, Reader, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
 from cl_train.data.sample import FIRST_RUN, ensure_imagenette, ensure_sample
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.data.source import ImageSource, Indices, Split
-from cl_train.data.transforms import label_mix
+from cl_train.data.transforms import ImageReader, label_mix
 from cl_train.data.user_dataset import DatasetReader, StreamReader, UserDatasets, load_datasets
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder

@@ -8,9 +8,9 @@ import contextlib
 import itertools
 import math
 import os
+import resource
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import BadImage
 from cl_train.data.device import COPIES_UNDER_WAY, HostBatch
-from cl_train.data.image_reader import ImageReader
 from cl_train.data.order import SizeSchedule, rank_share
 from cl_train.data.source import Indices
+from cl_train.data.transforms import ImageReader
 from cl_train.data.user_dataset import DatasetReader, StreamEnd, StreamReader
-from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, check_resources, shared
+from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, shared, time_limit
 from cl_train.system.distributed import Dist
 from cl_train.system.launcher import cores_of_process
 from cl_train.system.machine import available_bytes
@@ -38,6 +37,17 @@ Reader = ImageReader | DatasetReader  # of the samples of one split; each worker
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
+_FILES = 8, 32  # per worker of both splits (each has a queue and two pipes), and for everything else
+
+
+class WorkerTimes(NamedTuple):
+    """Seconds that workers spent on each part of loading."""
+
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    resize_s: float = 0.0
+    images: float = 0
+    dataset_s: float = 0.0  # in the user's Dataset
 
 
 class BadImageError(RuntimeError):
@@ -68,10 +78,8 @@ class BadImages:
             advice = "Repair or remove it, or use data.on_bad_image=skip"
             raise BadImageError(f"'{name}' cannot be decoded: {reason}. {advice}")
         if len(self.reasons) > self._limit:
-            raise BadImageError(
-                f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self._limit};"
-                f" the last one: '{name}': {reason}"
-            )
+            count = f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self._limit}"
+            raise BadImageError(f"{count}; the last one: '{name}': {reason}")
 
 
 def first_reasons(reasons: Mapping[str, str]) -> str:
@@ -80,14 +88,10 @@ def first_reasons(reasons: Mapping[str, str]) -> str:
     return first + " ..." * (len(reasons) > 3)
 
 
-# --- in the workers ---------------------------------------------------------------------------------------------------
-
-
 class _Task(NamedTuple):
-    """Rows `first_row`, `first_row + 1`, ... of a slot, to be filled with the samples `indices`."""
+    """Rows `first_row`, `first_row + 1`, ... of batch `number`, to be filled with the samples `indices`."""
 
-    iteration: int
-    slot: int
+    number: int
     first_row: int
     epoch: int
     image_size: int
@@ -96,91 +100,13 @@ class _Task(NamedTuple):
 
 @dataclass
 class _TaskResult:
-    """The result of a task."""
-
+    number: int
     worker: int
+    rows: int
     bad: list[tuple[str, str, bool]] = field(default_factory=list)  # name, reason, whether it was the row's own sample
-    empty_rows: list[int] = field(default_factory=list)  # no good sample was found for them
-    rows_after_end: list[int] = field(default_factory=list)  # of the worker's stream
-    times: WorkerTimes = field(default_factory=WorkerTimes)
+    missing: list[int] = field(default_factory=list)  # rows for which there was no good sample
+    is_end: bool = False  # of the worker's stream
     error: str | None = None
-
-
-class _SharedMemory:
-    """`count` batches, stored NHWC, with their targets. Each has room for the largest images.
-
-    Attributes:
-        targets: int64 [count, batch size], or float32 [count, batch size, classes].
-        iteration: int64 [1]: the number of the iteration that is running; workers skip the tasks of other ones.
-        progress: int64 [workers, 3], see `Workers`.
-    """
-
-    def __init__(self, count: int, batch_size: int, image_size: int, reader: Reader, workers: int) -> None:
-        self._pixels = shared((count, batch_size * image_size**2 * 3), reader.dtype)
-        self.targets = shared(
-            (count, batch_size, *reader.label_shape), torch.float32 if reader.label_shape else torch.int64
-        )
-        words = shared((1 + 3 * max(1, workers),), torch.int64).numpy()
-        self.iteration, self.progress = words[:1], words[1:].reshape(-1, 3)
-        self._pinned: list[Tensor] = []
-
-    def images(self, slot: int, image_size: int) -> Tensor:
-        """The slot as images [rows that fit, 3, image_size, image_size] in channels_last."""
-        pixels = self._pixels[slot]
-        shape = (len(pixels) // (image_size**2 * 3), image_size, image_size, 3)
-        return pixels[: math.prod(shape)].view(shape).permute(0, 3, 1, 2)
-
-    def pin(self) -> None:
-        """Page-lock the memory, so that copies to the GPU overlap with computation."""
-        for memory in () if self._pinned else (self._pixels, self.targets):
-            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-                self._pinned.append(memory)
-            else:  # copies still work, only slower; CUDA reports the error again at the next kernel: clear it
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device="cuda")
-
-    def unpin(self) -> None:
-        while self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
-
-
-def _fill(reader: Reader, memory: _SharedMemory, attempts: int, task: _Task) -> _TaskResult:
-    """Read the samples of a task into their rows, in a worker."""
-    worker = get_worker_info()
-    done = _TaskResult(worker.id if worker else 0)
-    reader.times = done.times
-    progress, images = memory.progress[done.worker], memory.images(task.slot, task.image_size)
-    targets = memory.targets[task.slot].numpy()  # writing a number into a tensor takes ten times as long
-    try:
-        if memory.iteration[0] != task.iteration:  # the iteration was abandoned
-            return done
-        indices, count = task.indices, len(reader)
-        if isinstance(reader, StreamReader):
-            indices, count = reader.begin(task.iteration, task.epoch, len(indices)), sys.maxsize
-        for row, index in enumerate(indices, task.first_row):
-            if memory.iteration[0] != task.iteration:
-                break
-            for used in range(index, index + attempts):  # the sample, or the first of the following ones that is good
-                used %= count
-                progress[SAMPLE] = used
-                progress[BEGUN] += 1
-                try:
-                    targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
-                    break
-                except BadImage as bad:
-                    done.bad.append((reader.name(used), str(bad), used == index % count))
-            else:
-                done.empty_rows.append(row)
-    except StreamEnd:
-        if used > index and row > task.first_row:  # the last samples were bad: the one before takes their place
-            images[row], targets[row], row = images[row - 1], targets[row - 1], row + 1
-        done.rows_after_end = list(range(row, task.first_row + len(indices)))
-    except Exception as error:  # a bug, or lack of memory: raised again in the parent
-        done.error = f"{type(error).__name__}: {error}"
-    return done
-
-
-# --- in the training process ------------------------------------------------------------------------------------------
 
 
 class HostLoader:
@@ -190,7 +116,6 @@ class HostLoader:
         samples: number of samples of all ranks together.
         batch_size: samples of a batch of this rank.
         workers: number of worker processes; 0 = samples are read in this process.
-        times: seconds that the workers have spent so far.
         is_stream: the samples are those of an IterableDataset, which controls their order itself.
     """
 
@@ -214,8 +139,9 @@ class HostLoader:
         Raises ConfigError if the memory, or the limit of open files, is too small.
         """
         self.reader, self._sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
-        self._bad_images, self._order = bad_images, order
-        self.samples, self.workers, self.times = len(reader), worker_count(cfg, dist), WorkerTimes()
+        self._bad_images, self._order, self.samples = bad_images, order, len(reader)
+        cores = cores_of_process(dist.world_size)
+        self.workers = min(_MAX_WORKERS, cores) if cfg.workers is None else cfg.workers
         self.is_stream = isinstance(reader, StreamReader)
         rows = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
         self._parts = max(1, min(batch_size // rows, self.workers))  # tasks of a batch
@@ -223,22 +149,36 @@ class HostLoader:
         ahead = cfg.prefetch + COPIES_UNDER_WAY - in_use  # batches that the workers may be filling
         self._queued = max(1, ahead * self._parts // max(1, self.workers))  # tasks of a worker
         self._slot_count = -(-self._queued * self.workers // self._parts) + in_use + 1
-        self._memory: _SharedMemory | None = None
+        self._slots: tuple[Tensor, Tensor] | None = None  # pixels, NHWC, with room for the largest; targets
+        self._pinned: list[Tensor] = []
+        self._times = shared((max(1, self.workers), len(WorkerTimes._fields)), torch.float64).numpy()
         self._workers: Workers[_Task, _TaskResult] | None = None
-        self._iterating: tuple[threading.Thread, int] | None = None  # thread and process
-        self._lock, self._serial = threading.Lock(), itertools.count(1)
-        check_resources(self.workers)
-        batches = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize
+        self._user: tuple[threading.Thread, int] | None = None  # thread and process
+        self._check_resources()
+
+    def _check_resources(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        need = len(os.listdir("/proc/self/fd")) + _FILES[0] * self.workers + _FILES[1]
+        if self.workers and limit != resource.RLIM_INFINITY and need > limit:
+            what = f"data.workers={self.workers} needs {need} open files, and the limit is {limit}"
+            raise ConfigError(f"{what}: raise it (ulimit -n {need}), or lower data.workers")
+        pixels = self._sizes.image_sizes[-1] ** 2 * 3
+        batches = self._slot_count * self.batch_size * pixels * self.reader.dtype.itemsize
         order_bytes = 0 if self.is_stream else 16 * self.samples
         free = available_bytes(torch.device("cpu"))
         if free is not None and batches + order_bytes > free:  # the size of /dev/shm does not matter
-            remedy = f"lower batch_size or data.prefetch={cfg.prefetch}"
+            remedy = f"lower batch_size or data.prefetch={self._cfg.prefetch}"
             if order_bytes > batches:
                 remedy = "is the length of the data set right?"
             raise ConfigError(
                 f"the loader's batches need {batches / 2**30:.1f} GiB of memory, the order of {self.samples} samples"
                 f" {order_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: {remedy}"
             )
+
+    @property
+    def times(self) -> WorkerTimes:
+        """Seconds that the workers have spent so far."""
+        return WorkerTimes(*self._times.sum(0).tolist())
 
     def batch_count(self) -> int:
         batch_size, ranks = self.batch_size, self._dist.world_size
@@ -252,14 +192,19 @@ class HostLoader:
         A batch is valid until the next one is requested, on CUDA until the third. Raises BadImageError, WorkerError;
         RuntimeError: another thread is iterating.
         """
-        with self._begun() as iteration:
-            batches = self._filled(iteration, epoch, 0 if self.is_stream else first_batch)
-            if self.is_stream:
-                batches = self._evaluated(batches) if self._order is None else self._trained(batches, first_batch)
-            for batch in batches:
-                yield batch
-                if iteration != self._iteration:
-                    raise RuntimeError("another iteration over this loader has begun")
+        user = threading.current_thread(), os.getpid()
+        if self._user is not None and self._user != user and self._user[0].is_alive():
+            raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
+        self._user = user
+        try:
+            if not self.is_stream:
+                yield from self._filled(epoch, first_batch)
+            elif self._order is None:
+                yield from self._evaluated(self._filled(epoch, 0))
+            else:
+                yield from self._trained(self._filled(epoch, 0), first_batch)
+        finally:
+            self._user = None
 
     def validation_sample(self, index: int) -> Tensor:
         """Sample `index` as in `batches`, [size, size, 3]. Raises BadImage."""
@@ -270,103 +215,113 @@ class HostLoader:
 
     def close(self) -> None:
         """End the workers and free the memory. A later iteration starts new ones."""
-        if self._memory is not None:
-            self._memory.iteration[0] = 0
         if self._workers is not None:
             self._workers.close()
-            self._workers = None
-        if self._memory is not None:
-            self._memory.unpin()
-            self._memory = None
+        while self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
+        self._workers = self._slots = None
 
-    @contextlib.contextmanager
-    def _begun(self) -> Iterator[int]:
-        """A new iteration, with its number."""
-        mine = threading.current_thread(), os.getpid()
-        with self._lock:
-            other = self._iterating
-            if other not in (None, mine) and other[0].is_alive():
-                raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
-            self._iterating = mine
-        memory, iteration = self._start(), next(self._serial)
-        memory.iteration[0] = iteration
+    def _start(self) -> Workers[_Task, _TaskResult]:
+        reader, slots, size = self.reader, self._slot_count, self.batch_size
+        if self._workers is None:
+            label_type = torch.float32 if reader.label_shape else torch.int64
+            pixels = shared((slots, size * self._sizes.image_sizes[-1] ** 2 * 3), reader.dtype)
+            self._slots = pixels, shared((slots, size, *reader.label_shape), label_type)
+            self._workers = Workers(self._fill, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
+        assert self._slots is not None
+        for memory in self._slots if self._dist.device.type == "cuda" and not self._pinned else ():
+            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+                self._pinned.append(memory)  # copies to the GPU overlap with computation
+            else:  # copies still work, only slower; CUDA reports the error again at the next kernel: clear it
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
+        return self._workers
+
+    def _batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
+        """The slot of batch `number`: images [rows that fit, 3, image_size, image_size] in channels_last, targets."""
+        assert self._slots is not None
+        pixels, targets = (memory[number % self._slot_count] for memory in self._slots)
+        shape = (len(pixels) // (image_size**2 * 3), image_size, image_size, 3)
+        return pixels[: math.prod(shape)].view(shape).permute(0, 3, 1, 2), targets
+
+    def _fill(self, iteration: int, task: _Task) -> _TaskResult:
+        """Read the samples of a task into their rows, in a worker."""
+        worker, reader, workers = get_worker_info(), self.reader, self._workers
+        assert workers is not None
+        done = _TaskResult(task.number, worker.id if worker else 0, len(task.indices))
+        reader.times, progress = self._times[done.worker], workers.progress[done.worker]
+        images, labels = self._batch(task.number, task.image_size)
+        targets = labels.numpy()  # writing a number into a tensor takes ten times as long
+        limited = contextlib.nullcontext if worker else partial(time_limit, self._cfg.worker_timeout_s)
+        indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order else 1
         try:
-            yield iteration
-        finally:
-            if iteration == self._iteration:
-                self._iterating = None
-                memory.iteration[0] = 0  # workers leave what they prepared in advance
+            if isinstance(reader, StreamReader):
+                indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize
+            for row, index in enumerate(indices, task.first_row):
+                if workers.iteration[0] != iteration:  # it was abandoned
+                    break
+                for used in range(index, index + attempts):  # the sample, or the first of the following that is good
+                    used %= count
+                    progress[SAMPLE] = used
+                    progress[BEGUN] += 1
+                    try:
+                        with limited():
+                            targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
+                        break
+                    except BadImage as bad:
+                        done.bad.append((reader.name(used), str(bad), used == index % count))
+                else:
+                    done.missing.append(row)
+        except StreamEnd:
+            if used > index and row > task.first_row:  # the last samples were bad: the one before takes their place
+                images[row], targets[row], row = images[row - 1], targets[row - 1], row + 1
+            done.missing += range(row, task.first_row + len(indices))
+            done.is_end = True
+        except Exception as error:  # a bug, or lack of memory: raised again in the parent
+            done.error = f"{type(error).__name__}: {error}"
+        return done
 
-    @property
-    def _iteration(self) -> int:
-        return int(self._memory.iteration[0]) if self._memory is not None else 0
-
-    def _start(self) -> _SharedMemory:
-        if self._memory is None:
-            largest = self._sizes.image_sizes[-1]
-            self._memory = _SharedMemory(self._slot_count, self.batch_size, largest, self.reader, self.workers)
-            self._workers = Workers(
-                partial(_fill, self.reader, self._memory, _SUBSTITUTES if self._order else 1),
-                count=self.workers,
-                progress=self._memory.progress,
-                timeout_s=self._cfg.worker_timeout_s,
-                name_of=self.reader.name,
-                queued=self._queued,
-            )
-        if self._dist.device.type == "cuda":
-            self._memory.pin()
-        return self._memory
-
-    def _shares(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Indices]]:
-        """Number and samples of each of this rank's batches; of an endless stream only their count matters."""
-        batch_size, rank, ranks = self.batch_size, self._dist.rank, self._dist.world_size
+    def _tasks(self, epoch: int, first_batch: int) -> Iterator[_Task]:
+        """The tasks of this rank's batches; of an endless stream only the number of samples matters."""
+        size, rank, ranks = self._sizes.image_size_at(epoch), self._dist.rank, self._dist.world_size
+        numbers: Iterable[int] = range(first_batch, self.batch_count())
+        order = np.empty(0, np.int64)
         if self.is_stream:
-            yield from ((number, np.arange(batch_size)) for number in itertools.count())
-        if self._order is None:
-            indices = np.arange(rank, self.samples, ranks)
-            rank, ranks = 0, 1
+            numbers = itertools.count()
+        elif self._order is not None:
+            order = self._order(epoch)
         else:
-            indices = self._order(epoch)
-        for number in range(first_batch, self.batch_count()):
-            yield number, rank_share(indices, number, batch_size, rank, ranks)
-
-    def _tasks(
-        self, iteration: int, epoch: int, first_batch: int, submitted: deque[tuple[int, int, int]]
-    ) -> Iterator[_Task]:
-        """The tasks of the batches, which are `submitted` as (number, slot, rows)."""
-        image_size = self._sizes.image_size_at(epoch)
-        for number, indices in self._shares(epoch, first_batch):
-            slot, first_row = next(self._serial) % self._slot_count, 0
-            submitted.append((number, slot, len(indices)))
-            for part in np.array_split(indices, self._parts):
-                if iteration != self._iteration:  # the iteration was abandoned
-                    return
-                yield _Task(iteration, slot, first_row, epoch, image_size, part.tolist())
+            order, rank, ranks = np.arange(rank, self.samples, ranks), 0, 1
+        for number in numbers:
+            share = np.arange(self.batch_size)
+            if not self.is_stream:
+                share = rank_share(order, number, self.batch_size, rank, ranks)
+            first_row = 0
+            for part in np.array_split(share, self._parts):
+                yield _Task(number, first_row, epoch, size, part.tolist())
                 first_row += len(part)
 
-    def _filled(self, iteration: int, epoch: int, first_batch: int) -> Iterator[HostBatch]:
+    def _filled(self, epoch: int, first_batch: int) -> Iterator[HostBatch]:
         """The batches, without rows for which there is no sample."""
-        memory, workers, ended = self._memory, self._workers, set[int]()
-        assert memory is not None and workers is not None
-        submitted: deque[tuple[int, int, int]] = deque()
-        results = workers.results(self._tasks(iteration, epoch, first_batch, submitted))
+        ended = set[int]()
+        results = self._start().results(self._tasks(epoch, first_batch))
         while parts := list(itertools.islice(results, self._parts)):
-            number, slot, rows = submitted.popleft()
-            missing: list[int] = []
             for done in parts:
-                self.times.add(done.times)
-                if done.error:
-                    raise WorkerError(f"a loader worker failed: {done.error}")
                 for name, reason, skipped in done.bad:
                     self._bad_images.add(name, reason, skipped=skipped)
-                if done.empty_rows and self._order:
-                    raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
-                if done.rows_after_end:
+                if done.error:
+                    raise WorkerError(f"a loader worker failed: {done.error}")
+                if done.is_end:
                     ended.add(done.worker)
-                missing += done.empty_rows + done.rows_after_end
-            images = memory.images(slot, self._sizes.image_size_at(epoch))[:rows]
-            batch = HostBatch(images, memory.targets[slot][:rows], number, epoch)
-            yield _without(batch, missing) if missing else batch
+            number, rows = parts[0].number, sum(done.rows for done in parts)
+            images, targets = self._batch(number, self._sizes.image_size_at(epoch))
+            if missing := {row for done in parts for row in done.missing}:
+                if self._order and not self.is_stream:
+                    raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
+                kept = [row for row in range(rows) if row not in missing]
+                yield HostBatch(images[kept].to(memory_format=torch.channels_last), targets[kept], number, epoch)
+            else:
+                yield HostBatch(images[:rows], targets[:rows], number, epoch)
             if len(ended) == max(1, self.workers):
                 return
 
@@ -396,27 +351,55 @@ class HostLoader:
             yield batch
 
 
-def _without(batch: HostBatch, rows: list[int]) -> HostBatch:
-    """A copy of the batch without these rows."""
-    kept = [row for row in range(len(batch.targets)) if row not in rows]
-    return batch._replace(images=batch.images[kept].to(memory_format=torch.channels_last), targets=batch.targets[kept])
-
-
 def _joined(batches: Iterable[HostBatch], size: int) -> Iterator[HostBatch]:
     """Batches of `size` samples, from incomplete copies too; less than one batch in all is dropped."""
-    parts: list[HostBatch] = []
+    rest: list[HostBatch] = []
     for batch in batches:
         if len(batch.targets) == size:
             yield batch
             continue
-        parts.append(batch)
-        if sum(len(part.targets) for part in parts) >= size:
-            images = torch.cat([part.images for part in parts])
-            targets = torch.cat([part.targets for part in parts])
+        rest.append(batch)
+        images, targets = torch.cat([part.images for part in rest]), torch.cat([part.targets for part in rest])
+        if len(targets) >= size:
             yield batch._replace(images=images[:size], targets=targets[:size])
-            parts = [batch._replace(images=images[size:], targets=targets[size:])]
+            rest = [batch._replace(images=images[size:], targets=targets[size:])]
 
 
-def worker_count(cfg: DataConfig, dist: Dist) -> int:
-    """`data.workers`; by default the usable cores / ranks of this machine, at most 16 and at least 1."""
-    return min(_MAX_WORKERS, cores_of_process(dist.world_size)) if cfg.workers is None else cfg.workers
+# --- where its time goes ----------------------------------------------------------------------------------------------
+
+WAIT_PCT = 10.0  # below, nothing is said
+_STORAGE_SHARE = 0.4  # of the workers' busy time
+_IDLE_PCT = 15
+
+
+def bottleneck_advice(
+    times: WorkerTimes, *, workers: int, cores: int, seconds: float, data_wait_pct: float
+) -> str | None:
+    """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None.
+
+    Args:
+        times: time that the workers of this process spent in a window of `seconds`; not known for an IterableDataset.
+        cores: CPU cores for this process.
+        data_wait_pct: share of the window that the step waited.
+    """
+    if data_wait_pct <= WAIT_PCT or seconds <= 0:
+        return None
+    waits = f"the step waits for data {data_wait_pct:.0f} % of its time"
+    if times.images == 0:
+        return f"{waits}; data.workers={workers}, and this process has {cores} cores"
+    busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
+    idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
+    rate = f"{times.images / busy_s:.0f} images/s per worker"
+    if times.read_s > _STORAGE_SHARE * busy_s:
+        read_ms = 1e3 * times.read_s / times.images
+        cause = f"storage: reading a file takes {read_ms:.1f} ms; use a local disk or a smaller copy of the data"
+    elif workers > 0 and idle_pct > _IDLE_PCT:
+        cause = f"the number of prepared batches: workers are idle {idle_pct:.0f} % of the time; raise data.prefetch"
+    elif workers < cores:
+        cause = f"too few workers: {max(1, workers)} of {cores} cores ({rate}); use data.workers={cores}"
+    elif times.dataset_s > busy_s / 2:
+        cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
+    else:
+        share = f"{100 * times.decode_s / busy_s:.0f} % of the workers' time"
+        cause = f"decoding: {share} ({rate}); use a smaller copy (prepare_imagenet resize)"
+    return f"{waits}; the bottleneck is {cause}"

@@ -1,8 +1,7 @@
 """The sample data: ten classes of textures, generated with ImageNet's layout and proportions. Imagenette: fetched.
 
-A class is a pattern of stripes or lines. Period, position, angle, colours and brightness differ in every image, and a
-pattern is the same after a flip or in a crop: a small network learns the classes with the usual augmentation, and the
-mean colour of an image does not reveal its class.
+A class is a pattern of stripes or lines, the same after a flip or in a crop. Period, position, angle, colours and
+brightness differ in every image: its mean colour does not reveal its class.
 """
 
 import shutil
@@ -59,9 +58,10 @@ def _clouds(x: Field, y: Field) -> Field:
     return (0.5 + 0.5 * np.tanh(sum(waves))).astype(np.float32)
 
 
-def _random(x: Field, y: Field) -> Field:
-    """0 or 1, a hash of whole numbers."""
-    return (np.sin(12.9898 * x + 78.233 * y) * 43758.5453 % 1 < 0.5).astype(np.float32)
+def _mosaic(x: Field, y: Field) -> Field:
+    """0 or 1, a hash of the cell's place."""
+    hashed = np.sin(12.9898 * np.floor(1.5 * x) + 78.233 * np.floor(1.5 * y)) * 43758.5453
+    return (hashed % 1 < 0.5).astype(np.float32)
 
 
 def _from_centre(x: Field, y: Field) -> Field:
@@ -70,13 +70,13 @@ def _from_centre(x: Field, y: Field) -> Field:
     return np.hypot(x - np.floor(x) - 0.5, y - np.floor(y) - 0.5)
 
 
-PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in periods, 0 to 1
+PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in periods, 0 to 1; sorted by name
     "clouds": _clouds,
     "columns": lambda x, y: _wave(x),
     "diagonals": lambda x, y: _wave(_turned(x, y, 45)),
     "dots": lambda x, y: _wave(0.5 - _from_centre(x, y)),
     "grid": lambda x, y: np.maximum(_lines(x), _lines(y)),
-    "mosaic": lambda x, y: _random(np.floor(1.5 * x), np.floor(1.5 * y)),
+    "mosaic": _mosaic,
     "rings": lambda x, y: _wave(3.2 * _from_centre(x / 2, y / 2)),
     "rows": lambda x, y: _wave(y),
     "triangles": lambda x, y: np.max([_lines(_turned(x, y, degrees)) for degrees in (30, 90, 150)], axis=0),
@@ -91,7 +91,10 @@ def render(pattern: Callable[[Field, Field], Field], width: int, height: int, rn
     y = np.arange(height, dtype=np.float32)[:, None] / period + np.float32(rng.uniform(0, 64))
     degrees = rng.uniform(-7, 7)
     shape = pattern(_turned(x, y, degrees) * rng.choice((-1, 1)), _turned(y, -x, degrees))
-    dark, light = _two_colours(rng)
+    dark = light = np.zeros(3)
+    while abs((dark - light) @ (0.299, 0.587, 0.114)) < 110:  # grey levels, in either order
+        dark, light = rng.uniform(10, 245, (2, 3))
+    dark, light = dark.astype(np.float32), light.astype(np.float32)
     image = dark + shape[:, :, None] * (light - dark)
     slope = rng.uniform(-30, 30, 2)
     image += np.linspace(-1, 1, width)[None, :, None] * slope[0] + np.linspace(-1, 1, height)[:, None, None] * slope[1]
@@ -100,32 +103,22 @@ def render(pattern: Callable[[Field, Field], Field], width: int, height: int, rn
     return image.clip(0, 255).astype(np.uint8)
 
 
-def _two_colours(rng: np.random.Generator) -> tuple[Field, Field]:
-    """Two random colours that differ by at least 110 grey levels in brightness, in either order."""
-    while True:
-        first, second = rng.uniform(10, 245, (2, 3))
-        if abs((first - second) @ (0.299, 0.587, 0.114)) >= 110:
-            return first.astype(np.float32), second.astype(np.float32)
-
-
 def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> None:
     split, label, number = place
     rng = np.random.Generator(np.random.Philox(key=[_SEED, split == "val"], counter=[0, label, number, 0]))
-    name = sorted(PATTERNS)[label]
+    name, pattern = list(PATTERNS.items())[label]
     width, height = (round(side * scale) for side in rng.choice(_SIZES))
-    image = Image.fromarray(render(PATTERNS[name], width, height, rng))
+    image = Image.fromarray(render(pattern, width, height, rng))
     image.save(folder / split / name / f"{name}_{number:05d}.JPEG", quality=_QUALITY)
 
 
 def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -> None:
     """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for any number of processes (None: all cores)."""
-    counts = {"train": spec.train_per_class, "val": spec.val_per_class}
-    places = [
-        (split, label, n) for split, count in counts.items() for label in range(len(PATTERNS)) for n in range(count)
-    ]
-    for split in counts:
-        for name in PATTERNS:
+    places = []
+    for split, count in (("train", spec.train_per_class), ("val", spec.val_per_class)):
+        for label, name in enumerate(PATTERNS):
             (folder / split / name).mkdir(parents=True, exist_ok=True)
+            places += [(split, label, number) for number in range(count)]
     write = partial(_write_image, folder, spec.scale)
     for _ in map_in_processes(write, places, processes, description="generating the sample data", unit="image"):
         pass
@@ -138,11 +131,11 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
     Raises ConfigError if `folder` holds something else.
     """
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"
-    if _has(marker, version):
+    if marker.is_file() and marker.read_text() == version:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(folder.parent / f".{folder.name}.lock", waiting_for="the sample data"):
-        if _has(marker, version):  # another process was faster
+        if marker.is_file() and marker.read_text() == version:  # another process was faster
             return folder
         if folder.exists() and not marker.is_file():
             raise ConfigError(f"'{folder}' is not the sample data: move it away")
@@ -153,10 +146,6 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     return folder
-
-
-def _has(marker: Path, text: str) -> bool:
-    return marker.is_file() and marker.read_text() == text
 
 
 # --- Imagenette -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From decoded pixels to a row of a batch: crop, resize, flip, augmentation; MixUp and CutMix of a whole batch.
+"""From an encoded image to a row of a batch: crop, resize, flip, augmentation; MixUp and CutMix of a whole batch.
 
 All random numbers depend on the seed, the epoch and the image or batch alone. The crops are plain arithmetic, because
 torchvision draws each number with a tensor operation, which costs about 60 us per image.
@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,14 @@ from torchvision.transforms import v2
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import optional_module
-from cl_train.data.decode import Pixels
+from cl_train.data.decode import Encoded, Pixels, formats_of
 from cl_train.data.device import MixLabels
 from cl_train.data.order import SampleGenerator, batch_generator, sample_generator
+from cl_train.data.source import Split
 from cl_train.system.distributed import Dist
 
 _ATTEMPTS = 10
+_SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer that is kept
 RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, position
 
 
@@ -55,12 +58,7 @@ def random_resized_crop(height: int, width: int, augment: AugmentConfig, uniform
             top = int(uniform[-2] * (height - crop_height + 1))
             left = int(uniform[-1] * (width - crop_width + 1))
             return Box(top, left, crop_height, crop_width)
-    return _widest_centre(height, width, augment)
-
-
-def _widest_centre(height: int, width: int, augment: AugmentConfig) -> Box:
-    """The central crop with an allowed ratio that torchvision falls back to for very long images."""
-    crop_height, crop_width = height, width
+    crop_height, crop_width = height, width  # a very long image: the largest central crop with an allowed ratio
     if width / height < augment.crop_ratio_min:
         crop_height = round(width / augment.crop_ratio_min)
     elif width / height > augment.crop_ratio_max:
@@ -88,6 +86,45 @@ def default_val_resize(image_size: int) -> int:
 # --- pixels to a row --------------------------------------------------------------------------------------------------
 
 
+class ImageReader:
+    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips. uint8 throughout.
+
+    After decoding into a buffer, each pixel is written once, and no memory is allocated per image.
+
+    Attributes:
+        dtype: of the rows.
+        label_shape: () of int64 labels; [classes] of the float32 vectors that a Dataset may give.
+        times: seconds spent in `read`, in the order of `WorkerTimes`; set by the loader.
+    """
+
+    dtype = torch.uint8
+    label_shape: tuple[int, ...] = ()
+
+    def __init__(self, split: Split, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
+        self._split, self._decoder = split, (cfg.decoder, formats_of(cfg.extensions))
+        self._transform = ImageTransform(cfg, augment, seed, training=training)
+        self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
+        self.times = np.zeros(5)
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def name(self, index: int) -> str:
+        return self._split.name(index)
+
+    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
+        """Write image `index` into `row`, uint8 [3, size, size], with the random numbers of `random_index`; return its
+        label. Raises BadImage."""
+        begin = perf_counter()
+        data = self._split.read(index)
+        read = perf_counter()
+        pixels = Encoded(data, *self._decoder).decode(self._scratch)
+        decoded = perf_counter()
+        self._transform(row, pixels, epoch, random_index)
+        self.times += (read - begin, decoded - read, perf_counter() - decoded, 1, 0)
+        return int(self._split.labels[index])
+
+
 class ImageTransform:
     """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last, of any size."""
 
@@ -99,16 +136,17 @@ class ImageTransform:
 
     def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """In training with the random numbers of sample `random_index` in `epoch`."""
-        if self._training:
-            self._random_crop(row, pixels, epoch, random_index)
-        else:
-            self._centre_crop(row, pixels)
-
-    def _random_crop(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
-        """Random resized crop, flip and augmentation."""
+        height, width, _ = pixels.shape
+        if not self._training:
+            side = row.shape[-1]
+            size = resized_size(height, width, self._cfg.val_resize or default_val_resize(side))
+            image = resized(pixels, None, size, bicubic=self._cfg.val_interpolation == "bicubic")
+            box = centre(*size, side)
+            row.copy_(image[0, :, box.top : box.top + side, box.left : box.left + side])
+            return
         generator = self._generator.of_sample(self._seed, epoch, random_index)
         uniform = generator.random(RANDOM_NUMBERS).tolist()
-        box = random_resized_crop(pixels.shape[0], pixels.shape[1], self._augment, uniform[1:])
+        box = random_resized_crop(height, width, self._augment, uniform[1:])
         flip = uniform[0] < self._augment.flip
         out = row.unsqueeze(0)
         if flip and self._unflipped.shape != out.shape:
@@ -119,15 +157,6 @@ class ImageTransform:
             torch.ops.aten.flip.out(self._unflipped, (3,), out=out)
         if self._operations is not None:
             row.copy_(self._operations(row, int(generator.integers(2**63))))
-
-    def _centre_crop(self, row: Tensor, pixels: Pixels) -> None:
-        """Resize and centre crop with torchvision's arithmetic."""
-        side = row.shape[-1]
-        short_side = self._cfg.val_resize or default_val_resize(side)
-        size = resized_size(pixels.shape[0], pixels.shape[1], short_side)
-        box = centre(*size, side)
-        image = resized(pixels, None, size, bicubic=self._cfg.val_interpolation == "bicubic")
-        row.copy_(image[0, :, box.top : box.top + side, box.left : box.left + side])
 
 
 def resized(
@@ -176,7 +205,15 @@ def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, in
     ConfigError if timm is missing, or cannot read `timm_policy`.
     """
     fill = [round(255 * m) for m in mean]
-    steps = [] if cfg.policy == "none" else [_policy(cfg, fill)]
+    policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+        "timm": lambda: _timm_policy(cfg.timm_policy, fill),
+        "randaugment": lambda: v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude),
+        "trivialaugment": v2.TrivialAugmentWide,
+        "autoaugment": v2.AutoAugment,
+        "augmix": v2.AugMix,
+        "three_augment": _three_augment,
+    }
+    steps = [] if cfg.policy == "none" else [policies[cfg.policy]()]
     if cfg.erase > 0:
         steps.append(v2.RandomErasing(cfg.erase, value=list(map(float, fill))))
     if not steps:
@@ -201,22 +238,8 @@ def check_augment(cfg: AugmentConfig, mean: list[float]) -> None:
         for seed in range(300):  # 0.1 s; v0 fails on three images of a hundred
             augment(torch.full((3, 32, 32), 128, dtype=torch.uint8), seed)
     except Exception as error:
-        raise ConfigError(
-            f"augment.timm_policy={cfg.timm_policy} fails on some images ({error}): choose another"
-        ) from None
-
-
-def _policy(cfg: AugmentConfig, fill: list[int]) -> Callable[[Tensor], Tensor]:
-    if cfg.policy == "timm":
-        return _timm_policy(cfg.timm_policy, fill)
-    policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-        "randaugment": lambda: v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude),
-        "trivialaugment": v2.TrivialAugmentWide,
-        "autoaugment": v2.AutoAugment,
-        "augmix": v2.AugMix,
-        "three_augment": _three_augment,
-    }
-    return policies[cfg.policy]()
+        what = f"augment.timm_policy={cfg.timm_policy} fails on some images"
+        raise ConfigError(f"{what} ({error}): choose another") from None
 
 
 def _three_augment() -> Callable[[Tensor], Tensor]:

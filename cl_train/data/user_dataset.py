@@ -9,7 +9,6 @@ import operator
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,10 +22,9 @@ from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import user_function
-from cl_train.data.bottleneck import WorkerTimes
 from cl_train.data.decode import BadImage, Pixels
 from cl_train.data.transforms import ImageTransform, seeded_everywhere
-from cl_train.data.workers import BEGUN, WorkerError, Workers, shared
+from cl_train.data.workers import WorkerError, Workers
 from cl_train.system.distributed import Dist
 
 Label = int | npt.NDArray[np.float32]
@@ -103,12 +101,17 @@ class DatasetReader:
         """Raises ConfigError if the first sample cannot be used."""
         self._dataset, self._classes, self._seed, self._training = dataset, classes, seed, training
         self._transform = ImageTransform(cfg, augment, seed, training=training)
-        self._samples, self.times, self._dist = len(dataset), WorkerTimes(), dist
-        self._rewind()
+        self._samples, self.times, self._dist = len(dataset), np.zeros(5), dist
+        self.dtype, self.label_shape = torch.uint8, ()
+        # The first sample is read in a worker: files that the Dataset opens then must not be shared by all workers.
+        workers: Workers[int, Any] = Workers(self._first_form, 1, cfg.worker_timeout_s, self.name)
         try:
-            self.dtype, self.label_shape = self._first_form(image_size, cfg.worker_timeout_s)
-        except (BadImage, WorkerError) as error:
-            raise ConfigError(f"data.dataset: {self.name(0)} at {image_size} px: {error}") from error
+            with closing(workers):
+                self.dtype, self.label_shape, problem = next(workers.results(iter([image_size])))
+        except WorkerError as error:
+            problem = str(error)
+        if problem:
+            raise ConfigError(f"data.dataset: {self.name(0)} at {image_size} px: {problem}")
 
     def __len__(self) -> int:
         return self._samples
@@ -133,51 +136,28 @@ class DatasetReader:
                     raise ValueError("the image has pixels that are NaN or infinite")
             else:
                 self._transform(row, image, epoch, random_index)
-            self.times.add(WorkerTimes(resize_s=perf_counter() - loaded, images=1, dataset_s=loaded - begin))
+            self.times += (0, 0, perf_counter() - loaded, 1, loaded - begin)
             return label
         except StreamEnd:
             raise
         except (Exception, SystemExit) as error:
             raise BadImage(_reason(error)) from error
 
-    def _rewind(self) -> None:
-        """Before the first sample of an IterableDataset."""
-        self._stream: Iterator[Any] | None = None
-        self._position = self._taken = 0  # rows that were filled; samples that were taken from the stream
-        self._last: Any = None  # sample, or the exception in its place
-
     def _load(self, index: int, epoch: int, random_index: int) -> Any:
         with seeded_everywhere(self._seed, epoch, random_index):
             return self._dataset[index]
 
-    def _first_form(self, image_size: int, timeout_s: float) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype of images and the shape of labels, from the first sample.
-
-        It is read in a worker: files that the Dataset opens then must not be shared by all workers.
-
-        Raises BadImage: the sample cannot be used. WorkerError: reading it hangs, or ends the process.
-        """
-        progress = shared((1, 3), torch.int64).numpy()
-        work = partial(self._use_first, image_size)
-        with closing(Workers(work, count=1, progress=progress, timeout_s=timeout_s, name_of=self.name)) as workers:
-            found = next(workers.results(iter([progress])))
-        if isinstance(found, str):
-            raise BadImage(found)
-        dtype, label_shape = found
-        return dtype, tuple(label_shape)  # DataLoader makes tuples lists
-
-    def _use_first(self, image_size: int, progress: Any) -> tuple[torch.dtype, tuple[int, ...]] | str:
-        progress[0, BEGUN] = 1
-        self.dtype, self.label_shape = torch.uint8, ()
+    def _first_form(self, _: int, image_size: int) -> tuple[torch.dtype, tuple[int, ...], str]:
+        """The dtype of images and the shape of labels, from the first sample, or why it cannot be used."""
         with suppress(Exception, SystemExit):  # `read` has the reason
             image, label, *_ = self._load(0, 0, 0)
             self.dtype = torch.float32 if isinstance(image, Tensor) and image.is_floating_point() else torch.uint8
             self.label_shape = np.shape(checked_label(label, self._classes))
         try:
             self.read(torch.empty(image_size, image_size, 3, dtype=self.dtype).permute(2, 0, 1), 0, 0, 0)
-            return self.dtype, self.label_shape
         except (BadImage, StreamEnd) as error:
-            return str(error)
+            return self.dtype, self.label_shape, str(error)
+        return self.dtype, self.label_shape, ""
 
 
 class StreamEnd(Exception):
@@ -191,7 +171,10 @@ class StreamReader(DatasetReader):
     The last sample is kept, so that it can also take the place of a bad one before it.
     """
 
-    _iteration = 0
+    _iteration, _next_row = 0, 0
+    _stream: Iterator[Any] | None = None
+    _taken = 0  # samples of the stream
+    _last: Any = None  # sample, or the exception in its place
 
     def name(self, index: int) -> str:
         worker = get_worker_info()
@@ -200,22 +183,20 @@ class StreamReader(DatasetReader):
     def begin(self, iteration: int, epoch: int, rows: int) -> range:
         """The next indices of iteration `iteration` in this worker."""
         if iteration != self._iteration:
-            self._iteration = iteration
-            self._rewind()
+            self._iteration, self._next_row, self._taken, self._stream = iteration, 0, 0, None
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(epoch)
-        return range(self._position, self._position + rows)
+        self._next_row += rows
+        return range(self._next_row - rows, self._next_row)
 
     def _load(self, index: int, epoch: int, random_index: int) -> Any:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        self._position = random_index + 1
+        seed_index = (index * workers + number) * self._dist.world_size + self._dist.rank
         if self._taken <= index:
             self._taken += 1
             try:
-                with seeded_everywhere(
-                    self._seed, epoch, (index * workers + number) * self._dist.world_size + self._dist.rank
-                ):
+                with seeded_everywhere(self._seed, epoch, seed_index):
                     self._stream = iter(self._dataset) if self._stream is None else self._stream
                     self._last = next(self._stream)
             except StopIteration:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cl_train.data.bottleneck import bottleneck_advice
+from cl_train.data.loader import bottleneck_advice
 from cl_train.system.distributed import gather_objects, sum_over_ranks
 from cl_train.system.launcher import cores_of_process
 from cl_train.training.progress import TrainingFault

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cl_train.data.bottleneck import WorkerTimes, bottleneck_advice
+from cl_train.data.loader import WorkerTimes, bottleneck_advice
 
 
 @pytest.mark.parametrize(

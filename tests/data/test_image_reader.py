@@ -9,8 +9,8 @@ from torchvision import transforms
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import transforms as crops
 from cl_train.data.folder import read_folder
-from cl_train.data.image_reader import ImageReader
 from cl_train.data.order import sample_generator
+from cl_train.data.transforms import ImageReader
 from tests.data.image_folders import encoded, folder_data, noise, train_batches, write_folder
 
 AUGMENT = AugmentConfig(crop_scale_min=0.08, flip=0.5)

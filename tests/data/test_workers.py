@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from cl_train.config.schema import ConfigError
 from cl_train.data import workers as data_workers
-from cl_train.data.image_reader import ImageReader
+from cl_train.data.transforms import ImageReader
 from cl_train.data.workers import WorkerError, Workers
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
 from tests.processes import LIMIT_S, Process, wait_until
@@ -35,14 +35,14 @@ def root(tmp_path_factory):
 @pytest.fixture
 def workers(monkeypatch):
     """The worker processes that a test starts."""
-    processes, plain = [], Workers._started
+    processes, plain = [], Workers._start
 
     def start(self):
-        iterator = plain(self)
+        received = plain(self)
         processes.extend(self.processes)
-        return iterator
+        return received
 
-    monkeypatch.setattr(Workers, "_started", start)
+    monkeypatch.setattr(Workers, "_start", start)
     return processes
 
 
@@ -57,8 +57,8 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
     data = folder_data(root, workers=2)
     batches = data.train_loader.batches(0)
     next(batches)
-    wait_until(lambda: data.train_loader._memory.progress[1, 0] > 0)
-    victim = int(data.train_loader._memory.progress[1, 2])
+    wait_until(lambda: data.train_loader._workers.progress[1, 0] > 0)
+    victim = int(data.train_loader._workers.progress[1, 2])
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
         list(batches)
@@ -97,7 +97,7 @@ def test_a_hanging_worker_is_named_after_the_timeout(root, workers, monkeypatch)
     seconds = itertools.count()
 
     def clock():
-        return 2.0 * next(seconds) if 5 in data.train_loader._memory.progress[:, 1] else 0.0
+        return 2.0 * next(seconds) if 5 in data.train_loader._workers.progress[:, 1] else 0.0
 
     monkeypatch.setattr(data_workers, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     with pytest.raises(WorkerError, match=rf"no loader worker finished an image for 1 s.*{last}.*worker_timeout_s"):
@@ -126,12 +126,11 @@ def test_workers_that_cannot_all_be_started_are_ended(root, monkeypatch, capsys)
     ("limits", "named"),
     [
         ({"resource.getrlimit": (48, 4096)}, "ulimit -n"),
-        ({"os.statvfs": SimpleNamespace(f_bavail=3, f_frsize=4096)}, "/dev/shm is full.*--shm-size"),
     ],
 )
 def test_too_few_resources_for_the_workers_are_refused_at_once(root, monkeypatch, limits, named):
     ((name, found),) = limits.items()
-    monkeypatch.setattr(f"cl_train.data.workers.{name}", lambda *_: found)
+    monkeypatch.setattr(f"cl_train.data.loader.{name}", lambda *_: found)
     with pytest.raises(ConfigError, match=named):
         folder_data(root, workers=6)
     assert folder_data(root, workers=0).train_images == 53

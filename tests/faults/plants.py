@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import cl_train.data.image_reader
+import cl_train.data.transforms
 import cl_train.step.train_step
 import cl_train.system.checkpoints
 import cl_train.system.distributed
@@ -146,7 +146,7 @@ def full_disk() -> None:
 
 def worker_raises() -> None:
     """Reading a training image raises something unforeseen, PLANT_STEP images into a worker's life."""
-    original, calls = cl_train.data.image_reader.ImageReader.read, [0]
+    original, calls = cl_train.data.transforms.ImageReader.read, [0]
 
     def read(self: Any, *arguments: Any, **named: Any) -> int:
         calls[0] += 1
@@ -154,12 +154,12 @@ def worker_raises() -> None:
             raise MemoryError("planted")
         return original(self, *arguments, **named)
 
-    cl_train.data.image_reader.ImageReader.read = read  # type: ignore[method-assign]
+    cl_train.data.transforms.ImageReader.read = read  # type: ignore[method-assign]
 
 
 def worker_exits() -> None:
     """A worker leaves by os._exit, as a decoder that calls exit() would."""
-    original, calls, parent = cl_train.data.image_reader.ImageReader.read, [0], os.getpid()
+    original, calls, parent = cl_train.data.transforms.ImageReader.read, [0], os.getpid()
 
     def read(self: Any, *arguments: Any, **named: Any) -> int:
         calls[0] += 1
@@ -167,7 +167,7 @@ def worker_exits() -> None:
             os._exit(3)
         return original(self, *arguments, **named)
 
-    cl_train.data.image_reader.ImageReader.read = read  # type: ignore[method-assign]
+    cl_train.data.transforms.ImageReader.read = read  # type: ignore[method-assign]
 
 
 def check_layout() -> None:
