@@ -55,9 +55,9 @@ class Verify(_Folder):
         from cl_train.imagenet.verify import verify
 
         official = self.expect == "imagenet"
-        report = verify(_path(self.root), deep=self.deep, official_counts=official, workers=self.workers)
-        print(report)
-        return 1 if report.problems else 0
+        lines, problems = verify(_path(self.root), deep=self.deep, official_counts=official, workers=self.workers)
+        print("\n".join([*lines, *problems, f"{len(problems)} problems found"]))
+        return 1 if problems else 0
 
 
 @dataclass

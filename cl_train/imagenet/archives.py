@@ -1,10 +1,8 @@
 """From the official ILSVRC2012 archives to `train/<wnid>/*.JPEG` and `val/<wnid>/*.JPEG`.
 
 The train archive is a tar of 1000 tars, the validation archive is flat, its labels are in the development kit. All are
-streamed: no temporary space is needed, and an interruption loses at most one class.
-
-Nothing is extracted to a path that an archive names: a member must be a regular file with an official name, and
-is written to a path computed here. Anything else is an error.
+streamed. Nothing is extracted to a path that an archive names: a member must be a regular file with an official name,
+and is written to a path computed here. Anything else is an error.
 """
 
 import gzip
@@ -16,13 +14,13 @@ import zlib
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from tqdm import tqdm
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.shards import open_tar, read_member, regular_files
-from cl_train.imagenet.resumable import SETTINGS, record_settings, resumable_folder, write_image
+from cl_train.imagenet.resumable import SETTINGS, resumable_folder, write_image
 
 _PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it
 _CLASS_TAR = re.compile(r"(n\d{8})\.tar")
@@ -30,26 +28,16 @@ _TRAIN_IMAGE = re.compile(r"(n\d{8})_\d+\.JPEG")
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 _MAX_KIT_BYTES = 64 * 2**20  # unpacked, 2 MB; more is a decompression bomb
-_WNID = re.compile(r"n\d{8}")
 Members = list[tuple[tarfile.TarInfo, re.Match[str]]]
 
 
 def unpack(
     out: Path, train: Path | None, val: Path | None, devkit: Path | None, *, overwrite: bool = False
 ) -> dict[str, int]:
-    """Make `out/train` and `out/val`. After an interruption, call it again to continue.
+    """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar, or from a folder with
+    its flat files, which are moved; val needs `devkit`, see `validation_labels`. After an interruption, call it again.
 
-    Args:
-        train: ILSVRC2012_img_train.tar.
-        val: ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved.
-        devkit: see `validation_labels`; needed for val.
-        overwrite: `out` may hold other files, but no classes of the training images.
-
-    Returns:
-        The number of images in each requested split.
-
-    Raises:
-        ConfigError: paths, archives or labels that cannot be used, with the reason.
+    Returns the number of images in each requested split. Raises ConfigError: archives or labels that cannot be used.
     """
     given = {"train": train, "val": val, "devkit": devkit}
     problems = [f"{name}={path}: no such file" for name, path in given.items() if path and not path.exists()]
@@ -65,8 +53,7 @@ def unpack(
     labels = validation_labels(devkit) if devkit is not None else []
     counts = {}
     sorts_in_place = val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
-    with resumable_folder(out, overwrite=overwrite or sorts_in_place):
-        record_settings(out, {"task": "tars"})
+    with resumable_folder(out, {"task": "tars"}, overwrite=overwrite or sorts_in_place):
         if train is not None:
             counts["train"] = _unpack_train(train, out / "train")
         if val is not None:
@@ -82,9 +69,7 @@ def _unpack_train(archive: Path, folder: Path) -> int:
         waiting = [(member, match[1]) for member, match in members if not (folder / match[1]).exists()]
         _check_space(folder.parent, sum(member.size for member, _ in waiting))
         for member, wnid in tqdm(waiting, "train", unit="class", disable=None):
-            stream = outer.extractfile(member)
-            assert stream is not None
-            _unpack_class(stream, f"{archive}: {member.name}", wnid, folder)
+            _unpack_class(cast(IO[bytes], outer.extractfile(member)), f"{archive}: {member.name}", wnid, folder)
     return sum(len(os.listdir(folder / match[1])) for _, match in members)
 
 
@@ -110,7 +95,6 @@ def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None
 
 
 def _place_val(source: Path, labels: list[str], folder: Path) -> int:
-    """Sort the flat validation images into class folders: copied from the archive, or moved from a folder."""
 
     def target(match: re.Match[str]) -> Path:
         number = int(match[1])
@@ -139,13 +123,11 @@ def _place_val(source: Path, labels: list[str], folder: Path) -> int:
 
 
 def _official_members(archive: tarfile.TarFile, what: str, pattern: re.Pattern[str]) -> Members:
-    """All files of the archive with the match of their name; other names and duplicates are errors."""
     found: dict[str, tuple[tarfile.TarInfo, re.Match[str]]] = {}
     for member in regular_files(archive, what):
         match = pattern.fullmatch(member.name.removeprefix("./"))
         if not match or match[0] in found:
-            reason = "is a duplicate" if match else "is not a name of the official archive"
-            raise ConfigError(f"{what}: {member.name[:200]!r} {reason}")
+            raise ConfigError(f"{what}: {member.name[:200]!r} is a duplicate, or no name of the official archive")
         found[match[0]] = (member, match)
     return list(found.values())
 
@@ -167,38 +149,33 @@ def synsets() -> list[str]:
 def validation_labels(source: Path) -> list[str]:
     """The WordNet id of validation image 1, 2, 3, ...
 
-    Args:
-        source: ILSVRC2012_devkit_t12.tar.gz, the folder it was unpacked to, or a text file with one label per line:
-            ILSVRC2012_ID (1 to 1000) or WordNet id.
-
-    Raises ConfigError if it is none of these, or damaged.
+    `source`: ILSVRC2012_devkit_t12.tar.gz, the folder it was unpacked to, or a text file with one label per line:
+    ILSVRC2012_ID (1 to 1000) or WordNet id. Raises ConfigError if it is none of these, or damaged.
     """
+    what, known = f"devkit={source}", synsets()
     try:
-        lines = _ground_truth(source).decode("ascii").split()
+        lines = _ground_truth(source, what).decode("ascii").split()
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise ConfigError(f"devkit={source}: cannot be read ({type(error).__name__}: {error})") from error
-    if not lines:
-        raise ConfigError(f"devkit={source}: no labels")
-    known = synsets()
+        raise ConfigError(f"{what}: cannot be read ({type(error).__name__}: {error})") from error
     labels = [known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines]
-    bad = next((label for label in labels if not _WNID.fullmatch(label)), None)
+    bad = next((label for label in labels or ["nothing"] if not re.fullmatch(r"n\d{8}", label)), None)
     if bad is not None:
-        raise ConfigError(f"devkit={source}: {bad[:40]!r} is neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id")
+        raise ConfigError(f"{what}: {bad[:40]!r} is neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id")
     return labels
 
 
-def _ground_truth(source: Path) -> bytes:
+def _ground_truth(source: Path, what: str) -> bytes:
     if source.is_file() and source.suffix == ".txt":
         return source.read_bytes()
     if source.is_dir():
         inner = source / "ILSVRC2012_devkit_t12"
         return ((inner if inner.is_dir() else source) / _GROUND_TRUTH).read_bytes()
     with gzip.open(source) as packed:
-        content = packed.read(_MAX_KIT_BYTES + 1)
-    if len(content) > _MAX_KIT_BYTES:
-        raise ConfigError(f"devkit={source}: more than {_MAX_KIT_BYTES >> 20} MiB unpacked: not the official kit")
-    with open_tar(BytesIO(content), f"devkit={source}") as archive:
-        for member in regular_files(archive, f"devkit={source}"):
+        content = packed.read(_MAX_KIT_BYTES)
+        if packed.read(1):
+            raise ConfigError(f"{what}: more than {_MAX_KIT_BYTES >> 20} MiB unpacked: not the official kit")
+    with open_tar(BytesIO(content), what) as archive:
+        for member in regular_files(archive, what):
             if member.name.endswith("/" + _GROUND_TRUTH):
-                return read_member(archive, member, f"devkit={source}")
-    raise ConfigError(f"devkit={source}: has no {_GROUND_TRUTH}; expected ILSVRC2012_devkit_t12.tar.gz")
+                return read_member(archive, member, what)
+    raise ConfigError(f"{what}: has no {_GROUND_TRUTH}; expected ILSVRC2012_devkit_t12.tar.gz")

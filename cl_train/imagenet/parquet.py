@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import ConfigError
+from cl_train.config.user_function import optional_module
 from cl_train.data.decode import PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.shards import MANIFEST, split_of
 from cl_train.data.source import listed
-from cl_train.imagenet.resumable import record_settings, resumable_folder, write_image
+from cl_train.imagenet.resumable import resumable_folder, write_image
 from cl_train.imagenet.shards import sample_name, shard_name, write_shard
 from cl_train.system.files import write_json
 from cl_train.system.processes import map_in_processes
@@ -44,30 +45,21 @@ def unpack_parquet(
     root: Path, out: Path, *, to: str, workers: int | None = None, overwrite: bool = False
 ) -> dict[str, int]:
     """Write `out/{train,val}/<class>/<name>.JPEG` (`to="folder"`), or one shard for each parquet file (`to="shards"`),
-    with the same bytes; returns the number of images in each split.
+    with the same bytes; returns the number of images in each split. After an interruption, call it again.
 
-    Classes are named by the WordNet ids that image names end in, else by the file's ClassLabel, else by number. Call it
-    again to continue after an interruption.
-
-    Raises:
-        ConfigError: pyarrow or the files are missing, a file is damaged or has other columns, duplicate names, labels
-            without images, or an unusable `out`.
-        RuntimeError: a worker process died.
+    Classes are named by the WordNet ids that image names end in, else by the file's ClassLabel, else by number. Raises
+    ConfigError: files or `out` that cannot be used, with the reason; RuntimeError: a worker process died.
     """
-    with resumable_folder(out, overwrite=overwrite):
-        files = _files(root, workers)
-        classes = _class_names(files)
-        names = [[file.path.name, len(file.labels)] for file in files]
-        record_settings(out, {"task": "parquet", "files": names, "to": to})
-        write = partial(_write_shard if to == "shards" else _write_images, out, classes)
+    files = _files(root, workers)
+    classes = _class_names(files)
+    names = [[file.path.name, len(file.labels)] for file in files]
+    with resumable_folder(out, {"task": "parquet", "files": names, "to": to}, overwrite=overwrite):
+        write = partial(_write, out, classes, to)
         counts = list(map_in_processes(write, files, workers, description=to, unit="file"))
         if to == "shards":
-            by_shard = {file.shard: count for file, count in zip(files, counts, strict=True)}
+            by_shard = dict(zip([file.shard for file in files], counts, strict=True))
             write_json(out / MANIFEST, {"classes": classes, "images": by_shard})
-    images: Counter[str] = Counter()
-    for file, count in zip(files, counts, strict=True):
-        images[file.split] += count
-    return images
+    return Counter(file.split for file in files for _ in file.labels)
 
 
 def _files(root: Path, workers: int | None) -> list[_File]:
@@ -88,11 +80,7 @@ def _files(root: Path, workers: int | None) -> list[_File]:
 
 
 def _read_file(split: str, path: Path) -> _File:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise ConfigError("reading parquet files needs pyarrow: pip install 'cl-train[parquet]'") from None
+    pa, pq = (optional_module(name, "prepare_imagenet parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         file = pq.ParquetFile(path)
         metadata = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
@@ -118,30 +106,24 @@ def _column(features: dict[str, Any], kind: str, default: str) -> str:
 
 
 def _class_names(files: list[_File]) -> list[str]:
-    """By label. Raises ConfigError if a label has images of two WordNet ids, or an id two labels."""
+    """By label. Raises ConfigError if a label has images of two WordNet ids, or two images would have one name."""
+    if other := [file.path for file in files if file.label_names != files[0].label_names]:
+        raise ConfigError(f"{other[0]}: its labels have other names than those of {files[0].path}")
+    rows = [(file, label, name) for file in files for label, name in zip(file.labels, file.names, strict=True)]
     wnids: dict[int, str] = {}
-    used: set[int] = set()
-    label_names = files[0].label_names
-    for file in files:
-        if file.label_names != label_names:
-            raise ConfigError(f"{file.path}: its labels have other names than those of {files[0].path}")
-        used.update(file.labels)
-        for label, name in zip(file.labels, file.names, strict=True):
-            if wnid := re.search(r"(n\d{8})\.\w+$", name):
-                known = wnids.setdefault(label, wnid[1])
-                if known != wnid[1]:
-                    raise ConfigError(f"{file.path}: {name} has label {label}, as have images of {known}")
-    if not label_names and max(used, default=0) >= len(used):
+    for file, label, name in rows:
+        found = re.search(r"(n\d{8})\.\w+$", name)
+        if found and wnids.setdefault(label, found[1]) != found[1]:
+            raise ConfigError(f"{file.path}: {name} has label {label}, as have images of {wnids[label]}")
+    names = [re.sub(r"[^\w ,()+-]", "_", name).strip() for name in files[0].label_names]
+    used = {label for _, label, _ in rows}
+    if not names and max(used, default=0) >= len(used):
         raise ConfigError(f"labels go up to {max(used, default=0)}, but only {len(used)} different ones occur")
-    names = [re.sub(r"[^\w ,()+-]", "_", name).strip() for name in label_names]
     classes = [wnids.get(label, names[label] if names else f"{label:04d}") for label in range(len(names or used))]
     if twice := [name for name, count in Counter(classes).items() if count > 1 or not name]:
         raise ConfigError(f"several labels have one name: {listed(twice)}")
     places = Counter(
-        f"{file.split}/{classes[label]}/{_stem(name, classes[label])}"
-        for file in files
-        for label, name in zip(file.labels, file.names, strict=True)
-        if name
+        f"{file.split}/{classes[label]}/{_stem(name, classes[label])}" for file, label, name in rows if name
     )
     if twice := [place for place, count in places.items() if count > 1]:
         raise ConfigError(f"{len(twice)} names belong to two images, such as {twice[0]}")
@@ -150,33 +132,27 @@ def _class_names(files: list[_File]) -> list[str]:
 
 def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
     """(row in the split, label, file name, encoded image)"""
-    import pyarrow.parquet as pq
-
-    image, row = file.image_column, 0
+    pq, row = optional_module("pyarrow.parquet", "prepare_imagenet parquet"), 0
     try:
-        for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=[image], use_threads=False):
+        for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=[file.image_column], use_threads=False):
             for record in batch.to_pylist():
-                data = record[image]["bytes"] or _local_image(file.path.parent, file.names[row])
-                yield file.first_row + row, file.labels[row], file.names[row], data
+                data, name = record[file.image_column]["bytes"], file.names[row]
+                if not data and not name:
+                    raise BadImage("no image")
+                if not data:
+                    data = read_file(file.path.parent / name)
+                    Encoded(data)  # raises BadImage: whoever wrote the table could name any file
+                yield file.first_row + row, file.labels[row], name, data
                 row += 1
     except (OSError, ValueError, TypeError, KeyError, BadImage) as error:
         raise ConfigError(f"{file.path}: damaged (row {row}, {file.names[row]!r}: {error})") from None
 
 
-def _local_image(folder: Path, name: str) -> bytes:
-    if not name:
-        raise BadImage("no image")
-    data = read_file(folder / name)
-    Encoded(data)  # raises BadImage: whoever wrote the table could name any file
-    return data
-
-
-def _write_shard(out: Path, classes: list[str], file: _File) -> int:
-    samples = ((sample_name(classes[label], row, name), label, data) for row, label, name, data in _rows(file))
-    return write_shard(out / file.shard, samples)
-
-
-def _write_images(out: Path, classes: list[str], file: _File) -> int:
+def _write(out: Path, classes: list[str], to: str, file: _File) -> int:
+    """Returns the number of images."""
+    if to == "shards":
+        samples = ((sample_name(classes[label], row, name), label, data) for row, label, name, data in _rows(file))
+        return write_shard(out / file.shard, samples)
     for row, label, name, data in _rows(file):
         suffix = ".png" if data.startswith(PNG_MAGIC) else ".JPEG"
         stem = _stem(name, classes[label]) or f"{row:08d}"

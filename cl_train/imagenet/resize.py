@@ -5,7 +5,7 @@ second lossy compression, and small crops are enlarged from fewer pixels, so tha
 """
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,30 +16,11 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS, files_below
 from cl_train.data.transforms import resized
-from cl_train.imagenet.resumable import record_settings, resumable_folder, write_image
+from cl_train.imagenet.resumable import resumable_folder, write_image
 from cl_train.system.processes import map_in_processes
 
 _DEFAULT_MAX_SIDE = 400
 _SHOWN = 5
-
-
-@dataclass
-class ResizeReport:
-    """`bad`: path and reason of the images that cannot be decoded; they are not copied."""
-
-    written: int = 0
-    present: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    bad: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{self.written:,} images written, {self.present:,} existed already"]
-        if self.written:
-            lines.append(f"{self.bytes_in / 2**20:,.1f} MiB became {self.bytes_out / 2**20:,.1f} MiB")
-        if self.bad:
-            lines += [f"{len(self.bad):,} images cannot be decoded and were not copied:", *self.bad[:_SHOWN]]
-        return "\n".join(lines)
 
 
 def resize_folder(
@@ -50,7 +31,7 @@ def resize_folder(
     quality: int = 90,
     workers: int | None = None,
     overwrite: bool = False,
-) -> ResizeReport:
+) -> str:
     """Copy every image below `root` to the same name below `out`, smaller, in parallel. After an interruption, call it
     again to continue.
 
@@ -58,6 +39,8 @@ def resize_folder(
         max_side: longest side of a copy, pixels; 400 if `short_side` is not given either.
         short_side: shortest side of a copy, pixels.
         workers: processes; None = as many as cores.
+
+    Returns what was written, and the images that cannot be decoded, which are left out.
 
     Raises:
         ConfigError: no such folder, a part of it that cannot be read, or an unusable `out`.
@@ -69,33 +52,30 @@ def resize_folder(
         raise ConfigError(f"'{root}' is not a folder")
     if not short_side:
         max_side = max_side or _DEFAULT_MAX_SIDE
-    report = ResizeReport()
-    with resumable_folder(out, overwrite=overwrite, outside=[root]):
-        record_settings(out, {"task": "resize", "max_side": max_side, "short_side": short_side, "quality": quality})
+    settings = {"task": "resize", "max_side": max_side, "short_side": short_side, "quality": quality}
+    with resumable_folder(out, settings, overwrite=overwrite, outside=[root]):
         files = (os.path.join(below, name) for below, names in files_below(str(root)) for name in names)
         names = sorted(os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS))
-        copy = partial(_copy, root, out, max_side, short_side, quality)
-        for result in map_in_processes(copy, names, workers, description="resize", unit="img"):
-            if result is None:
-                report.present += 1
-            elif isinstance(result, str):
-                report.bad.append(result)
-            else:
-                report.written += 1
-                report.bytes_in += result[0]
-                report.bytes_out += result[1]
-    return report
+        copy = partial(_copy, root, out, partial(_smaller, max_side=max_side, short_side=short_side, quality=quality))
+        results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
+    written = [result for result in results if isinstance(result, tuple)]
+    bad = [result for result in results if isinstance(result, str)]
+    lines = [f"{len(written):,} images written, {len(results) - len(written) - len(bad):,} existed already"]
+    if written:
+        before, after = (sum(sizes) / 2**20 for sizes in zip(*written, strict=True))
+        lines.append(f"{before:,.1f} MiB became {after:,.1f} MiB")
+    if bad:
+        lines += [f"{len(bad):,} images cannot be decoded and were not copied:", *bad[:_SHOWN]]
+    return "\n".join(lines)
 
 
-def _copy(
-    root: Path, out: Path, max_side: int | None, short_side: int | None, quality: int, name: str
-) -> tuple[int, int] | str | None:
+def _copy(root: Path, out: Path, smaller: Callable[[bytes], bytes], name: str) -> tuple[int, int] | str | None:
     """Bytes of the image and of its copy; or path and reason of a bad image; or None if the copy exists."""
     if (out / name).is_file():
         return None
     try:
         data = read_file(root / name)
-        copy = _smaller(data, max_side, short_side, quality)
+        copy = smaller(data)
     except BadImage as bad:
         return f"{root / name}: {bad}"
     write_image(out / name, copy)

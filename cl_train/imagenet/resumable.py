@@ -14,30 +14,25 @@ SETTINGS, _LOCK = ".settings.json", ".settings.lock"
 
 
 @contextmanager
-def resumable_folder(out: Path, *, overwrite: bool, outside: Sequence[Path] = ()) -> Iterator[None]:
-    """Create and lock `out`; the block calls `record_settings` before it writes.
+def resumable_folder(
+    out: Path, settings: dict[str, Any], *, overwrite: bool, outside: Sequence[Path] = ()
+) -> Iterator[None]:
+    """Create and lock `out`, and record the settings in it.
 
-    Raises ConfigError if `out` is or lies in one of the folders `outside`, which are read, or holds files of something
-    else without `overwrite`.
+    Raises ConfigError: `out` was started with others, holds files of something else without `overwrite`, or lies in one
+    of the folders `outside`, which are read.
     """
     for folder in outside:
         if out.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"out={out} lies inside '{folder}', which is read: give another folder")
-    with (
-        output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)),
-        lock_file(out / _LOCK, waiting_for=str(out)),
-    ):
+    record, lock = out / SETTINGS, out / _LOCK
+    with output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)), lock_file(lock, waiting_for=str(out)):
+        known = json.loads(record.read_text()) if record.is_file() else settings
+        if known != settings:
+            changed = ", ".join(f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key])
+            raise ConfigError(f"out={out} was started with {changed}: give another folder")
+        write_json(record, settings)
         yield
-
-
-def record_settings(out: Path, settings: dict[str, Any]) -> None:
-    """Raises ConfigError if `out` was started with others."""
-    record = out / SETTINGS
-    known = json.loads(record.read_text()) if record.is_file() else settings
-    if known != settings:
-        changed = ", ".join(f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key])
-        raise ConfigError(f"out={out} was started with {changed}: give another folder")
-    write_json(record, settings)
 
 
 def write_image(path: Path, data: bytes) -> None:

@@ -15,7 +15,7 @@ from cl_train.data.decode import PNG_MAGIC, BadImage
 from cl_train.data.folder import VAL_NAMES, read_folder
 from cl_train.data.shards import MANIFEST, index_shard
 from cl_train.data.source import Indices, Split
-from cl_train.imagenet.resumable import record_settings, resumable_folder
+from cl_train.imagenet.resumable import resumable_folder
 from cl_train.system.files import write_json
 from cl_train.system.processes import map_in_processes
 
@@ -33,23 +33,17 @@ def write_shards(
 ) -> tuple[dict[str, int], list[str]]:
     """Write `out/<name of root>-{train,val}-NNNNNN.tar` and `shards.json` from the images of `root/{train,val}`.
 
-    The classes are mixed over the shards. A shard gets its name when it is complete, and `shards.json` is written
-    last; after an interruption, call it again to continue.
+    The classes are mixed over the shards. After an interruption, call it again to continue.
 
-    Returns:
-        Images in each shard; files that cannot be read and were left out, with the reason.
-
-    Raises:
-        ConfigError: `root` is not such a folder, or `out` cannot be used.
-        RuntimeError: a worker process died.
+    Returns the images in each shard, and the files that cannot be read and were left out, with the reason.
+    Raises ConfigError: `root` is not such a folder, or `out` cannot be used; RuntimeError: a worker process died.
     """
     images: dict[str, int] = {}
     bad: list[str] = []
     outside = [root / name for name in ("train", *VAL_NAMES)]  # a new folder there would become a class
-    with resumable_folder(out, overwrite=overwrite, outside=outside):
-        source = read_folder(root)
-        settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}
-        record_settings(out, {"task": "shards", **settings})
+    source = read_folder(root)
+    settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}
+    with resumable_folder(out, {"task": "shards", **settings}, overwrite=overwrite, outside=outside):
         for name, split in (("train", source.train), ("val", source.val)):
             order = np.random.default_rng(seed).permutation(len(split))
             count = -(-len(split) // images_per_shard)

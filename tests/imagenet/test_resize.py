@@ -33,7 +33,7 @@ def sizes(root):
 
 def test_layout_names_sizes_and_content(source, tmp_path):
     report = resize_folder(source, tmp_path / "copy", max_side=200, workers=2)
-    assert report.written == 10 and not report.bad and report.bytes_out < report.bytes_in
+    assert report.startswith("10 images written, 0 existed already") and "cannot be decoded" not in report
     assert sizes(tmp_path / "copy") == {
         "cmyk.jpg": (60, 40),
         "large.JPEG": (200, 120),
@@ -70,7 +70,7 @@ def test_a_second_run_continues_and_leaves_finished_copies_alone(source, tmp_pat
     (copy / "val/a/large.JPEG").unlink()
     (copy / "val/a/tall.jpg").rename(copy / "val/a/.tall.jpg.part")  # as a killed run leaves it
     report = resize_folder(source, copy, max_side=200, workers=2)
-    assert (report.written, report.present) == (2, 8)
+    assert report.startswith("2 images written, 8 existed already")
     assert (copy / "train/a/large.JPEG").stat().st_mtime_ns == kept
     assert not list(copy.rglob(".*.part"))
 
@@ -78,8 +78,7 @@ def test_a_second_run_continues_and_leaves_finished_copies_alone(source, tmp_pat
 def test_bad_images_are_reported_and_left_out(source, tmp_path):
     (source / "train/a/broken.jpg").write_bytes(jpeg()[:300])
     report = resize_folder(source, tmp_path / "copy", workers=1)
-    assert len(report.bad) == 1 and report.bad[0].startswith(f"{source / 'train/a/broken.jpg'}: ")
-    assert "broken.jpg: " in str(report)
+    assert f"1 images cannot be decoded and were not copied:\n{source / 'train/a/broken.jpg'}: " in report
     assert not (tmp_path / "copy/train/a/broken.jpg").exists()
 
 
