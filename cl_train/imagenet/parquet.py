@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import ConfigError
-from cl_train.config.user_function import optional_module
+from cl_train.config.validation import optional_module
 from cl_train.data.decode import PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.shards import MANIFEST, split_of
 from cl_train.data.source import listed
