@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cl_train.comparison.pairs import read_run
 from cl_train.comparison.statistics import MIN_WINDOWS
-from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, check_command_line, hydra_folder, split_sweep
+from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, CommandLine, check_command_line, compose, split_sweep
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
 from cl_train.config.validation import from_mapping, setting_fields
 from cl_train.data.sample import PATTERNS, SampleSpec
@@ -138,7 +138,7 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
     if settings.only_group is not None:
         raise ConfigError("only_group needs resume_sweep=FOLDER")
     jobs = _plan_jobs(words, axes, runs)
-    folder = hydra_folder(hydra, "sweep")
+    folder = compose(CommandLine.parse(hydra))[0].folder("sweep")
     if (folder / "sweep.json").is_file():
         raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
     if taken := [job.name for job in jobs if (folder / job.name).exists()]:

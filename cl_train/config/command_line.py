@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from hydra import version
@@ -72,9 +72,7 @@ class CommandLine:
         if options.multirun and options.cfg:
             raise ConfigError("-m cannot be combined with --cfg")
         if options.config_dir and not options.config_dir.is_dir():
-            raise ConfigError(
-                f"--config-dir {options.config_dir}: no such folder; it holds experiment/NAME.yaml and such"
-            )
+            raise ConfigError(f"--config-dir {options.config_dir}: no such folder; it holds experiment/NAME.yaml, ...")
         return cls(tuple(settings), options.multirun, options.cfg, options.config_dir)
 
     @property
@@ -92,8 +90,8 @@ class Composed:
     raw: DictConfig
     given_keys: frozenset[str]  # what the command line sets
 
-    def folder(self, kind: Literal["run", "sweep"]) -> Path:
-        """The folder of the run, or of the sweep. Raises ConfigError: its name cannot be resolved."""
+    def folder(self, kind: str) -> Path:
+        """The folder of the "run" or the "sweep". Raises ConfigError: its name cannot be resolved."""
         try:
             return Path(str(self.raw.hydra[kind].dir))
         except OmegaConfBaseException as error:
@@ -171,7 +169,9 @@ def _override_problems(override: Override, word: str, folders: Sequence[Path], m
     if key in GROUPS:
         choices = group_choices(key, folders)
         swept = _swept_values(override, folders) if override.is_sweep_override() else [value]
-        return [_no_choice(key, name, choices) for name in swept if str(name) not in choices and name is not None]
+        more = f"(there are {', '.join(choices)}{'; of timm optim=timm optim.name=NAME' if key == 'optim' else ''})"
+        unknown = [str(name) for name in swept if str(name) not in choices and name is not None]
+        return [f"{key}={name}: no such choice{suggest(name, choices)} {more}" for name in unknown]
     if key in CHOSEN_BY_GROUP:
         return [_write_group(word)]
     if key not in _FIELDS:
@@ -183,27 +183,16 @@ def _override_problems(override: Override, word: str, folders: Sequence[Path], m
     return []
 
 
-def _no_choice(group: str, name: object, choices: Sequence[str]) -> str:
-    more = "; of timm's, optim=timm optim.name=NAME" if group == "optim" else ""
-    return f"{group}={name}: no such choice{suggest(str(name), choices)} (there are {', '.join(choices)}{more})"
-
-
 def _write_group(word: str) -> str:
     group, _, value = word.partition("=")
     return f"{word}: write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
 
 
 def _multirun_problems(cfg: Config) -> list[str]:
-    given = {key: show(getattr(cfg, key)) for key in MULTIRUN_KEYS if getattr(cfg, key) != getattr(Config, key)}
-    given |= {} if cfg.launcher == LauncherConfig() else {"launcher": cfg.launcher.name}
-    return [
-        f"{key}={value}: a setting of multirun, python train.py -m {key}={value}"
-        + ("; for one run use torchrun --standalone --nproc-per-node=N train.py ..." if key == "nproc" else "")
-        for key, value in given.items()
-    ]
-
-
-# --- sweeps -----------------------------------------------------------------------------------------------------------
+    given = [f"{key}={getattr(cfg, key)}" for key in MULTIRUN_KEYS if getattr(cfg, key) != getattr(Config, key)]
+    given += [] if cfg.launcher == LauncherConfig() else [f"launcher={cfg.launcher.name}"]
+    hint = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..." if cfg.nproc > 1 else ""
+    return [f"{name}: a setting of multirun, python train.py -m {name}{hint}" for name in given]
 
 
 def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -231,9 +220,6 @@ def _swept_values(override: Override, folders: Sequence[Path]) -> list[str]:
         return list(override.sweep_string_iterator())
     except HydraException:
         raise ConfigError(f"{override.input_line}: list the values, or use range()") from None
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
@@ -325,9 +311,6 @@ def _start_words(typed: Mapping[str, Any], folders: Sequence[Path]) -> list[str]
     return words
 
 
-# --- composing --------------------------------------------------------------------------------------------------------
-
-
 def _composed(words: Sequence[str], folders: Sequence[Path]) -> Composed:
     """The settings that the words and the files in `folders` give. The file of `config=` is between them."""
     typed = {override.key_or_group: override.value() for override in OverridesParser.create().parse_overrides([*words])}
@@ -338,9 +321,8 @@ def _composed(words: Sequence[str], folders: Sequence[Path]) -> Composed:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     composed = Composed(load(plain), raw, frozenset(typed))  # type: ignore[arg-type]  # a dict
-    for kind in ("run", "sweep"):
-        if f"hydra.{kind}.dir" in typed:
-            composed.folder(kind)
+    for key in typed.keys() & {*HYDRA_KEYS}:
+        composed.folder(key.split(".")[1])
     return composed
 
 
@@ -369,11 +351,6 @@ def _compose_files(words: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     OmegaConf.set_struct(raw, True)
     loader._apply_overrides_to_config(defaults.config_overrides, raw)
     return raw
-
-
-def hydra_folder(words: Sequence[str], kind: Literal["run", "sweep"]) -> Path:
-    """The folder of a run or a sweep with these arguments. Raises ConfigError: its name cannot be resolved."""
-    return compose(CommandLine.parse(words))[0].folder(kind)
 
 
 def words_of(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -24,8 +24,6 @@ from cl_train.config.schema import Config, ConfigError
 T = TypeVar("T")
 MAX_LENGTH = 4096  # of a value; the longest path of Linux
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -57,9 +55,8 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
 
 def _fields(schema: type, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     """The key, the field and the type of each."""
-    hints = typing.get_type_hints(schema)
     for item in dataclasses.fields(schema):
-        yield prefix + (item.metadata.get("key") or item.name), item, hints[item.name]
+        yield prefix + (item.metadata.get("key") or item.name), item, item.type
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -67,9 +64,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = [full for full in known if full.endswith(f".{name}")][:3] or difflib.get_close_matches(name, known)
     return f"; did you mean {', '.join(near)}?" if near else ""
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: Sequence[str] = ()) -> T:
@@ -81,8 +75,7 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
     checked: dict[str, Any] = {}
     for key, value in flatten(values, known):
         if key not in known:
-            few = f" (there are {', '.join(known)})" if len(known) <= 12 else ""
-            problems.append(f"unknown setting '{key}'{suggest(key, known) or few}")
+            problems.append(f"unknown setting '{key}'{suggest(key, known)}")
             continue
         try:
             checked[key] = _checked(value, known[key])
@@ -177,9 +170,6 @@ def show(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# --- whole configurations ---------------------------------------------------------------------------------------------
-
-
 def load(values: Mapping[str, Any]) -> Config:
     """Turn nested plain values into a checked `Config`.
 
@@ -248,9 +238,6 @@ def print_problems(error: ConfigError) -> None:
     if not is_other_rank:
         title = f"configuration error{'s' if len(error.problems) > 1 else ''}:"
         print("\n  ".join([title, *error.problems]), file=sys.stderr)
-
-
-# --- code outside the package -----------------------------------------------------------------------------------------
 
 
 def user_function(setting: str, name: str) -> Callable[..., Any]:
