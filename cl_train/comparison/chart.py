@@ -1,4 +1,4 @@
-"""Speed ratios with their intervals as a chart. Needs matplotlib, the extra `plot`."""
+"""Speed ratios with their intervals, and times of operators, as charts. Needs matplotlib, the extra `plot`."""
 
 import math
 import textwrap
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from cl_train.comparison.statistics import Interval
 
-# Green and purple, distinguishable with a colour vision deficiency (ColorBrewer PRGn), and unlike TensorBoard's runs.
 if TYPE_CHECKING:
     from cl_train.memory_format.operator_times import OperatorTimes
 
+# Green and purple, distinguishable with a colour vision deficiency (ColorBrewer PRGn), and unlike TensorBoard's runs.
 COLOURS = {
     "faster": "#1b7837",
     "slower": "#762a83",
@@ -21,7 +21,6 @@ COLOURS = {
     "not_comparable": "#b0b0b0",
 }
 _TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-_FINE_TICKS = (0.9, 1.1)
 _COMPACT_ROWS = 12  # from this number on without words beside the points
 
 
@@ -47,23 +46,24 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
     rows = max(map(len, panels.values()), default=0)
     if not rows:
         return False
-    low, high = _limits([bar for bars in panels.values() for bar in bars])
+    # 1 and all ratios; an interval that extends beyond half or twice its ratio is clipped.
+    shown = [bar.interval for bars in panels.values() for bar in bars if bar.interval]
+    low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)]) / 1.15
+    high = max([1.25, *(min(one.high, one.ratio * 2) for one in shown)]) * 1.2
     is_compact = rows >= _COMPACT_ROWS
-    height = 1.9 + (0.2 if is_compact else 0.62) * rows
-    figure = Figure(figsize=(max(7.5, 4.5 * len(panels)), height), dpi=130, layout="constrained")
+    size = max(7.5, 4.5 * len(panels)), 1.9 + (0.2 if is_compact else 0.62) * rows
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.supxlabel(f"speed of {sides[1]} / speed of {sides[0]} with 95 % interval; hollow: not decided", fontsize=11)
-    for axes, (name, bars) in zip(
-        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
-    ):
-        axes.set(xscale="log", xlim=(low, high), ylim=(rows - 0.4, -0.6))
-        axes.set_xlabel(name)
+    columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, bars) in zip(columns, panels.items(), strict=True):
+        axes.set(xscale="log", xlim=(low, high), ylim=(rows - 0.4, -0.6), xlabel=name)
         axes.axvline(1, color="#333333", lw=1.5)
         for verdict, start, end in (("slower", low, 1.0), ("faster", 1.0, high)):
             axes.axvspan(start, end, color=COLOURS[verdict], alpha=0.06, lw=0)
             place = {"xycoords": ("data", "axes fraction"), "ha": "center", "color": COLOURS[verdict]}
             axes.annotate(f"{sides[1]} is {verdict}", (math.sqrt(start * end), 1.01), **place)
-        ticks = [tick for tick in _TICKS if low <= tick <= high and (high < 2 * low or tick not in _FINE_TICKS)]
+        ticks = [tick for tick in _TICKS if low <= tick <= high and (high < 2 * low or tick not in (0.9, 1.1))]
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.minorticks_off()
         axes.set_yticks(range(len(bars)), [textwrap.fill(bar.label, 22) for bar in bars])
@@ -78,27 +78,19 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
 def _draw(axes: Any, row: int, bar: Bar, limits: tuple[float, float], is_compact: bool) -> None:
     colour, middle, gap = COLOURS[bar.verdict], math.sqrt(limits[0] * limits[1]), 0.0
     if bar.interval:
-        middle, low, high, gap = bar.interval.ratio, bar.interval.low, bar.interval.high, 0.2
+        middle, gap, ends = (
+            bar.interval.ratio,
+            0.2,
+            (max(bar.interval.low, limits[0]), min(bar.interval.high, limits[1])),
+        )
         face = "white" if bar.verdict in ("inconclusive", "not_comparable") else colour  # hollow: decides nothing
-        axes.plot([max(low, limits[0]), min(high, limits[1])], [row, row], color=colour, lw=2 if is_compact else 5)
-        size = 5 if is_compact else 11
-        axes.plot([middle], [row], "o", color=colour, markerfacecolor=face, markeredgewidth=2, markersize=size)
+        axes.plot(ends, [row, row], color=colour, lw=2 if is_compact else 5)
+        axes.plot(middle, row, "o", color=colour, mfc=face, mew=2, ms=5 if is_compact else 11)
     if not is_compact:
         plain = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-        words, dark = (
-            textwrap.fill(bar.words, 62, max_lines=2),
-            "#555555" if bar.verdict == "not_comparable" else colour,
-        )
-        place = {"ha": "center", "va": "bottom" if gap else "center", "color": dark, "bbox": plain}
-        axes.text(middle, row - gap, words, fontsize=9, **place)
-
-
-def _limits(bars: Sequence[Bar]) -> tuple[float, float]:
-    """1 and all ratios; an interval that extends beyond half or twice its ratio is clipped."""
-    shown = [bar.interval for bar in bars if bar.interval]
-    low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)])
-    high = max([1.25, *(min(one.high, one.ratio * 2) for one in shown)])
-    return low / 1.15, high * 1.2
+        place = {"ha": "center", "va": "bottom" if gap else "center", "bbox": plain, "fontsize": 9}
+        dark = "#555555" if bar.verdict == "not_comparable" else colour
+        axes.text(middle, row - gap, textwrap.fill(bar.words, 62, max_lines=2), color=dark, **place)
 
 
 def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
@@ -112,15 +104,14 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
     kinds = sorted(times.rows(lambda call: call.kind), key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
     shown = [(row.name, row.contiguous_ms, row.channels_last_ms) for row in kinds[:7]]
-    rest = [sum(row.contiguous_ms for row in kinds[7:]), sum(row.channels_last_ms for row in kinds[7:])]
+    shown.append(("other", sum(row.contiguous_ms for row in kinds[7:]), sum(row.channels_last_ms for row in kinds[7:])))
     bottom = [0.0, 0.0]
     colours = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#bbbbbb"]
-    for (name, *ms), colour in zip([*shown, ("other", rest[0], rest[1])], colours, strict=False):
+    for (name, *ms), colour in zip(shown, colours, strict=False):
         stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, color=colour, width=0.6)
         bottom = [sum(pair) for pair in zip(bottom, ms, strict=True)]
     stacked.set_ylabel("milliseconds of a step, by kind of operator")
-    handles, names = stacked.get_legend_handles_labels()
-    stacked.legend(handles[::-1], names[::-1], fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    stacked.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     rows = times.modules()[:10]
     for y, row in enumerate(rows):
         colour = COLOURS["slower" if row.difference_ms > 0 else "faster"]

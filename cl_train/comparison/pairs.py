@@ -93,17 +93,8 @@ class Pair:
     verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
     bottleneck: str  # compute or loader
     loss_gap: float | None  # mean of candidate - baseline over the last quarter of the common steps
+    repeats_to_decide: int | None  # runs per side that would probably decide an inconclusive pair
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
-
-    @property
-    def repeats_to_decide(self) -> int | None:
-        """Runs per side that would probably decide an inconclusive pair."""
-        return repeats_to_decide(self.interval) if self.interval and self.verdict == "inconclusive" else None
-
-    @property
-    def comparable_interval(self) -> Interval | None:
-        """The interval, but None if the runs are not comparable."""
-        return None if self.verdict == "not_comparable" else self.interval
 
 
 # --- a run folder -----------------------------------------------------------------------------------------------------
@@ -142,7 +133,7 @@ def read_run(folder: Path) -> Run:
         summary=summary,
         images_per_s=[window["images_per_s"] for window in measured],
         steps=[window["step"] for window in measured],
-        data_wait_pct=statistics.median(waits_pct) if waits_pct else summary.get("data_wait_pct", 0.0),
+        data_wait_pct=statistics.median(waits_pct) if waits_pct else 0.0,
         losses={window["step"]: window["loss"] for window in windows if abs(window["loss"]) < 1e12},
         times=(min(times), max(times)) if times else None,
         problems=[f"{folder.name}: {problem}" for problem in problems],
@@ -277,6 +268,13 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
             f"({names[1]}) of the time; use more data.workers, a local disk, or data=synthetic"
         )
         verdict = "not_comparable" if verdict in ("no_difference", "inconclusive") else verdict
+    needed = repeats_to_decide(interval) if interval and verdict == "inconclusive" else None
+    notes = [*reasons, *_remarks(first, second, by)]
+    if interval and interval.n == 1 and verdict != "not_comparable":
+        notes.append("one run per side cannot show how much processes differ: 5 % is assumed; repeats=3 measures it")
+    if interval and verdict == "inconclusive":
+        span = f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible"
+        notes.append(f"{span}; {needed or 'over 100'} repeats would decide it")
     return Pair(
         held_equal=_shown(first[0], second[0], by),
         baseline=names[0],
@@ -287,7 +285,8 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
         verdict=verdict,
         bottleneck="loader" if is_loader_bound else "compute",
         loss_gap=_loss_gap(first, second),
-        notes=[*reasons, *_remarks(first, second, by, interval, verdict)],
+        repeats_to_decide=needed,
+        notes=notes,
     )
 
 
@@ -399,7 +398,7 @@ def _overlap(runs: Sequence[Run]) -> str | None:
     return next((f"{names} ran at the same time" for names in overlaps), None)
 
 
-def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | None, verdict: str) -> Iterator[str]:
+def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
     """Notes that do not prevent a verdict but help to interpret it."""
     baseline, candidate, runs = first[0], second[0], [*first, *second]
     changed = differing([baseline, candidate])
@@ -426,13 +425,6 @@ def _remarks(first: list[Run], second: list[Run], by: str, interval: Interval | 
         yield "the program had uncommitted changes: whether all runs used the same code is unknown"
     if stopped := [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]:
         yield f"interrupted before the end: {', '.join(stopped)}"
-    if interval is None or verdict == "not_comparable":
-        return
-    if interval.n == 1:
-        yield "one run per side cannot show how much processes differ: 5 % is assumed; repeats=3 measures it"
-    if verdict == "inconclusive":
-        needed = repeats_to_decide(interval) or "over 100"
-        yield f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible; {needed} repeats would decide it"
 
 
 def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:

@@ -191,13 +191,12 @@ def verdict_sentence(report: Report) -> str:
     for verdict in VERDICTS:
         members: dict[str, list[str]] = {}  # by the reason why they are not comparable
         for label, pair in zip(_labels(pairs), pairs, strict=True):
-            if pair.verdict == verdict:
-                one = pair.comparable_interval
-                members.setdefault("" if one else pair.notes[0], []).append(
-                    f"{label} {one.ratio:.2f}x" if one else label
-                )
+            if pair.verdict == verdict == "not_comparable":
+                members.setdefault(f": {pair.notes[0]}", []).append(label)
+            elif pair.verdict == verdict and pair.interval:
+                members.setdefault("", []).append(f"{label} {pair.interval.ratio:.2f}x")
         if members:
-            groups = [f"{', '.join(labels)}{reason and ': '}{reason}" for reason, labels in members.items()]
+            groups = [f"{', '.join(labels)}{reason}" for reason, labels in members.items()]
             parts.append(f"{_words(verdict)} in {sum(map(len, members.values()))} ({'; '.join(groups)})")
     baseline, candidate = _sides(pairs)
     return f"Speed of {candidate} against {baseline}, {len(pairs)} pairs: {'; '.join(parts)}.{after}"
@@ -330,7 +329,7 @@ def _write_hparams(pairs: Sequence[Pair], folder: Path) -> None:
 
     rows: dict[Path, tuple[Run, float | None]] = {}
     for pair in pairs:
-        ratio = pair.comparable_interval.ratio if pair.comparable_interval else None
+        ratio = pair.interval.ratio if pair.interval and pair.verdict != "not_comparable" else None
         rows |= {run.folder: (run, ratio) for run in pair.candidate_runs}
         rows |= {run.folder: (run, ratio and 1.0) for run in pair.baseline_runs}
     keys = dict.fromkeys(key for run, _ in rows.values() for key in run.settings)

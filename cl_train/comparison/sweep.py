@@ -6,7 +6,6 @@ group: `resume_sweep=FOLDER only_group=N`. Before the time limit, and when Slurm
 saves a checkpoint; the element is requeued and resumes there.
 """
 
-import hashlib
 import math
 import os
 import re
@@ -34,74 +33,13 @@ from cl_train.system.files import LockHeld, lock_file
 from cl_train.system.launcher import read_launch
 from cl_train.system.processes import STOP_SIGNALS, end_with_parent
 
+PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _QUEUE_POLL_S = 5.0
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
 _ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt|Fault|Exit)\b.*|.*\bthe run failed: .*)"
 )
-
-
-def run_sweep(
-    arguments: Sequence[str],
-    program: Sequence[str] = ("-m", "cl_train", "train"),
-    gpus: Sequence[str] | None = None,
-    runs: Sequence[Config] | None = None,
-) -> int:
-    """Run all jobs of train.py's `arguments`, then write the comparison.
-
-    Args:
-        runs: as in `plan_sweep`.
-        program: what the process of a job runs; tests replace it.
-        gpus: the GPUs of this machine; None = those that CUDA sees.
-
-    Returns:
-        The exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison is written too).
-
-    Raises:
-        ConfigError: as `plan_sweep` and `plan_slots`, started by torchrun or srun, or another process runs this sweep.
-    """
-    if read_launch() is not None:
-        raise ConfigError(
-            "torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun"
-        )
-    sweep = plan_sweep(arguments, runs)
-    if sweep.only_group is not None:
-        return _run_element(sweep, program)
-    is_local, folder = sweep.launcher.name == "local", shlex.quote(str(sweep.folder))
-    groups = sweep.missing_groups()
-    slots = [Slot()]
-    if not is_local:
-        _check_slurm(sweep)
-    elif sweep.launcher.gpus and groups:
-        slots = plan_slots(sweep.launcher.gpus, visible_gpus() if gpus is None else gpus, groups)
-        names = ", ".join(f"GPU {','.join(slot.gpus)}" for slot in slots)
-        print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {names}")
-    if (sweep.folder / "slurm").exists() and (ids := _queued_elements(sweep)):
-        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(ids)}): wait for them, or scancel them")
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with lock_file(sweep.folder / ".sweep.lock"):
-            sweep.save()
-            count = sum(map(len, groups))
-            print(f"sweep of {len(sweep.jobs)} jobs, {count} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
-            if is_local:
-                signum = LocalJobs(sweep.folder, groups, slots, program).run()
-            else:
-                signum = _submit(sweep, [group[0].group for group in groups]) if groups else 0
-                if signum or not sweep.launcher.wait:
-                    print(f"the Slurm jobs continue; cl-train compare {folder} reports what has ended")
-                    return 128 + signum if signum else 0
-            compare_folders([sweep.folder])
-    except LockHeld as holder:
-        raise ConfigError(f"another process runs the sweep in {sweep.folder} ({holder}): stop it first") from None
-    has_missing = bool(sweep.missing_groups())
-    if has_missing:
-        print(f"python train.py -m resume_sweep={folder} runs what is missing", flush=True)
-    return 128 + signum if signum else int(has_missing)
-
-
-# --- slots ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,6 +50,54 @@ class Slot:
     cores: tuple[int, ...] = ()  # () = all that this process may use
     nodes: int = 1  # of a Slurm allocation; above 1, srun starts the processes
     cpus_per_task: int | None = None  # of srun
+
+
+def run_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> int:
+    """Run all jobs of train.py's `arguments`, then write the comparison. `runs` as in `plan_sweep`.
+
+    Returns:
+        The exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison is written too).
+
+    Raises:
+        ConfigError: as `plan_sweep` and `plan_slots`, started by torchrun or srun, or another process runs this sweep.
+    """
+    if read_launch() is not None:
+        raise ConfigError("torchrun and srun cannot start a sweep; train.py -m nproc=N starts each job under torchrun")
+    sweep = plan_sweep(arguments, runs)
+    if sweep.only_group is not None:
+        return _run_element(sweep)
+    groups, slots, signum = sweep.missing_groups(), [Slot()], 0
+    if sweep.launcher.name == "slurm":
+        _check_slurm(sweep)
+    elif sweep.launcher.gpus and groups:
+        slots = plan_slots(sweep.launcher.gpus, visible_gpus(), groups)
+        names = ", ".join(f"GPU {','.join(slot.gpus)}" for slot in slots)
+        print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {names}")
+    if (sweep.folder / "slurm").exists() and (ids := _queued_elements(sweep)):
+        raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(ids)}): wait for them, or scancel them")
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    folder, count = shlex.quote(str(sweep.folder)), sum(map(len, groups))
+    try:
+        with lock_file(sweep.folder / ".sweep.lock"):
+            sweep.save()
+            print(f"sweep of {len(sweep.jobs)} jobs, {count} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
+            if sweep.launcher.name == "local":
+                signum = LocalJobs(sweep.folder, groups, slots).run()
+            elif groups:
+                signum = _submit(sweep, [group[0].group for group in groups])
+            if sweep.launcher.name == "slurm" and (signum or not sweep.launcher.wait):
+                print(f"the Slurm jobs continue; cl-train compare {folder} reports what has ended")
+                return 128 + signum if signum else 0
+            compare_folders([sweep.folder])
+    except LockHeld as holder:
+        raise ConfigError(f"another process runs the sweep in {sweep.folder} ({holder}): stop it first") from None
+    has_missing = bool(sweep.missing_groups())
+    if has_missing:
+        print(f"python train.py -m resume_sweep={folder} runs what is missing", flush=True)
+    return 128 + signum if signum else int(has_missing)
+
+
+# --- on this machine --------------------------------------------------------------------------------------------------
 
 
 def plan_slots(asked: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]) -> list[Slot]:
@@ -159,27 +145,22 @@ def own_cores() -> list[int]:
 
     def place(core: int) -> tuple[int, int]:
         siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        first = re.match(r"\d+", siblings.read_text() if siblings.is_file() else "")
-        return int(first[0]) if first else core, core
+        numbers = re.findall(r"\d+", siblings.read_text()) if siblings.is_file() else [core]
+        return int(numbers[0]), core
 
     return sorted(os.sched_getaffinity(0), key=place)
 
 
-# --- the jobs of a sweep ----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class LocalJobs:
-    """The jobs of `groups` in the folder of a sweep, as processes of this machine: each slot takes the next group.
+    """The jobs of `groups` in the folder of a sweep: each slot takes the next group.
 
-    `program` is what the process of a job runs. After a signal a job may take `grace_s` seconds to save a checkpoint;
-    a second Ctrl-C kills it.
+    After a signal a job may take `grace_s` seconds to save a checkpoint; a second Ctrl-C kills it.
     """
 
     folder: Path
     groups: Sequence[Sequence[Job]]
     slots: Sequence[Slot]
-    program: Sequence[str]
     grace_s: float = 20.0
     _running: dict[Slot, subprocess.Popen[bytes]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of starting a process, and of the console
@@ -221,7 +202,7 @@ class LocalJobs:
             with self._lock:
                 if self._signals:
                     return
-                process = self._running[slot] = start_job(job, folder, self.program, slot)
+                process = self._running[slot] = start_job(job, folder, slot)
         except (ConfigError, OSError) as error:
             self._print(f"{job.name}: failed ({error})")
             return
@@ -235,7 +216,7 @@ class LocalJobs:
         outcome = f"failed ({problem})" if problem and not problem.startswith("interrupted") else problem or "completed"
         place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
         speed = "" if problem else f", {read_run(folder).results['images_per_s'] or math.nan:.1f} images/s"
-        self._print(f"{job.name}: {outcome} in {_rounded(time.monotonic() - started_at)}{place}{speed}")
+        self._print(f"{job.name}: {outcome} in {timedelta(seconds=round(time.monotonic() - started_at))}{place}{speed}")
 
     def _print(self, line: str) -> None:
         """How a job ended, with an estimate of the time left."""
@@ -243,7 +224,7 @@ class LocalJobs:
             self._ended += 1
             remaining = sum(map(len, self.groups)) - self._ended
             left_s = (time.monotonic() - self._started_at) / self._ended * remaining
-            left = f"; about {_rounded(left_s)} left" if remaining and not self._signals else ""
+            left = f"; about {timedelta(seconds=round(left_s))} left" if remaining and not self._signals else ""
             print(f"[{self._ended}/{self._ended + remaining}] {line}{left}", flush=True)
 
 
@@ -261,15 +242,8 @@ def signals_noted(signals: Sequence[int], received: list[int]) -> Iterator[None]
             signal.signal(signum, earlier)
 
 
-def _rounded(seconds: float) -> timedelta:
-    return timedelta(seconds=round(seconds))
-
-
-def start_job(job: Job, folder: Path, program: Sequence[str], slot: Slot) -> subprocess.Popen[bytes]:
-    """Start the process of a job, which continues from a checkpoint if it was started before.
-
-    It has its own process group, because Ctrl-C in a terminal must reach it once, from the sweep. It is stopped when
-    this process is killed: a job must not outlive the sweep.
+def start_job(job: Job, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
+    """Start the process of a job, which ends when this process is killed: a job must not outlive the sweep.
 
     Raises ConfigError: the folder is not one of this sweep.
     """
@@ -291,12 +265,12 @@ def start_job(job: Job, folder: Path, program: Sequence[str], slot: Slot) -> sub
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            [*launch, *program, *words],
+            [*launch, *PROGRAM, *words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, **devices},
-            process_group=0,
+            process_group=0,  # Ctrl-C in a terminal must reach it once, from the sweep
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
     if slot.cores:
@@ -328,18 +302,14 @@ def _describe_end(exit_code: int, folder: Path) -> str:
         return f"killed by {name}" + (", often because memory ran out (see dmesg)" if name == "SIGKILL" else "")
     lines = lines_of_log(folder)
     errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
-    last = (errors or lines or ["no output"])[-1]
-    return f"{last[:300]} (exit code {exit_code})"
+    return f"{(errors or lines or ['no output'])[-1][:300]} (exit code {exit_code})"
 
 
 # --- Slurm: on the login node -----------------------------------------------------------------------------------------
 
 
 def _check_slurm(sweep: Sweep) -> None:
-    """Warn if the jobs are meant to run on GPUs and none is requested.
-
-    Raises ConfigError: Slurm is missing, or the processes of a job cannot be spread evenly over the nodes.
-    """
+    """Raises ConfigError: Slurm is missing, or the processes of a job cannot be spread evenly over the nodes."""
     if shutil.which("sbatch") is None:
         raise ConfigError("launcher=slurm: this machine has no sbatch; start the sweep on a login node of the cluster")
     nodes = sweep.launcher.nodes
@@ -351,17 +321,12 @@ def _check_slurm(sweep: Sweep) -> None:
         print(f"warning: launcher.gpus_per_node is not set, so no GPU is requested: {advice}", flush=True)
 
 
-def _job_name(sweep: Sweep) -> str:
-    """Slurm's name for the elements of this sweep: nothing else tells them apart after the launcher was killed."""
-    return f"cl-train-{hashlib.sha256(str(sweep.folder.resolve()).encode()).hexdigest()[:12]}"
-
-
 def _queued_elements(sweep: Sweep) -> list[str]:
     """Slurm's ids of elements that wait or run, or a word instead if squeue does not answer."""
     if shutil.which("squeue") is None:
         return []
     try:
-        command = ["squeue", "--noheader", "--format=%i", f"--name={_job_name(sweep)}"]
+        command = ["squeue", "--noheader", "--format=%i", f"--name={sweep.slurm_name}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return ["unknown, because squeue does not answer"]
@@ -384,9 +349,8 @@ def _submit(sweep: Sweep, groups: Sequence[int]) -> int:
         )
     print(f"submitted as Slurm job {done.stdout.strip()}, logs in {folder}", flush=True)
     try:
-        while sweep.launcher.wait and _queued_elements(
-            sweep
-        ):  # sbatch --wait takes a requeued element for an ended one
+        # `sbatch --wait` would take a requeued element for an ended one.
+        while sweep.launcher.wait and _queued_elements(sweep):
             time.sleep(_QUEUE_POLL_S)
     except KeyboardInterrupt:
         return signal.SIGINT
@@ -399,7 +363,7 @@ def array_script(sweep: Sweep, groups: Sequence[int]) -> str:
     # On one node torchrun is one task with the cores of all processes; on several nodes srun starts a task per process.
     tasks, processes_per_task = (1, nproc) if launcher.nodes == 1 else (nproc // launcher.nodes, 1)
     options = [
-        f"job-name={_job_name(sweep)}",
+        f"job-name={sweep.slurm_name}",
         f"array={','.join(map(str, groups))}" + (f"%{launcher.max_parallel}" if launcher.max_parallel else ""),
         f"output={folder}/slurm/%A_%a.log",
         "open-mode=append",
@@ -414,12 +378,12 @@ def array_script(sweep: Sweep, groups: Sequence[int]) -> str:
         *([f"gpus-per-node={launcher.gpus_per_node}"] if launcher.gpus_per_node else []),
     ]
     words = [sys.executable, "-m", "cl_train", "train", "-m", f"resume_sweep={folder}", "only_group="]
-    # exec: the shell of the element, which receives Slurm's signals, becomes the Python process.
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{option}" for option in options),
         f"export PYTHONPATH={shlex.quote(str(PACKAGE_ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
         *launcher.setup,
+        # exec: the shell of the element, which receives Slurm's signals, becomes the Python process.
         f'exec {shlex.join(words)}"$SLURM_ARRAY_TASK_ID"',
     ]
     return "\n".join(lines) + "\n"
@@ -433,7 +397,7 @@ def _warning_s(time_min: int) -> int:
 # --- Slurm: an element of the array -----------------------------------------------------------------------------------
 
 
-def _run_element(sweep: Sweep, program: Sequence[str]) -> int:
+def _run_element(sweep: Sweep) -> int:
     """Run what is missing in one group; if interrupted, requeue the element, but not after scancel."""
     launcher, folders = sweep.launcher, [sweep.folder / job.name for job in sweep.jobs if job.group == sweep.only_group]
 
@@ -442,7 +406,7 @@ def _run_element(sweep: Sweep, program: Sequence[str]) -> int:
         return {path for folder in folders for name in names for path in folder.glob(name)}
 
     before, slot = outcomes(), Slot(nodes=launcher.nodes, cpus_per_task=launcher.cpus_per_task)
-    jobs = LocalJobs(sweep.folder, sweep.missing_groups(), [slot], program, 0.8 * _warning_s(launcher.time_min))
+    jobs = LocalJobs(sweep.folder, sweep.missing_groups(), [slot], 0.8 * _warning_s(launcher.time_min))
     signum = jobs.run((signal.SIGTERM, _TIME_LIMIT_SIGNAL))
     if not signum:
         return int(bool(sweep.missing_groups()))

@@ -3,6 +3,7 @@
 How a job ended stands in its own folder: see `problem_of`.
 """
 
+import hashlib
 import itertools
 import json
 from collections import Counter
@@ -44,6 +45,11 @@ class Sweep:
     jobs: list[Job]
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     only_group: int | None = None  # what this process runs; None: all
+
+    @property
+    def slurm_name(self) -> str:
+        """Slurm's name for the elements of this sweep: nothing else tells them apart after the launcher was killed."""
+        return f"cl-train-{hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:12]}"
 
     def save(self) -> None:
         """Write `sweep.json`, which `resume_sweep` and `compare` read."""

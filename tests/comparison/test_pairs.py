@@ -1,114 +1,321 @@
-"""What may be compared with what."""
+"""What may be compared with what; run folders with something wrong get neither a false verdict nor a traceback."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cl_train.comparison.pairs import compare_pair, compare_runs, compare_two
+from cl_train.comparison import report
+from cl_train.comparison.pairs import compare_pair, compare_runs, compare_two, read_run
+from cl_train.comparison.report import compare_folders
 from cl_train.config.command_line import check_command_line, group_choices
-from cl_train.config.validation import flatten, to_mapping
-from tests.comparison.run_folders import run_of
+from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import flatten, to_mapping, to_yaml
+from tests.comparison.run_folders import Folder, folder_of, run_of
+
+Change = Callable[[Folder, Folder], object]
+
+
+# --- crafted folders --------------------------------------------------------------------------------------------------
+
+
+def config(**values: Any) -> Change:
+    return lambda first, second: second.config.update(values)
+
+
+def summary(**values: Any) -> Change:
+    return lambda first, second: second.summary.update(values)
+
+
+def both(**values: Any) -> Change:
+    return lambda first, second: [folder.summary.update(values) for folder in (first, second)]
+
+
+def record(index: int, **values: Any) -> Change:
+    return lambda first, second: second.records[index].update(values)
+
+
+def every_record(**values: Any) -> Change:
+    return lambda first, second: [line.update(values) for line in second.records]
+
+
+def line(text: Any, index: int = 3) -> Change:
+    return lambda first, second: second.records.insert(index, text)
+
+
+def file(**texts: Any) -> Change:
+    return lambda first, second: [setattr(second, name, text) for name, text in texts.items()]
+
+
+def later(hours: float, device: str = "cpu") -> Change:
+    def apply(first: Folder, second: Folder) -> None:
+        both(device=device)(first, second)
+        for entry in second.records:
+            entry["time"] += hours * 3600
+
+    return apply
+
+
+def loads(first_pct: float | None, second_pct: float | None, device: str = "cpu") -> Change:
+    def apply(first: Folder, second: Folder) -> None:
+        first.summary.update(others_pct=first_pct, device=device)
+        second.summary.update(others_pct=second_pct, device=device)
+
+    return apply
+
+
+def resumed(name: str, before: Any, after: Any) -> Change:
+    """Resumed after six windows: a fact in the records before and after."""
+    return lambda first, second: [
+        entry.update({name: before if number < 6 else after}) for number, entry in enumerate(second.records)
+    ]
+
+
+def asked_and_ran(asked: str, ran: str) -> Change:
+    """The second side asked for one layout, and the summary says that it ran with another."""
+    return lambda first, second: [
+        second.config.update(channels_last=asked),
+        second.summary.update(channels_last_requested=asked, memory_format=ran),
+    ]
+
+
+def without(*names: str) -> Change:
+    return lambda first, second: [
+        document.pop(name, None) for name in names for document in (second.config, second.summary)
+    ]
+
+
+FACTS = ("precision", "device", "device_name", "world_size", "environment")
+# A change, the verdict or "error", and a word of the reason.
+CASES: list[tuple[Change, str, str]] = [
+    (config(), "faster", ""),
+    # other settings and facts
+    (config(data={"name": "folder"}), "not_comparable", "data.name"),
+    (config(turbo=True), "not_comparable", "turbo"),
+    (summary(device="cuda"), "not_comparable", "device"),
+    (summary(device_name="other"), "not_comparable", "device_name"),
+    (summary(environment={"torch": "2.11.0"}), "not_comparable", "environment.torch"),
+    (summary(environment=None), "not_comparable", "environment.torch"),
+    (summary(environment="torch"), "not_comparable", "environment"),
+    (summary(world_size=2), "not_comparable", "world_size"),
+    (without(*FACTS), "not_comparable", "differs"),
+    (lambda a, b: [config(seed=1)(a, b), summary(seed=1)(a, b)], "faster", ""),
+    (config(log_every=5), "faster", ""),
+    (config(checkpoint={"every_steps": 1}), "not_comparable", "checkpoint.every_steps"),
+    (config(profile=True), "not_comparable", "profile"),
+    # how the run ended
+    (summary(status="failed"), "not_comparable", "failed"),
+    (both(status="failed"), "not_comparable", "failed"),
+    (summary(status="exploded"), "not_comparable", "exploded"),
+    (summary(status="interrupted"), "faster", ""),
+    (file(summary=None), "not_comparable", "summary.json"),
+    # config.yaml and summary.json disagree
+    (summary(memory_format="contiguous"), "not_comparable", "memory_format"),
+    (summary(channels_last_requested="false"), "not_comparable", "channels_last"),
+    (config(channels_last="false"), "not_comparable", "channels_last"),
+    (summary(model="alexnet"), "not_comparable", "model"),
+    (summary(model=["resnet18"]), "not_comparable", "model"),
+    (summary(model=None), "faster", ""),
+    (config(precision="fp32"), "not_comparable", "precision"),
+    (summary(compile=True), "not_comparable", "compile"),
+    (summary(image_size=64), "not_comparable", "image_size"),
+    # both sides ran the same
+    (asked_and_ran("auto", "contiguous"), "not_comparable", "contiguous"),
+    (asked_and_ran("auto", "channels_last"), "faster", ""),
+    (asked_and_ran("true", "contiguous"), "not_comparable", "contiguous"),
+    (without("channels_last", "channels_last_requested"), "not_comparable", "channels_last"),
+    # changed half-way
+    (resumed("precision", "bf16", "bf16"), "faster", ""),
+    (resumed("memory_format", "contiguous", "channels_last"), "not_comparable", "memory_format"),
+    (resumed("precision", "bf16", "fp32"), "not_comparable", "precision"),
+    (resumed("world_size", 2, 1), "not_comparable", "world_size"),
+    (resumed("device_name", "a", ["b"]), "not_comparable", "device_name"),
+    # records
+    (lambda a, b: b.records.extend(dict(entry) for entry in b.records[-3:]), "not_comparable", "step"),
+    (lambda a, b: b.records.sort(key=lambda entry: entry["step"] % 20), "not_comparable", "step"),
+    (lambda a, b: file(records=[entry for entry in b.records for _ in range(2)])(a, b), "not_comparable", "step"),
+    (record(5, step=1), "not_comparable", "step"),
+    (line('{"kind": "tr'), "not_comparable", "line 4 cannot be read"),
+    (line('{"kind": "tr', 99), "faster", ""),
+    (line({"kind": "val", "step": 30, "loss": 1.0}), "faster", ""),
+    (lambda a, b: b.records.__delitem__(slice(4, None)), "not_comparable", "windows"),
+    (every_record(warmup=True), "not_comparable", "windows"),
+    (record(3, warmup="yes"), "faster", ""),
+    (file(records=[]), "error", "window"),
+    (file(records=None), "error", "metrics.jsonl"),
+    *((line(text), "error", "line 4") for text in ("[1]", "7", "null")),
+    (line("[" * 100_000), "not_comparable", "cannot be read"),
+    *((record(12, loss=loss), "faster", "") for loss in (math.nan, None, 1e308, "low")),
+    (every_record(loss=math.nan), "not_comparable", "not finite"),
+    *((record(3, step=step), "error", "step") for step in (None, "30")),
+    *(
+        (record(4, images_per_s=speed), "error", r"line 5")
+        for speed in (math.nan, math.inf, None, -1.0, 0, 1e308, 10**400, "100", "fast\nvery", True, [1])
+    ),
+    *((record(3, data_wait_pct=wait), "error", "data_wait_pct") for wait in (1e308, "long")),
+    (record(3, time="noon"), "error", "time"),
+    # files
+    *((file(summary=text), "error", "summary.json") for text in ([1], '{"status": "comp')),
+    *((summary(world_size=count), "error", "world_size") for count in (1e308, "two")),
+    (summary(peak_memory_gib=math.nan), "error", "peak_memory_gib"),
+    (summary(others_pct="high"), "error", "others_pct"),
+    (summary(amp={"skipped_steps": "all"}), "error", "amp"),
+    *(
+        (file(config=text), "error", "config.yaml")
+        for text in (None, [1], "- a list", "a: [", "\x00", "a: &x {b: *x}", "[" * 5000)
+    ),
+    (file(config="a: &a [1]\nb: *a"), "not_comparable", "differs"),
+    # times and other processes
+    (every_record(time=None), "faster", ""),
+    (later(1), "faster", ""),
+    (later(24), "not_comparable", "apart"),
+    (later(-0.27), "faster", ""),
+    (later(-0.27, "cuda"), "not_comparable", "at the same time"),
+    *((loads(*pct), "not_comparable", "other processes") for pct in ((1.0, 60.0), (60.0, 1.0), (60.0, 60.0))),
+    (loads(1.0, 60.0, "cuda"), "not_comparable", "other processes"),
+    (loads(50.0, 55.0, "cuda"), "faster", ""),
+    (loads(None, None), "faster", ""),
+    (loads(None, 60.0), "not_comparable", "other processes"),
+    # what else it did
+    (summary(amp={"skipped_steps": 130}), "not_comparable", "updates"),
+    (summary(amp={"skipped_steps": 2}), "faster", ""),
+    (summary(skipped_images=9999), "not_comparable", "images were skipped"),
+    (every_record(data_wait_pct=80.0, images_per_s=100.0), "not_comparable", "loader-bound"),
+]
+
+
+@pytest.fixture
+def tables_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the chart and TensorBoard, which take most of the time."""
+    monkeypatch.setattr(report, "write_chart", lambda *_: False)
+    monkeypatch.setattr(report, "_write_dashboard", lambda *_: None)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_crafted_pair(number: int, tmp_path: Path, tables_only: None, capsys: pytest.CaptureFixture[str]) -> None:
+    change, expected, word = CASES[number]
+    first, second = folder_of(100.0), folder_of(150.0, channels_last="true")
+    change(first, second)
+    folders = [first.write(tmp_path / "first"), second.write(tmp_path / "second")]
+    for order in (folders, folders[::-1]):
+        try:
+            [pair] = compare_folders(order).pairs
+        except ConfigError as error:
+            assert expected == "error", error
+            assert len(str(error).splitlines()) == 1 and word in str(error)
+            continue
+        assert pair.verdict == expected, pair.notes
+        assert expected == "faster" or word in pair.notes[0]
+        assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("change", [config(), loads(1.0, 60.0), summary(status="failed"), record(5, step=1)])
+def test_the_same_runs_get_the_same_verdict_by_folder_and_by_name(
+    change: Change, tmp_path: Path, tables_only: None
+) -> None:
+    first, second = folder_of(100.0), folder_of(150.0, channels_last="true")
+    change(first, second)
+    folders = [first.write(tmp_path / "first"), second.write(tmp_path / "second")]
+    [named], [found] = compare_folders(folders).pairs, compare_folders([tmp_path]).pairs
+    assert (named.verdict, named.notes) == (found.verdict, found.notes)
+
+
+def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
+    folder = folder_of(100.0)
+    folder.config = to_yaml(Config())  # the program's own
+    run = read_run(folder.write(tmp_path / "run"))
+    assert len(run.images_per_s) == len(run.steps) == 12, "the warm-up window is left out"
+    assert min(run.images_per_s) > 99
+    assert run.losses[10] == 3.0 and len(run.losses) == 13
+    assert run.times == (1.7e9, 1.7e9 + 720) and run.problems == []
+    folder.records[5]["loss"], folder.records[6]["loss"] = math.nan, None
+    assert len(read_run(folder.write(tmp_path / "diverged")).losses) == 11
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_pair_of_layouts(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path, 100.0), run_of(tmp_path, 150.0, channels_last="true")]
-    [pair] = compare_runs(runs)
+    [pair] = compare_runs([run_of(tmp_path, 100.0), run_of(tmp_path, 150.0, channels_last="true")])
     assert (pair.baseline, pair.candidate, pair.verdict) == ("contiguous", "channels_last", "faster")
     assert pair.interval is not None and pair.interval.ratio == pytest.approx(1.5, rel=0.01)
-    assert pair.loss_gap == 0.0
-    assert pair.bottleneck == "compute"
+    assert (pair.loss_gap, pair.bottleneck) == (0.0, "compute")
 
 
-def test_repeats_are_paired_in_the_order_in_which_they_ran(tmp_path: Path) -> None:
-    """The machine becomes slower by half between the pairs: within a pair the ratio is 1.2 throughout."""
-    runs = [
-        run_of(tmp_path, 100.0, started_at=1e9),
-        run_of(tmp_path, 120.0, channels_last="true", started_at=1e9 + 1000),
-        run_of(tmp_path, 60.0, channels_last="true", started_at=1e9 + 2000),
-        run_of(tmp_path, 50.0, started_at=1e9 + 3000),
-    ]
-    [pair] = compare_runs(runs)
-    assert pair.interval is not None
-    assert pair.interval.n == 2
-    assert pair.interval.ratio == pytest.approx(1.2, rel=0.01)
-
-
-def test_repeats_are_paired_by_their_number(tmp_path: Path) -> None:
-    """A1 B1 B2 A2 with B1 failed: A2 and B2 ran next to each other, A1 has no partner."""
-    runs = [
-        replace(run_of(tmp_path, 90.0, started_at=1e9), repeat=1),
-        replace(run_of(tmp_path, 150.0, channels_last="true", started_at=1e9 + 3000), repeat=2),
-        replace(run_of(tmp_path, 100.0, started_at=1e9 + 4000), repeat=2),
-    ]
-    [pair] = compare_runs(runs)
-    assert pair.interval is not None and pair.interval.n == 1
-    assert pair.interval.ratio == pytest.approx(1.5, abs=0.01)
-
-
-def test_repeats_are_paired_by_their_number_although_the_sides_have_other_learning_rates(tmp_path: Path) -> None:
-    sides: dict[str, dict[str, Any]] = {
-        "sgd": {"optim__name": "sgd", "optim__lr": 0.1},
-        "adamw": {"optim__name": "adamw", "optim__lr": 1e-3},
-    }
-    table = [("adamw", 1, 90.0), ("adamw", 2, 100.0), ("sgd", 2, 150.0)]
-    runs = [
-        replace(run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **sides[name]), repeat=repeat)
-        for number, (name, repeat, speed) in enumerate(table)
-    ]
-    [pair] = compare_runs(runs, by="optim.name")
-    assert pair.interval is not None and pair.interval.ratio == pytest.approx(1.5, abs=0.01)
-
-
-def test_seeds_are_repeats_too(tmp_path: Path) -> None:
-    """seed=0,1,2 and channels_last: three runs a side, all of them the first repeat."""
-    table = [("false", 100.0, 0), ("true", 150.0, 0), ("true", 152.0, 1), ("false", 101.0, 1), ("true", 151.0, 2)]
-    runs = [
-        replace(run_of(tmp_path, speed, channels_last=layout, seed=seed, started_at=1e9 + 1000 * number), repeat=1)
-        for number, (layout, speed, seed) in enumerate(table)
-    ]
-    [pair] = compare_runs(runs)
-    assert pair.interval is not None and pair.interval.n == 2, "seed 2 has no partner"
+SGD, ADAMW = {"optim__name": "sgd", "optim__lr": 0.1}, {"optim__name": "adamw", "optim__lr": 1e-3}
+CL, S1, S2 = {"channels_last": "true"}, {"seed": 1}, {"seed": 2}
+LION = {"optim__name": "lion", "optim__library": "timm", "optim__decay_norm_and_bias": False}
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("by", "runs", "ratio", "count"),
     [
-        ({"batch_size": 64}, ("batch_size", "32", "64")),
-        ({"precision": "fp32"}, ("precision", "bf16", "fp32")),
-        ({"compile": True}, ("compile", "false", "true")),
-        ({"data__image_size": 128}, ("data.image_size", "224", "128")),
-        ({"data__workers": 8}, ("data.workers", "2", "8")),
+        # The machine becomes slower by half between the pairs: within a pair the ratio is 1.2 throughout.
+        ("channels_last", [({}, None, 100.0), (CL, None, 120.0), (CL, None, 60.0), ({}, None, 50.0)], 1.2, 2),
+        # A1 B1 B2 A2 with B1 failed: A2 and B2 ran next to each other, A1 has no partner.
+        ("channels_last", [({}, 1, 90.0), (CL, 2, 150.0), ({}, 2, 100.0)], 1.5, 1),
+        # The same, although the sides have other learning rates.
+        ("optim.name", [(ADAMW, 1, 90.0), (ADAMW, 2, 100.0), (SGD, 2, 150.0)], 1.5, 1),
+        # Seeds are repeats too, and seed 2 has no partner.
+        (
+            "channels_last",
+            [({}, 1, 100.0), (CL, 1, 150.0), (CL | S1, 1, 152.0), (S1, 1, 101.0), (CL | S2, 1, 9.0)],
+            1.5,
+            2,
+        ),
+    ],
+)
+def test_repeats_are_paired(
+    by: str, runs: list[tuple[dict[str, Any], int | None, float]], ratio: float, count: int, tmp_path: Path
+) -> None:
+    """By number and seed, else in the order in which they ran."""
+    folders = [
+        replace(run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **changes), repeat=repeat)
+        for number, (changes, repeat, speed) in enumerate(runs)
+    ]
+    [pair] = compare_runs(folders, by)
+    assert pair.interval is not None and pair.interval.n == count
+    assert pair.interval.ratio == pytest.approx(ratio, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "first", "second"),
+    [
+        ({"batch_size": 64}, "batch_size", "32", "64"),
+        ({"precision": "fp32"}, "precision", "bf16", "fp32"),
+        ({"compile": True}, "compile", "false", "true"),
+        ({"data__image_size": 128}, "data.image_size", "224", "128"),
+        ({"data__workers": 8}, "data.workers", "2", "8"),
     ],
 )
 def test_what_differs_is_named_with_both_values(
-    tmp_path: Path, change: dict[str, Any], named: tuple[str, str, str]
+    tmp_path: Path, change: dict[str, Any], key: str, first: str, second: str
 ) -> None:
     [pair] = compare_runs([run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true", **change)])
     assert pair.verdict == "not_comparable"
-    key, first, second = named
     assert pair.notes[0].startswith(f"{key} ") and f" {first} (" in pair.notes[0] and f" {second} (" in pair.notes[0]
     assert sum("differs" in note for note in pair.notes) == 1, "once, by its setting"
     assert key.removeprefix("data.") not in pair.held_equal
 
 
-def test_other_keys_can_be_compared(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path, 100.0, precision="fp32"), run_of(tmp_path, 150.0, precision="bf16")]
-    [pair] = compare_runs(runs, by="precision")
-    assert (pair.baseline, pair.candidate, pair.verdict) == ("precision=fp32", "precision=bf16", "faster")
-    runs = [run_of(tmp_path, 100.0, batch_size=8), run_of(tmp_path, 150.0, batch_size=128)]
-    [pair] = compare_runs(runs, by="batch_size")
-    assert (pair.baseline, pair.candidate, pair.verdict) == ("batch_size=8", "batch_size=128", "faster")
-    changed = {"optim__library": "timm", "optim__decay_norm_and_bias": False}  # by optim=timm
-    runs = [run_of(tmp_path, optim__name="lion", **changed)]
-    runs.append(run_of(tmp_path, optim__name="sgd", optim__library="torch", optim__decay_norm_and_bias=True))
-    [pair] = compare_runs(runs, by="optim.name")
-    assert (pair.baseline, pair.candidate, pair.verdict) == ("optim.name=lion", "optim.name=sgd", "inconclusive")
-    assert any("optim.decay_norm_and_bias" in note for note in pair.notes), "the note says what else differs"
-    runs = [run_of(tmp_path, 100.0, drop_path=None), run_of(tmp_path, 150.0, drop_path=0.1)]
-    [pair] = compare_runs(runs, by="drop_path")
-    assert (pair.baseline, pair.candidate, pair.verdict) == ("drop_path=null", "drop_path=0.1", "faster")
+@pytest.mark.parametrize(
+    ("by", "baseline", "candidate", "shown"),
+    [
+        ("precision", {"precision": "fp32"}, {"precision": "bf16"}, "fp32 bf16"),
+        ("batch_size", {"batch_size": 8}, {"batch_size": 128}, "8 128"),
+        ("drop_path", {"drop_path": None}, {"drop_path": 0.1}, "null 0.1"),
+        ("optim.name", LION, SGD | {"optim__library": "torch", "optim__decay_norm_and_bias": True}, "lion sgd"),
+    ],
+)
+def test_other_keys_can_be_compared(
+    by: str, baseline: dict[str, Any], candidate: dict[str, Any], shown: str, tmp_path: Path
+) -> None:
+    [pair] = compare_runs([run_of(tmp_path, **baseline), run_of(tmp_path, 150.0, **candidate)], by)
+    assert [pair.baseline, pair.candidate, pair.verdict] == [*(f"{by}={value}" for value in shown.split()), "faster"]
+    assert by != "optim.name" or any("optim.decay_norm_and_bias" in note for note in pair.notes), "what else differs"
 
 
 @pytest.mark.parametrize("group", ["optim", "schedule"])
@@ -125,27 +332,25 @@ def test_choices_of_a_group_can_be_compared_by_its_name(group: str, tmp_path: Pa
 
 def test_numbers_of_processes_can_be_compared(tmp_path: Path) -> None:
     """config.yaml of a job has nproc=1, because the launcher passes it to torchrun."""
-    one, two = run_of(tmp_path, 100.0), run_of(tmp_path, 150.0)
-    settings = two.settings | {"nproc": 2}
-    two = replace(two, settings=settings, summary=two.summary | {"world_size": 2, "global_batch_size": 64})
-    [pair] = compare_runs([two, one], by="nproc")
+    two = folder_of(150.0)
+    two.summary |= {"world_size": 2, "global_batch_size": 64}
+    [pair] = compare_runs([read_run(two.write(tmp_path / "two")), run_of(tmp_path, 100.0)], by="nproc")
     assert (pair.baseline, pair.candidate, pair.verdict) == ("nproc=1", "nproc=2", "faster")
 
 
-def test_another_seed_leaves_the_speeds_comparable(tmp_path: Path) -> None:
-    [pair] = compare_runs([run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true", seed=1)])
-    assert pair.verdict == "faster"
-    assert any("seed" in note for note in pair.notes)
-
-
-def test_what_may_have_changed_the_speed_is_noted(tmp_path: Path) -> None:
+def test_what_may_have_changed_speed_or_loss_is_noted(tmp_path: Path) -> None:
     first, second = run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true")
-    for git, word in (({"git.commit": "b" * 40}, "commits"), ({"git.commit": "a" * 40, "git.dirty": True}, "code")):
+
+    def notes(**changes: Any) -> str:
         one = replace(first, summary=first.summary | {"git.commit": "a" * 40})
-        pair = compare_pair([one], [replace(second, summary=second.summary | git)])
-        assert pair.verdict == "faster" and any(word in note for note in pair.notes)
-    later = replace(second, times=first.times)
-    assert any("at the same time" in note for note in compare_pair([first], [later]).notes)
+        pair = compare_pair([one], [replace(second, **changes)])
+        assert pair.verdict == "faster"
+        return " ".join(pair.notes)
+
+    assert "commits" in notes(summary=second.summary | {"git.commit": "b" * 40})
+    assert "code" in notes(summary=second.summary | {"git.commit": "a" * 40, "git.dirty": True})
+    assert "at the same time" in notes(times=first.times)
+    assert "seed" in notes(settings=second.settings | {"seed": 1})
     assert all("one run per side" in note for note in compare_pair([first], [second]).notes)
 
 
@@ -154,13 +359,12 @@ def test_a_loader_bound_pair_is_never_no_difference(tmp_path: Path) -> None:
     pair = compare_pair([replace(first, data_wait_pct=80.0)], [replace(second, data_wait_pct=85.0)])
     assert (pair.bottleneck, pair.verdict) == ("loader", "not_comparable")
     assert "80 % (contiguous)" in pair.notes[0] and "85 % (channels_last)" in pair.notes[0]
-    second = replace(run_of(tmp_path, 150.0, channels_last="true"), data_wait_pct=30.0)
-    pair = compare_pair([first], [second])
+    pair = compare_pair([first], [replace(run_of(tmp_path, 150.0, channels_last="true"), data_wait_pct=30.0)])
     assert (pair.bottleneck, pair.verdict) == ("loader", "faster"), "the loader may only hide more of a difference"
 
 
 def test_equal_runs_can_be_compared(tmp_path: Path) -> None:
-    pair = compare_two(run_of(tmp_path), run_of(tmp_path), "channels_last")
+    pair = compare_two(run_of(tmp_path), run_of(tmp_path))
     assert pair.verdict == "inconclusive", "one run per side cannot show that there is no difference"
     assert (pair.baseline, pair.candidate) == ("contiguous (run0)", "contiguous (run1)")
     pair = compare_pair([run_of(tmp_path)] * 5, [run_of(tmp_path, 100.5, channels_last="true")] * 5)
@@ -169,7 +373,7 @@ def test_equal_runs_can_be_compared(tmp_path: Path) -> None:
 
 def test_two_named_runs_are_a_pair_in_either_order(tmp_path: Path) -> None:
     first, second = run_of(tmp_path, model="alexnet"), run_of(tmp_path, 150.0, channels_last="true")
-    for pair in (compare_two(first, second, "channels_last"), compare_two(second, first, "channels_last")):
+    for pair in (compare_two(first, second), compare_two(second, first)):
         assert (pair.baseline, pair.verdict) == ("contiguous", "not_comparable")
         assert pair.notes[0].startswith("model ")
     assert compare_runs([first, second]) == [], "without names, runs of two models are no pair"

@@ -1,4 +1,4 @@
-"""Sweeps of a stand-in for train.py, whose jobs fail in several ways, and one of the real program."""
+"""Sweeps: what is planned, and runs of a stand-in for train.py, whose jobs fail in several ways."""
 
 import json
 import shutil
@@ -8,13 +8,15 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cl_train.comparison import report
 from cl_train.comparison import sweep as sweep_module
 from cl_train.comparison.report import compare_folders
-from cl_train.comparison.sweep import LocalJobs, Slot, run_sweep
-from cl_train.comparison.sweep_plan import LOG_NAME, plan_sweep, problem_of, read_sweep
+from cl_train.comparison.sweep import LocalJobs, Slot, own_cores, plan_slots, run_sweep, signals_noted
+from cl_train.comparison.sweep_plan import LOG_NAME, Job, plan_sweep, problem_of, read_sweep
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
 from cl_train.system import files
@@ -22,6 +24,7 @@ from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S, Process, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS = ("channels_last=true,false", "model=resnet18")
 
 # Leaves the records of a run: channels_last=true is 1.5 times as fast. Some models misbehave until `mended` exists.
 STAND_IN = """
@@ -29,9 +32,10 @@ import json, os, pathlib, signal, sys, time
 settings = dict(word.split("=", 1) for word in sys.argv[1:])
 folder = pathlib.Path(settings["hydra.run.dir"].strip("'"))
 model, mended = settings["model"], (pathlib.Path(__file__).parent / "mended").exists()
+print(sys.argv, flush=True)
 with open(pathlib.Path(__file__).parent / "calls", "a") as calls:
     calls.write(folder.name + "\\n")
-place = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "cores": sorted(os.sched_getaffinity(0)), "at": time.time()}
+place = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "at": time.time()}
 (folder / "place.json").write_text(json.dumps(place))
 if model == "alexnet" and not mended:
     raise RuntimeError("the weights are not numbers")
@@ -56,11 +60,23 @@ summary = {"status": "completed", "precision": config["precision"], "world_size"
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path) -> Path:
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program of jobs. The report is without the chart and TensorBoard, which take most of the time."""
     path = tmp_path / "program" / "stand_in.py"
     path.parent.mkdir()
     path.write_text(STAND_IN)
+    monkeypatch.setattr(sweep_module, "PROGRAM", [str(path)])
+    monkeypatch.setattr(report, "write_chart", lambda *_: False)
+    monkeypatch.setattr(report, "_write_dashboard", lambda *_: None)
     return path
+
+
+@pytest.fixture
+def swept(stand_in: Path, tmp_path: Path) -> Path:
+    """A completed sweep of two jobs."""
+    assert run_sweep(["-m", *LAYOUTS, f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
+    (stand_in.parent / "calls").unlink()
+    return tmp_path / "sweep"
 
 
 def calls(stand_in: Path) -> list[str]:
@@ -72,57 +88,50 @@ def problems(folder: Path) -> dict[str, str | None]:
     return {job.name: problem_of(folder / job.name) for job in read_sweep(folder).jobs}
 
 
-def sweep(stand_in: Path, folder: Path, *words: str) -> int:
-    return run_sweep(["-m", *words, f"hydra.sweep.dir={folder}"], [str(stand_in)])
+def pairs(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "comparison.json").read_text())["pairs"]
+    return found
 
 
-def test_jobs_that_are_compared_are_adjacent_and_alternate() -> None:
-    planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18,alexnet", "repeats=2", "epochs=2"])
-    assert [job.name for job in planned.jobs] == [
-        "resnet18_channels_last_1",
-        "resnet18_contiguous_1",
-        "resnet18_contiguous_2",
-        "resnet18_channels_last_2",
-        "alexnet_channels_last_1",
-        "alexnet_contiguous_1",
-        "alexnet_contiguous_2",
-        "alexnet_channels_last_2",
-    ]
-    assert planned.jobs[0].overrides == ["epochs=2", "channels_last=true", "model=resnet18"]
+def launch(stand_in: Path, folder: Path, models: str) -> "subprocess.Popen[str]":
+    """A sweep of `models` in another process, when its job of vgg16 runs."""
+    program = (
+        f"import sys; from cl_train.comparison import sweep; sweep.PROGRAM = [{str(stand_in)!r}]; "
+        f"sys.exit(sweep.run_sweep(['-m', 'channels_last=true', 'model={models}', 'hydra.sweep.dir={folder}']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_until((folder / "vgg16_channels_last" / "ready").exists)
+    return process
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        ("channels_last=true,false repeats=2", "channels_last_1 contiguous_1 contiguous_2 channels_last_2"),
+        ("nproc=1,2 batch_size=range(8,17,8)", "=1_batch_size=8 =1_batch_size=16 =2_batch_size=8 =2_batch_size=16"),
+        ("precision=bf16,fp32 compare_by=precision", "resnet18_contiguous_bf16 resnet18_contiguous_fp32"),
+        ("weights=a/b.pth,a_b.pth", "a_b.pth a_b.pth-2"),
+        ("model=choice(resnet18,tests.networks:small)", "resnet18_contiguous tests.networks.small_contiguous"),
+    ],
+)
+def test_the_names_of_jobs(words: str, ends: str) -> None:
+    planned = plan_sweep(["-m", *words.split(), "epochs=2"])
     assert planned.folder.parent == Path("multirun")
+    assert [job.name.endswith(end) for job, end in zip(planned.jobs, ends.split(), strict=True)].count(False) == 0
+    assert not any(word.startswith("nproc") for job in planned.jobs for word in job.overrides)
 
 
-def test_a_setting_that_is_the_same_in_all_jobs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the setting to compare by instead; not where a sweep compares its own setting, or has one job."""
-    cases = {
-        ("optim.lr=0.1,0.2",): "compare_by=optim.lr",
-        ("optim=sgd,adamw",): "compare_by=optim.name",
-        ("nproc=1,2",): "compare_by=nproc",
-        ("seed=1,2", "compare_by=precision"): "compare_by=seed",
-        ("seed=1,2", "channels_last=true,false"): "",
-        ("optim=sgd,adamw", "compare_by=optim.name"): "",
-        ("repeats=2",): "",
-        ("augment=basic,strong", "compare_by=augment.flip"): "",
-    }
-    for words, expected in cases.items():
-        plan_sweep(["-m", *words])
-        output = capsys.readouterr().out
-        assert expected in output and bool(expected) == bool(output), words
-
-
-def test_choices_of_a_group_are_compared_by_its_name() -> None:
-    words = ["schedule=cosine,linear", "model=resnet18,alexnet", "epochs=2"]
-    planned = plan_sweep(["-m", *words, "compare_by=schedule.name"])
-    assert [job.group for job in planned.jobs] == [0, 0, 1, 1]
-    assert planned.jobs[1].overrides == ["epochs=2", "schedule=linear", "model=resnet18"]
-
-
-def test_sweep_syntax_is_hydras() -> None:
-    planned = plan_sweep(["-m", "batch_size=range(8,25,8)", "model=choice(resnet18,resnet50)", "nproc=1,2"])
-    assert [job.nproc for job in planned.jobs[:2]] == [1, 2]
-    assert planned.jobs[1].name == "resnet18_contiguous_batch_size=8_nproc=2"
-    assert not any("nproc" in word for job in planned.jobs for word in job.overrides)
-    assert len(planned.jobs) == 12
+@pytest.mark.parametrize("compared", ["channels_last=true,false", "schedule=cosine,linear compare_by=schedule.name"])
+def test_jobs_that_are_compared_are_adjacent_and_alternate(compared: str) -> None:
+    planned = plan_sweep(["-m", "model=resnet18,alexnet", *compared.split(), "repeats=2", "epochs=2"])
+    assert [job.group for job in planned.jobs] == [0] * 4 + [1] * 4
+    first, second = ([*planned.jobs[i].overrides] for i in (0, 1))
+    assert [job.overrides for job in planned.jobs[:4]] == [first, second, second, first]
+    key, _, values = compared.split()[0].partition("=")
+    assert second == ["epochs=2", f"{key}={values.split(',')[1]}", "model=resnet18"]
 
 
 def test_the_jobs_are_the_combinations_that_were_checked() -> None:
@@ -134,152 +143,63 @@ def test_the_jobs_are_the_combinations_that_were_checked() -> None:
 
 
 def test_names_are_safe_and_short() -> None:
-    planned = plan_sweep(["-m", "optim.lr=0.1,0.2", "precision=bf16,fp32", "model=tests.networks:small"])
-    assert planned.jobs[0].name == "tests.networks.small_contiguous_lr=0.1_bf16"
     planned = plan_sweep(["-m", "channels_last=true,false", "data.root='/a/very/long path/" + "x" * 200 + "',/b"])
     assert all(len(job.name) <= 100 and "/" not in job.name and " " not in job.name for job in planned.jobs)
     assert len({job.name for job in planned.jobs}) == 4
 
 
-def test_a_sweep_ends_in_a_verdict(stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "sweep"
-    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
-    report = json.loads((folder / "comparison.json").read_text())
-    [pair] = report["pairs"]
-    assert (pair["baseline"], pair["candidate"], pair["verdict"]) == ("contiguous", "channels_last", "faster")
-    assert pair["ratio"] == pytest.approx(1.5, rel=0.02)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4, "one line for the sweep, one per job and the verdict"
-    assert "resnet18_channels_last: completed" in lines[1] and "150.5 images/s" in lines[1]
-    assert "left" in lines[1], "an estimate of the time left"
-    assert lines[-1].startswith("resnet18 (bf16): channels_last is faster, 1.5")
-    assert lines[-1].endswith(f"Report: {folder}/comparison.md")
-
-
-def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
-    stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "sweep"
-    words = ["channels_last=true", "model=resnet18,alexnet,resnet34,vgg11,vgg13,resnet50"]
-    assert sweep(stand_in, folder, *words) == 1
-    jobs = {name.partition("_")[0]: str(why) for name, why in problems(folder).items()}
-    assert [name for name, why in jobs.items() if why == "None"] == ["resnet18", "resnet34", "resnet50"]
-    assert jobs["alexnet"] == "RuntimeError: the weights are not numbers (exit code 1)"
-    assert jobs["vgg11"].startswith("killed by SIGKILL")
-    assert jobs["vgg13"].startswith("MemoryError: DefaultCPU")
-    failed = json.loads((folder / "comparison.json").read_text())["failed"]
-    assert [entry["job"] for entry in failed] == [1, 3, 4]
-    assert "killed by SIGKILL" in (folder / "comparison.md").read_text()
-    verdict, resume = capsys.readouterr().out.splitlines()[-2:]
-    assert "3 jobs did not finish" in verdict and f"resume_sweep={folder} runs what is missing" in resume
-
-    (stand_in.parent / "mended").touch()
-    (stand_in.parent / "calls").unlink()
-    assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
-    assert calls(stand_in) == ["alexnet_channels_last", "vgg11_channels_last", "vgg13_channels_last"]
-    assert set(problems(folder).values()) == {None}
-    assert json.loads((folder / "comparison.json").read_text())["failed"] == []
-
-
-def test_pairs_stay_on_one_gpu_and_alternate(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two CPU slots take the place of GPUs. A job begins when the other GPU has had one."""
-    stand_in.write_text(
-        STAND_IN.replace(
-            'if model == "alexnet"',
-            "end = time.monotonic() + 300\n"
-            'while len({p.read_text()[:12] for p in folder.parent.glob("*/place.json")}) < 2:\n'
-            "    assert time.monotonic() < end\n"
-            "    time.sleep(0.01)\n"
-            'if model == "alexnet"',
-        )
-    )
-    monkeypatch.setattr(sweep_module, "own_cores", lambda: [0, 1] * 2)
-    folder = tmp_path / "sweep"
-    words = ["channels_last=true,false", "model=resnet18,resnet34", "repeats=2", "data=synthetic"]
-    arguments = ["-m", *words, "launcher.gpus=0,1", f"hydra.sweep.dir={folder}"]
-    assert run_sweep(arguments, [str(stand_in)], gpus=["0", "1"]) == 0
-    places = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/place.json")}
-    used = []
-    for model in ("resnet18", "resnet34"):
-        jobs = sorted((place["at"], name, place["gpus"]) for name, place in places.items() if name.startswith(model))
-        suffixes = [name.removeprefix(f"{model}_") for _, name, _ in jobs]
-        assert suffixes == ["channels_last_1", "contiguous_1", "contiguous_2", "channels_last_2"], "A B B A"
-        assert len({gpu for *_, gpu in jobs}) == 1, "a pair stays on one GPU"
-        used.append(jobs[0][2])
-    assert set(used) == {"0", "1"}
-    assert all(place["cores"] == [0, 1] for place in places.values())
-    assert {pair["verdict"] for pair in json.loads((folder / "comparison.json").read_text())["pairs"]} == {"faster"}
-
-
-def test_gpus_are_refused_where_there_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"launcher\.gpus"):
-        run_sweep(["-m", "channels_last=true,false", "launcher.gpus=all", f"hydra.sweep.dir={tmp_path}/a"], gpus=[])
-    assert not (tmp_path / "a").exists()
+def test_a_setting_that_is_the_same_in_all_jobs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the setting to compare by instead; not where a sweep compares its own setting, or has one job."""
+    cases = {
+        "optim.lr=0.1,0.2": "compare_by=optim.lr",
+        "optim=sgd,adamw": "compare_by=optim.name",
+        "nproc=1,2": "compare_by=nproc",
+        "seed=1,2 compare_by=precision": "compare_by=seed",
+        "seed=1,2 channels_last=true,false": "",
+        "optim=sgd,adamw compare_by=optim.name": "",
+        "repeats=2": "",
+        "augment=basic,strong compare_by=augment.flip": "",
+    }
+    for words, expected in cases.items():
+        plan_sweep(["-m", *words.split()])
+        output = capsys.readouterr().out
+        assert expected in output and bool(expected) == bool(output), words
 
 
 @pytest.mark.parametrize(
-    ("others_pct", "verdict", "notes"), [(None, "faster", 2), (15.0, "faster", 2), (40.0, "not_comparable", 1)]
+    "words",
+    [
+        "data=synthetic max_steps=20",  # one window of ten steps after ten of warm-up
+        "data=synthetic data.synthetic_images=320 epochs=4",  # ten steps an epoch, the first is warm-up
+        "data=sample epochs=1 batch_size=32",  # 34 steps: 10 to 20, to 30, to 34
+        "data=folder data.root=/nowhere max_steps=40",
+    ],
 )
-def test_compare_and_the_sweep_reach_the_same_verdict(
-    stand_in: Path, tmp_path: Path, others_pct: float | None, verdict: str, notes: int
-) -> None:
-    """The load of the machine is in each run's summary. One note says that there is one run per side."""
-    folder = tmp_path / "sweep"
-    summary = f'"device": "cpu", "others_pct": {others_pct}'
-    stand_in.write_text(stand_in.read_text().replace('"world_size": 1', f'"world_size": 1, {summary}'))
-    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
-    runs = [folder / f"resnet18_{layout}" for layout in ("contiguous", "channels_last")]
-    [by_sweep] = json.loads((folder / "comparison.json").read_text())["pairs"]
-    assert (by_sweep["verdict"], len(by_sweep["notes"])) == (verdict, notes)
-    for folders in ([folder], runs, runs[::-1]):
-        compare_folders(folders, out=tmp_path / "report")
-        assert json.loads((tmp_path / "report" / "comparison.json").read_text())["pairs"] == [by_sweep]
+def test_a_sweep_of_runs_that_are_too_short_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match="log_every"):
+        plan_sweep(["-m", "channels_last=true,false", *words.split()])
+    assert plan_sweep(["-m", "seed=1,2", *words.split()]).jobs, "these are not compared"
+    longer = [word for word in words.split() if not word.startswith(("epochs", "max_steps"))]
+    assert plan_sweep(["-m", "channels_last=true,false", *longer, "epochs=5", "max_steps=50"]).jobs
 
 
-def test_resuming_takes_no_other_settings(stand_in: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
-    with pytest.raises(ConfigError, match="resume_sweep"):
-        run_sweep(["-m", "channels_last=true,false", "model=resnet50", f"resume_sweep={folder}"], [str(stand_in)])
-    with pytest.raises(ConfigError, match="resume_sweep"):
-        sweep(stand_in, folder, "channels_last=true,false", "model=resnet18")
-    with pytest.raises(ConfigError, match="resume_sweep"):
-        run_sweep(["-m", "compare_by=precision", f"resume_sweep={folder}"], [str(stand_in)])
-    with pytest.raises(ConfigError, match=r"sweep\.json"):
-        run_sweep(["-m", f"resume_sweep={tmp_path}"], [str(stand_in)])
-
-
-def test_an_interrupted_job_with_a_checkpoint_goes_on_from_it(stand_in: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    words = ["channels_last=true,false", "model=resnet18", "batch_size=auto"]
-    [job, _] = plan_sweep(["-m", *words, f"hydra.sweep.dir={folder}"]).jobs
-    (folder / job.name / "checkpoints").mkdir(parents=True)
-    (folder / job.name / "checkpoints" / "step-1.pt").touch()
-    (folder / job.name / "config.yaml").write_text("model: resnet18\nbatch_size: 96\n")
-    (folder / job.name / LOG_NAME).touch()
-    stand_in.write_text("import sys; print(sys.argv)")
-    assert LocalJobs(folder, [[job]], [Slot()], [str(stand_in)]).run() == 0
-    assert "'batch_size=96', 'resume=auto'" in (folder / job.name / LOG_NAME).read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_path: Path, signum: int) -> None:
-    folder = tmp_path / "sweep"
-    program = (
-        "import sys; from cl_train.comparison.sweep import run_sweep; "
-        f"sys.exit(run_sweep(['-m', 'channels_last=true', 'model=resnet18,vgg16,resnet34', "
-        f"'hydra.sweep.dir={folder}'], [{str(stand_in)!r}]))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    wait_until((folder / "vgg16_channels_last" / "ready").exists)
-    process.send_signal(signum)
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signum
-    done, interrupted, pending = problems(folder).values()
-    assert done is None and pending == "has not run" and str(interrupted).startswith("interrupted, stopped by SIG")
-    assert "stopped by SIG" in output and "resume_sweep=" in output
-    assert len(json.loads((folder / "comparison.json").read_text())["failed"]) == 2
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("channels_last=true,false model=resnet50 resume_sweep={sweep}", "resume_sweep"),
+        ("compare_by=precision resume_sweep={sweep}", "resume_sweep"),
+        ("channels_last=true,false hydra.sweep.dir={sweep}", "resume_sweep"),
+        ("resume_sweep={sweep}/..", "sweep.json"),
+        ("seed=1,2 only_group=1", "only_group needs resume_sweep"),
+        ("channels_last=false,false", "channels_last: a value is listed twice"),
+        ("channels_last=true,false launcher.gpus=all hydra.sweep.dir={sweep}/new", "launcher.gpus"),
+    ],
+)
+def test_what_is_refused(words: str, named: str, swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_module, "visible_gpus", list)
+    with pytest.raises(ConfigError, match=named):
+        run_sweep(["-m", *words.format(sweep=swept).split()])
+    assert not (swept / "new").exists()
 
 
 def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,16 +210,92 @@ def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         run_sweep(["-m", "channels_last=true,false"])
 
 
-@pytest.mark.slow
-def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Path) -> None:
-    stand_in.write_text(
-        'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())'
-    )
-    planned = plan_sweep(["-m", "nproc=2", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    planned.folder.mkdir()
-    LocalJobs(planned.folder, [planned.jobs[:1]], [Slot()], [str(stand_in)]).run()
-    log = (planned.folder / planned.jobs[0].name / LOG_NAME).read_text()
-    assert "rank 0 of 2" in log and "rank 1 of 2" in log
+@pytest.mark.parametrize("name", ["../precious", "a/b", ""])
+def test_a_record_cannot_name_other_folders(tmp_path: Path, name: str) -> None:
+    jobs = [{"number": 0, "name": name, "overrides": [], "status": "failed"}]
+    (tmp_path / "sweep.json").write_text(json.dumps({"compare_by": "channels_last", "jobs": jobs}))
+    with pytest.raises(ConfigError):
+        read_sweep(tmp_path)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("others_pct", "verdict", "notes"), [(None, "faster", 2), (15.0, "faster", 2), (40.0, "not_comparable", 1)]
+)
+def test_compare_and_the_sweep_reach_the_same_verdict(
+    stand_in: Path,
+    tmp_path: Path,
+    others_pct: float | None,
+    verdict: str,
+    notes: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The load of the machine is in each run's summary. One note says that there is one run per side."""
+    folder, summary = tmp_path / "sweep", f'"world_size": 1, "device": "cpu", "others_pct": {others_pct}'
+    stand_in.write_text(STAND_IN.replace('"world_size": 1', summary))
+    assert run_sweep(["-m", *LAYOUTS, f"hydra.sweep.dir={folder}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4, "one line for the sweep, one per job and the verdict"
+    assert "resnet18_channels_last: completed" in lines[1] and "150.5 images/s" in lines[1]
+    assert "left" in lines[1], "an estimate of the time left"
+    assert lines[-1].startswith("resnet18 (bf16): ") and lines[-1].endswith(f"Report: {folder}/comparison.md")
+    [by_sweep] = pairs(folder)
+    assert (by_sweep["baseline"], by_sweep["candidate"]) == ("contiguous", "channels_last")
+    assert (by_sweep["verdict"], len(by_sweep["notes"])) == (verdict, notes)
+    assert by_sweep["ratio"] == pytest.approx(1.5, rel=0.02)
+    runs = [folder / f"resnet18_{layout}" for layout in ("contiguous", "channels_last")]
+    for folders in ([folder], runs, runs[::-1]):
+        compare_folders(folders, out=tmp_path / "report")
+        assert pairs(tmp_path / "report") == [by_sweep]
+
+
+def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
+    stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    words = ["channels_last=true", "model=resnet18,alexnet,vgg11,vgg13,resnet50"]
+    assert run_sweep(["-m", *words, f"hydra.sweep.dir={folder}"]) == 1
+    jobs = {name.partition("_")[0]: str(why) for name, why in problems(folder).items()}
+    assert [name for name, why in jobs.items() if why == "None"] == ["resnet18", "resnet50"]
+    assert jobs["alexnet"] == "RuntimeError: the weights are not numbers (exit code 1)"
+    assert jobs["vgg11"].startswith("killed by SIGKILL")
+    assert jobs["vgg13"].startswith("MemoryError: DefaultCPU")
+    failed = json.loads((folder / "comparison.json").read_text())["failed"]
+    assert [entry["job"] for entry in failed] == [1, 2, 3]
+    assert "killed by SIGKILL" in (folder / "comparison.md").read_text()
+    verdict, resume = capsys.readouterr().out.splitlines()[-2:]
+    assert "3 jobs did not finish" in verdict and f"resume_sweep={folder} runs what is missing" in resume
+
+    (stand_in.parent / "mended").touch()
+    (stand_in.parent / "calls").unlink()
+    assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
+    assert calls(stand_in) == ["alexnet_channels_last", "vgg11_channels_last", "vgg13_channels_last"]
+    assert set(problems(folder).values()) == {None}
+    assert json.loads((folder / "comparison.json").read_text())["failed"] == []
+
+
+@pytest.mark.parametrize("damage", ["deleted", "metrics.jsonl", "summary.json"])
+def test_what_is_lost_after_a_sweep_runs_again(stand_in: Path, swept: Path, damage: str) -> None:
+    lost = swept / "resnet18_contiguous"
+    if damage == "deleted":
+        shutil.rmtree(lost)
+    else:
+        (lost / damage).write_text("garbage\n{\n")
+    assert problem_of(lost) is not None
+    assert run_sweep(["-m", f"resume_sweep={swept}"]) == 0
+    assert calls(stand_in) == [lost.name] and len(pairs(swept)) == 1
+
+
+def test_a_sweep_by_another_key(stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=resnet18", "channels_last=true", "precision=bf16,fp32"]
+    assert run_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
+    assert "compare_by=precision" in capsys.readouterr().out.splitlines()[0], "before the start"
+    assert compare_folders([tmp_path / "sweep"]).pairs == [], "one layout only"
+    assert "compare_by=precision" in capsys.readouterr().out
+    [pair] = compare_folders([tmp_path / "sweep"], "precision").pairs
+    assert (pair.baseline, pair.candidate) == ("precision=fp32", "precision=bf16")
 
 
 @pytest.mark.slow
@@ -311,33 +307,13 @@ def test_a_sweep_of_the_real_program(tmp_path: Path, image_folder: Path, fork_se
     ]
     done = fork_server.start(words, tmp_path / "log")
     assert done.wait() == 0, done.output()
-    [pair] = json.loads((tmp_path / "sweep" / "comparison.json").read_text())["pairs"]
+    [pair] = pairs(tmp_path / "sweep")
     assert (pair["baseline"], pair["candidate"]) == ("contiguous", "channels_last")
     assert abs(pair["loss_gap"]) < 1e-3, "equal weights, data and order: the layouts must learn the same"
     assert done.output().splitlines()[-1].endswith("comparison.md")
 
 
-def test_a_value_that_is_listed_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="channels_last: a value is listed twice"):
-        plan_sweep(["-m", "channels_last=false,false"])
-
-
-def test_equal_names_get_a_number() -> None:
-    planned = plan_sweep(["-m", "weights=a/b.pth,a_b.pth"])
-    assert len({job.name for job in planned.jobs}) == 2
-
-
-def test_a_sweep_by_another_key(stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "sweep"
-    assert sweep(stand_in, folder, "model=resnet18", "channels_last=true", "precision=bf16,fp32") == 0
-    assert "compare_by=precision" in capsys.readouterr().out.splitlines()[0], "before the start"
-    assert compare_folders([folder]).pairs == [], "one layout only"
-    assert "compare_by=precision" in capsys.readouterr().out
-    [pair] = compare_folders([folder], "precision").pairs
-    assert (pair.baseline, pair.candidate) == ("precision=fp32", "precision=bf16")
-
-
-# --- nothing of others is deleted -------------------------------------------------------------------------------------
+# --- folders and processes --------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_without_axes_has_a_name_and_deletes_nothing(stand_in: Path, tmp_path: Path) -> None:
@@ -345,9 +321,9 @@ def test_a_sweep_without_axes_has_a_name_and_deletes_nothing(stand_in: Path, tmp
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").touch()
     with pytest.raises(ConfigError, match="resnet18_contiguous"):
-        sweep(stand_in, tmp_path)
+        run_sweep(["-m", f"hydra.sweep.dir={tmp_path}"])
     (tmp_path / "resnet18_contiguous").rename(tmp_path / "other")
-    assert sweep(stand_in, tmp_path, "model=resnet18", "channels_last=false") == 0
+    assert run_sweep(["-m", "model=resnet18", "channels_last=false", f"hydra.sweep.dir={tmp_path}"]) == 0
     assert (tmp_path / "run" / "precious").exists() and (tmp_path / "other" / "precious").exists()
     assert (tmp_path / "resnet18_contiguous" / "metrics.jsonl").exists()
 
@@ -355,110 +331,177 @@ def test_a_sweep_without_axes_has_a_name_and_deletes_nothing(stand_in: Path, tmp
 def test_resuming_uses_only_folders_that_the_sweep_has_started(
     stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = plan_sweep(["-m", "channels_last=true,false", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    started, foreign = (planned.folder / job.name for job in planned.jobs)
-    for folder in (started, foreign):
+    """One has a log alone, one a checkpoint and the batch size that was measured, one is of somebody else."""
+    words = ["channels_last=true,false", "model=resnet18,resnet34", "batch_size=auto"]
+    planned = plan_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    started, saved, foreign, _ = (planned.folder / job.name for job in planned.jobs)
+    for folder in (started, saved / "checkpoints", foreign):
         folder.mkdir(parents=True)
     (started / LOG_NAME).touch()
+    (saved / LOG_NAME).touch()
+    (saved / "checkpoints" / "step-1.pt").touch()
+    (saved / "config.yaml").write_text("model: resnet18\nbatch_size: 96\n")
     planned.save()
-    stand_in.write_text(STAND_IN.replace("settings = ", "print(sys.argv); settings = "))
-    assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 1
+    assert run_sweep(["-m", f"resume_sweep={planned.folder}"]) == 1
     assert problem_of(started) is None and "'overwrite=true'" in (started / LOG_NAME).read_text()
+    assert "'batch_size=96', 'resume=auto'" in (saved / LOG_NAME).read_text()
     assert not any(foreign.iterdir())
     assert f"failed ({foreign} exists already" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("damage", ["deleted", "metrics.jsonl", "summary.json"])
-def test_what_is_lost_after_a_sweep_runs_again(stand_in: Path, tmp_path: Path, damage: str) -> None:
-    folder = tmp_path / "sweep"
-    assert sweep(stand_in, folder, "channels_last=true,false", "model=resnet18") == 0
-    lost = folder / "resnet18_contiguous"
-    if damage == "deleted":
-        shutil.rmtree(lost)
-    else:
-        (lost / damage).write_text("garbage\n{\n")
-    assert problem_of(lost) is not None
-    (stand_in.parent / "calls").unlink()
-    assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
-    assert calls(stand_in) == [lost.name]
-    assert len(json.loads((folder / "comparison.json").read_text())["pairs"]) == 1
-
-
-@pytest.mark.parametrize("name", ["../precious", "a/b", ""])
-def test_a_record_cannot_name_other_folders(tmp_path: Path, name: str) -> None:
-    jobs = [{"number": 0, "name": name, "overrides": [], "status": "failed"}]
-    (tmp_path / "sweep.json").write_text(json.dumps({"compare_by": "channels_last", "jobs": jobs}))
-    with pytest.raises(ConfigError):
-        read_sweep(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path, tmp_path: Path) -> None:
-    """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
-    folder = tmp_path / "sweep"
-    program = (
-        "import sys; from cl_train.comparison.sweep import run_sweep; "
-        f"sys.exit(run_sweep(['-m', 'channels_last=true', 'model=vgg16,resnet18', "
-        f"'hydra.sweep.dir={folder}'], [{str(stand_in)!r}]))"
-    )
-    launcher_process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
-    ready = folder / "vgg16_channels_last" / "ready"
-    wait_until(ready.exists)
-    with pytest.raises(ConfigError, match=str(launcher_process.pid)):
-        run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)])
-    job = Process(int(ready.read_text()))
-    launcher_process.kill()
-    launcher_process.wait()
-    wait_until(lambda: not job.is_running())
-    (stand_in.parent / "mended").touch()
-    assert run_sweep(["-m", f"resume_sweep={folder}"], [str(stand_in)]) == 0
-    assert set(problems(folder).values()) == {None}
 
 
 def test_a_job_waits_for_the_process_that_still_writes_to_its_folder(
     stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = plan_sweep(["-m", "channels_last=true", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    [job] = planned.jobs
-    (planned.folder / job.name).mkdir(parents=True)
-    (planned.folder / job.name / LOG_NAME).touch()
+    folder = planned.folder / planned.jobs[0].name
+    folder.mkdir(parents=True)
+    (folder / LOG_NAME).touch()
     planned.save()
     program = (
         "import time; from cl_train.system.files import lock_file\n"
-        f"with lock_file({str(planned.folder / job.name / '.lock')!r}):\n"
+        f"with lock_file({str(folder / '.lock')!r}):\n"
         "    print('locked', flush=True)\n"
         "    time.sleep(10_000)\n"
     )
-    holder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
-    assert holder.stdout is not None and holder.stdout.readline()
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
 
-    def end_the_holder(seconds: float) -> None:
-        holder.kill()
-        holder.wait()
+        def end_the_holder(seconds: float) -> None:
+            holder.kill()
+            holder.wait()
 
-    clock = SimpleNamespace(monotonic=time.monotonic, strftime=time.strftime, sleep=end_the_holder)
-    monkeypatch.setattr(files, "time", clock)
-    assert run_sweep(["-m", f"resume_sweep={planned.folder}"], [str(stand_in)]) == 0
+        clock = SimpleNamespace(monotonic=time.monotonic, strftime=time.strftime, sleep=end_the_holder)
+        monkeypatch.setattr(files, "time", clock)
+        assert run_sweep(["-m", f"resume_sweep={planned.folder}"]) == 0
     assert holder.returncode == -signal.SIGKILL
-    holder.stdout.close()
     assert str(holder.pid) in capsys.readouterr().err
 
 
-# --- long enough ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Path) -> None:
+    stand_in.write_text(
+        'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())'
+    )
+    [job] = plan_sweep(["-m", "nproc=2", "model=resnet18", f"hydra.sweep.dir={tmp_path / 'sweep'}"]).jobs
+    assert LocalJobs(tmp_path, [[job]], [Slot()]).run() == 0
+    log = (tmp_path / job.name / LOG_NAME).read_text()
+    assert "rank 0 of 2" in log and "rank 1 of 2" in log
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def test_signals_are_noted_but_not_sighup_under_nohup() -> None:
+    nohup, before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
+    received: list[int] = []
+    try:
+        with signals_noted([signal.SIGTERM, signal.SIGHUP], received):
+            for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):  # Slurm sends SIGTERM more than once
+                signal.raise_signal(signum)
+    finally:
+        signal.signal(signal.SIGHUP, nohup)
+    assert received == [signal.SIGTERM] * 2 and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_path: Path, signum: int) -> None:
+    folder = tmp_path / "sweep"
+    process = launch(stand_in, folder, "resnet18,vgg16,resnet34")
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signum
+    done, interrupted, pending = problems(folder).values()
+    assert done is None and pending == "has not run" and str(interrupted).startswith("interrupted, stopped by SIG")
+    assert "stopped by SIG" in output and "resume_sweep=" in output
+    assert len(json.loads((folder / "comparison.json").read_text())["failed"]) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path, tmp_path: Path) -> None:
+    """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
+    folder = tmp_path / "sweep"
+    with launch(stand_in, folder, "vgg16,resnet18") as launcher:
+        with pytest.raises(ConfigError, match=str(launcher.pid)):
+            run_sweep(["-m", f"resume_sweep={folder}"])
+        job = Process(int((folder / "vgg16_channels_last" / "ready").read_text()))
+        launcher.kill()
+    wait_until(lambda: not job.is_running())
+    (stand_in.parent / "mended").touch()
+    assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
+    assert set(problems(folder).values()) == {None}
+
+
+# --- GPUs and cores ---------------------------------------------------------------------------------------------------
+
+
+def test_pairs_stay_on_one_gpu_and_alternate(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPU slots take the place of GPUs. A job begins when the other GPU has had one."""
+    both_run = (
+        "end = time.monotonic() + 300\n"
+        'while len({p.read_text()[:12] for p in folder.parent.glob("*/place.json")}) < 2:\n'
+        "    assert time.monotonic() < end\n"
+        "    time.sleep(0.01)\n"
+        "place['cores'] = sorted(os.sched_getaffinity(0))\n"
+        '(folder / "place.json").write_text(json.dumps(place))\n'
+    )
+    stand_in.write_text(STAND_IN.replace('if model == "alexnet"', f'{both_run}if model == "alexnet"'))
+    monkeypatch.setattr(sweep_module, "own_cores", lambda: [0, 1] * 2)
+    monkeypatch.setattr(sweep_module, "visible_gpus", lambda: ["0", "1"])
+    words = ["channels_last=true,false", "model=resnet18,resnet34", "repeats=2", "data=synthetic", "launcher.gpus=0,1"]
+    assert run_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
+    places = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("sweep/*/place.json")}
+    used = []
+    for model in ("resnet18", "resnet34"):
+        jobs = sorted((place["at"], name, place["gpus"]) for name, place in places.items() if name.startswith(model))
+        suffixes = [name.removeprefix(f"{model}_") for _, name, _ in jobs]
+        assert suffixes == ["channels_last_1", "contiguous_1", "contiguous_2", "channels_last_2"], "A B B A"
+        assert len({gpu for *_, gpu in jobs}) == 1, "a pair stays on one GPU"
+        used.append(jobs[0][2])
+    assert set(used) == {"0", "1"}
+    assert all(place["cores"] == [0, 1] for place in places.values())
+    assert {pair["verdict"] for pair in pairs(tmp_path / "sweep")} == {"faster"}
+
+
+def job(*words: str, nproc: int = 1) -> Job:
+    return Job(0, "a", list(words), nproc)
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    cores = list(range(16))
+    monkeypatch.setattr(sweep_module, "own_cores", lambda: cores)
+    return cores
+
+
+def test_gpus_and_cores_are_divided(cores: list[int]) -> None:
+    gpus = ["0", "1", "2", "3"]
+    assert plan_slots(["all"], gpus, [[job()]] * 9) == [
+        Slot((str(i),), tuple(cores[4 * i : 4 * i + 4])) for i in range(4)
+    ]
+    assert plan_slots(["all"], gpus[:3], [[job(), job(nproc=2)]] * 9) == [Slot(("0", "1"), tuple(cores))]
+    assert [len(slot.cores) for slot in plan_slots(["all"], gpus, [[job()]] * 2)] == [8, 8], "one per group"
+    assert [slot.gpus for slot in plan_slots(["5"], ["2", "5"], [[job()]])] == [("5",)]
+    del cores[2:]
+    assert len(plan_slots(["all"], gpus[:2], [[job("data=synthetic")]] * 2)) == 2, "no loader"
+    assert len(set(own_cores())) == len(own_cores()) > 0
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("asked", "visible", "count", "settings", "word"),
     [
-        ["data=synthetic", "max_steps=20"],  # one window of ten steps after ten of warm-up
-        ["data=synthetic", "data.synthetic_images=320", "epochs=4"],  # ten steps an epoch, the first is warm-up
-        ["data=sample", "epochs=1", "batch_size=32"],  # 34 steps: 10 to 20, to 30, to 34
-        ["data=folder", "data.root=/nowhere", "max_steps=40"],
+        ("all", "0,1,2,3", 7, job(), "cores"),  # one core per job: none for its loader
+        ("all", "0,1", 16, job("data.workers=9"), "data.workers"),
+        ("all", "0,1", 7, job("data.workers=4", nproc=2), "cores"),
+        ("all", "0", 16, job(nproc=2), "nproc"),
+        ("all", "0,1", 16, job("device=cpu"), "device=cpu"),
+        ("0", "2,5", 16, job(), "2,5"),
+        ("2,2", "2,5", 16, job(), "each once"),
     ],
 )
-def test_a_sweep_of_runs_that_are_too_short_is_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="log_every"):
-        plan_sweep(["-m", "channels_last=true,false", *words])
-    assert plan_sweep(["-m", "seed=1,2", *words]).jobs, "these are not compared"
-    longer = [word for word in words if not word.startswith(("epochs", "max_steps"))]
-    assert plan_sweep(["-m", "channels_last=true,false", *longer, "epochs=5", "max_steps=50"]).jobs
+def test_what_cannot_work_is_refused(
+    asked: str, visible: str, count: int, settings: Job, word: str, cores: list[int]
+) -> None:
+    del cores[count:]
+    with pytest.raises(ConfigError, match=word):
+        plan_slots(asked.split(","), visible.split(","), [[settings]] * 9)
