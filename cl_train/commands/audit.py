@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # torch is imported only after the settings have been checked
     from torch import nn
 
     from cl_train.memory_format.audit_report import LayoutReport
+    from cl_train.step.precision import Precision
 
 
 @dataclass
@@ -52,7 +53,7 @@ class AuditSettings:
     input_channels: int = setting(3, "channels of the images", minimum=1)
     num_classes: int = setting(1000, "number of classes", minimum=2)
     output_entry: str | None = setting(
-        None, "which entry of the model's output is used: a dict's key, an attribute or an index"
+        None, "entry of the model's output to use: a dict's key, an attribute or an index"
     )
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
@@ -80,19 +81,39 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+    """Raises ConfigError: the model cannot be built or run, or not be traced for `compile`."""
+    import torch
+
+    from cl_train.comparison.chart import write_times_chart
+    from cl_train.memory_format.audit_report import markdown_table
+    from cl_train.memory_format.operator_support import operator_support
+    from cl_train.memory_format.reproduction import reproduction
+    from cl_train.step.precision import resolve_precision
+    from cl_train.system.distributed import choose_device
+
+    device = choose_device(settings.device)
+    precision = resolve_precision(settings.precision, device)
     if settings.operators:
-        return _operator_table(settings)
+        rows, dtype = operator_support(device, precision.input_dtype), str(precision.input_dtype)
+        where = {"torch": torch.__version__, "device": str(device), "dtype": dtype.removeprefix("torch.")}
+        text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
+        return {"schema_version": 1, **where, "operators": rows}, text
     if not settings.time and (settings.repro or settings.chart):
         raise ConfigError("repro= and chart= need time=true")
-    files = (("repro", settings.repro), ("chart", settings.chart))
+    if precision.reason:
+        print(f"precision: {precision.name} ({precision.reason})")
     with ExitStack() as stack:
-        opened = [
+        program, chart = (
             stack.enter_context(output_file(Path(name), overwrite=settings.overwrite, key=key)) if name else None
-            for key, name in files
-        ]
-        report = audit_model(settings)
-        if settings.time:
-            _write_extras(report, *opened)
+            for key, name in (("repro", settings.repro), ("chart", settings.chart))
+        )
+        report = _audit_model(settings, device, precision)
+        if program:
+            program.write_text(reproduction(report.times.worst(), report.model, report.device), encoding="utf-8")
+        if chart:
+            title = f"{report.model}, {report.precision} on {report.device}"
+            if not write_times_chart(report.times, title, chart):
+                raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
     text, lost = f"{report}\n\n{report.summary()}", report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:
@@ -100,62 +121,29 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     return {**report.to_dict(), "exceeded": exceeded}, text
 
 
-def _write_extras(report: "LayoutReport", program: Path | None, chart: Path | None) -> None:
-    from cl_train.comparison.chart import write_times_chart
-    from cl_train.memory_format.reproduction import reproduction
-
-    if program:
-        program.write_text(reproduction(report.times.worst(), report.model, report.device), encoding="utf-8")
-    if chart and not write_times_chart(report.times, f"{report.model}, {report.precision} on {report.device}", chart):
-        raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
-
-
-def _operator_table(settings: AuditSettings) -> tuple[dict[str, Any], str]:
-    import torch
-
-    from cl_train.memory_format.audit_report import markdown_table
-    from cl_train.memory_format.operator_support import operator_support
-    from cl_train.step.precision import resolve_precision
-    from cl_train.system.distributed import choose_device
-
-    device = choose_device(settings.device)
-    dtype = resolve_precision(settings.precision, device).input_dtype
-    rows = operator_support(device, dtype)
-    where = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
-    return {"schema_version": 1, **where, "operators": rows}, f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
-
-
-def audit_model(settings: AuditSettings) -> "LayoutReport":
-    """Build, convert and audit the model of the settings.
-
-    Raises ConfigError: the model cannot be built or run, or not be traced for `compile`.
-    """
+def _audit_model(settings: AuditSettings, device: "torch.device", precision: "Precision") -> "LayoutReport":
+    """Build, convert and audit the model of the settings."""
     import torch
 
     from cl_train.memory_format.audit import audit
     from cl_train.memory_format.convert import convert
-    from cl_train.memory_format.inductor import compiled_graphs
-    from cl_train.memory_format.model_call import explain_failure, mean_square, output_tensors
+    from cl_train.memory_format.model_call import failure_explained, mean_square, output_tensors
+    from cl_train.memory_format.operator_support import compiled_graphs
     from cl_train.models import sources as models
-    from cl_train.step.precision import autocast, cast_model, resolve_precision
-    from cl_train.system.distributed import choose_device
+    from cl_train.step.precision import autocast, cast_model
 
-    device = choose_device(settings.device)
-    precision = resolve_precision(settings.precision, device)
-    if precision.reason:
-        print(f"precision: {precision.name} ({precision.reason})")
     torch.manual_seed(0)
     model = models.build_model(
         settings.model, num_classes=settings.num_classes, weights=settings.weights, image_size=settings.image_size
-    ).to(device)
-    cast_model(model, precision).train(settings.backward)
+    )
+    cast_model(model.to(device), precision).train(settings.backward)
     if settings.channels_last:
         print(convert(model, settings.conversion, settings.select))
-    images = _images(settings, device, precision.input_dtype)
-
-    def loss(model: "nn.Module") -> "torch.Tensor":
-        with autocast(precision, device):
-            return mean_square(output_tensors(model(images), settings.output_entry))
+    frames = [settings.frames] * bool(settings.frames)
+    shape = (settings.batch_size, settings.input_channels, *frames, settings.image_size, settings.image_size)
+    images = torch.randn(shape).to(device, precision.input_dtype)
+    if settings.channels_last and settings.input_channels_last:
+        images = images.to(memory_format=torch.channels_last_3d if settings.frames else torch.channels_last)
 
     report = audit(
         model,
@@ -168,20 +156,12 @@ def audit_model(settings: AuditSettings) -> "LayoutReport":
         time_limit_s=settings.time_limit_s,
         name=settings.model,
     )
+
+    def loss(compiled: "nn.Module") -> "torch.Tensor":
+        with autocast(precision, device):
+            return mean_square(output_tensors(compiled(images), settings.output_entry))
+
     if settings.compile:
-        try:
+        with failure_explained("the model cannot be traced", "leave out compile=true"):  # not every model can
             report.compiled = compiled_graphs(model, loss, settings.backward)
-        except Exception as error:  # torch.compile cannot trace every model
-            raise ConfigError(f"compile=true: the model cannot be traced: {explain_failure(error)}") from error
     return report
-
-
-def _images(settings: AuditSettings, device: "torch.device", dtype: "torch.dtype") -> "torch.Tensor":
-    import torch
-
-    frames = [settings.frames] if settings.frames else []
-    shape = (settings.batch_size, settings.input_channels, *frames, settings.image_size, settings.image_size)
-    images = torch.randn(shape).to(device, dtype)
-    if settings.channels_last and settings.input_channels_last:
-        images = images.to(memory_format=torch.channels_last_3d if settings.frames else torch.channels_last)
-    return images

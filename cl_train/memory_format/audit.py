@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.audit_report import Call, LayoutReport
+from cl_train.memory_format.audit_report import Call, LayoutReport, grouped
 from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, classify, model_memory_format, refuse_lazy, to_memory_format
 from cl_train.memory_format.model_call import (
@@ -20,13 +20,14 @@ from cl_train.memory_format.model_call import (
     mean_square,
     output_tensors,
     state_restored,
+    tensors_in,
 )
 from cl_train.memory_format.operator_recorder import OperatorRecorder
 from cl_train.memory_format.operator_times import time_operators
 from cl_train.step.precision import Precision, autocast
 from cl_train.system.machine import timed_s
 
-_TIMED_REPEATS = 3
+_SAME_CALL = ("operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs")
 
 
 @crash_safe
@@ -49,9 +50,8 @@ def audit(
 
     Args:
         model: any module, in the mode (train or eval) and the memory format to audit.
-        batch: the model's input, or a tuple or list of its inputs, or a dict of its keyword arguments; a list of images
-            [C,H,W] for a detection model. The first tensor of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) determines
-            the number of dimensions of an image.
+        batch: the model's input; a tuple, list or dict of its inputs; or a list of images [C,H,W] (detection). The
+            first tensor of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) tells how many dimensions an image has.
         precision: of the step; None: fp32 (the tensors' own dtypes, no autocast).
         loss: returns a scalar from the model's output; None: mean square of its floating-point tensors, or of `output`.
         output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a tuple's index.
@@ -67,50 +67,69 @@ def audit(
     refuse_lazy(model)
     images = _first_images(batch)
     device = images.device
-    described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
-
-    def forward(batch: Any) -> torch.Tensor | None:
-        with autocast(precision, device), nullcontext() if backward else torch.no_grad():
-            result = call_model(model, batch)
-            if not backward:
-                return None
-            scalar = loss(result) if loss is not None else mean_square(output_tensors(result, output))
-        if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
-            raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
-        return scalar
+    own_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
+    forward = partial(_forward, model, precision, device, own_loss if backward else None)
 
     def step() -> None:
         scalar = forward(batch)
         if scalar is not None and scalar.requires_grad:  # False if all parameters are frozen
             scalar.backward()
 
-    recorder = OperatorRecorder(max(images.dim(), 4))
+    described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
     remedy = "check the shape, dtype and device of the batch"
+    recorder = OperatorRecorder(max(images.dim(), 4))
+    report = LayoutReport(
+        name or type(model).__name__,
+        model_memory_format(model),
+        described,
+        precision.name,
+        str(device),
+        torch.__version__,
+    )
     with failure_explained(f"the model failed on {described}", remedy), state_restored(model, device):
         with recorder.module_hooks(), recorder:
             step()
-        step_ms = _median_ms(step, device) if measure else None
+        if measure:
+            report.step_ms = _median_ms(step, device)
         model.zero_grad(set_to_none=True)
-        times = None
         if time:
-            times = time_operators(model, batch, forward, precision=precision, device=device, time_limit_s=time_limit_s)
-    of_model = (name or type(model).__name__, model_memory_format(model), described)
-    calls = recorder.merged_calls()
-    report = LayoutReport(
-        *of_model, precision.name, str(device), torch.__version__, calls, recorder.step_bytes, step_ms, times
-    )
+            report.times = time_operators(
+                model, batch, forward, precision=precision, device=device, time_limit_s=time_limit_s
+            )
+    report.calls = [replace(group[0], count=len(group)) for group in grouped(recorder.calls, *_SAME_CALL)]
+    report.step_bytes = recorder.step_bytes
     if measure:
-        _time_copies(calls, device)
+        _time_copies(report.calls, device)
     return report
 
 
 def _first_images(batch: Any) -> torch.Tensor:
     """The first tensor of 4 or 5 dimensions of a model's input; else the first image [C,H,W]."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    for dims in ((4, 5), (3,)):
-        if found := [tensor for tensor in tensors if tensor.dim() in dims]:
-            return found[0]
-    raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W], and no image [C,H,W]")
+    tensors = tensors_in(batch)
+    images = [tensor for tensor in tensors if tensor.dim() in (4, 5)] or [t for t in tensors if t.dim() == 3]
+    if not images:
+        raise ConfigError(
+            "the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W], nor images [C,H,W]"
+        )
+    return images[0]
+
+
+def _forward(
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    loss: Callable[[Any], torch.Tensor] | None,
+    batch: Any,
+) -> torch.Tensor | None:
+    """The scalar loss of a batch; None without a loss, and then without gradients."""
+    with autocast(precision, device), nullcontext() if loss else torch.no_grad():
+        result = call_model(model, batch)
+        if loss is None:
+            return None
+        scalar = loss(result)
+    if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
+        raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
+    return scalar
 
 
 def _time_copies(calls: list[Call], device: torch.device) -> None:
@@ -128,5 +147,5 @@ def _time_copies(calls: list[Call], device: torch.device) -> None:
 
 
 def _median_ms(work: Callable[[], object], device: torch.device) -> float:
-    """Median of a few runs after one for warm-up. The host waits for the device before and after each."""
-    return 1000 * median([timed_s(work, device) for _ in range(1 + _TIMED_REPEATS)][1:])
+    """Median of three runs after one for warm-up. The host waits for the device before and after each."""
+    return 1000 * median([timed_s(work, device) for _ in range(4)][1:])

@@ -3,11 +3,10 @@
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Outcome = Literal["kept", "lost", "restored", "created", "ambiguous", "contiguous"]
-CopyKind = Literal["", "explicit", "hidden", "strided"]
-OUTCOMES: tuple[Outcome, ...] = ("kept", "lost", "restored", "created", "ambiguous", "contiguous")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 SCHEMA_VERSION = 3
 
 
@@ -17,9 +16,8 @@ class Call:
 
     `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in backward also: a
     gradient made contiguous although its activation is channels_last); "restored", a contiguous input and
-    channels_last out; "created", in backward a contiguous gradient of a channels_last activation, made without reading
-    a channels_last tensor, which moves no bytes; "ambiguous", size-1 dimensions leave both formats possible;
-    "contiguous", contiguous in and out.
+    channels_last out; "created", a gradient that counts as lost but was made without reading a channels_last tensor,
+    which moves no bytes; "ambiguous", size-1 dimensions leave both formats possible; "contiguous", in and out.
     `copy`: how the layout was changed. "explicit", the call is a copy; "hidden", the kernel permutes its input first;
     "strided", an element-wise kernel reads one input with large strides; "", no copy.
     """
@@ -35,10 +33,27 @@ class Call:
     strides: tuple[int, ...]
     dtype: str
     inputs: tuple[str, ...] = ()
-    copy: CopyKind = ""
+    copy: str = ""
     moved_bytes: int = 0
     copy_ms: float | None = None
     count: int = 1
+
+    @property
+    def name(self) -> str:
+        return short_name(self.operator)
+
+    def advice(self) -> str:
+        """What to do about a loss."""
+        if self.module_type == "Parameter":
+            return "The parameter is contiguous and its gradient is not; a gradient takes its parameter's strides."
+        if self.copy == "explicit" and self.direction == "forward":
+            return (
+                "Remove this copy (a .contiguous(), or a .reshape that cannot be a view), or call "
+                ".to(memory_format=torch.channels_last) after it; a flatten before the classifier cannot be avoided."
+            )
+        if any(given.startswith("contiguous") for given in self.inputs):
+            return "One of its inputs was contiguous already: see the loss before it."
+        return "This kernel returns contiguous: replace it if the share matters."
 
 
 @dataclass
@@ -69,12 +84,13 @@ class LayoutReport:
 
     @property
     def moved_bytes(self) -> int:
+        """Bytes copied to change the format."""
         return _total(self.calls, "moved_bytes")
 
     @property
     def moved_pct(self) -> float:
-        """Bytes copied to change the format, as a share of all bytes of the step."""
-        return self._share_pct(self.calls)
+        """The same as a share of all bytes of the step."""
+        return 100 * self.moved_bytes / max(self.step_bytes, 1)
 
     @property
     def copy_ms(self) -> float | None:
@@ -85,27 +101,36 @@ class LayoutReport:
         """The conclusions as text, the most expensive loss first."""
         if self.model_memory_format == "contiguous" and not self.of("kept"):
             return ["the model and its input are contiguous, so nothing can be lost; convert the model first"]
-        lines = []
-        for direction in ("forward", "backward"):
-            for calls in grouped(self.of("lost", direction), "operator"):
-                what = f"{short_name(calls[0].operator)} ({direction}) returned contiguous"
-                lines.append(f"{self._cost(calls, what)}. {advice(calls[0])}")
+        lines = [
+            f"{self._cost(calls, f'{calls[0].name} ({calls[0].direction}) returned contiguous')}. {calls[0].advice()}"
+            for calls in grouped(self.of("lost"), "direction", "operator")
+        ]
         restored = self.of("restored")
         if not lines:
-            lines.append("no operator loses channels_last" + ("" if restored else ", and none has to restore it"))
+            lines.append("no operator loses channels_last" + ", and none has to restore it" * (not restored))
         if restored:
             lines.append(self._cost(restored, "a contiguous input was converted to channels_last"))
         for calls in grouped(self.of("created"), "operator"):
-            what = f"{short_name(calls[0].operator)} (backward) created a contiguous gradient and moved nothing"
-            lines.append(f"{_count(calls)} x {what}: {_reason_of_creation(calls[0])}")
+            is_expanded = any(given.startswith("expanded") for given in calls[0].inputs)
+            reason = "its incoming gradient is expanded (of a mean or a sum)" if is_expanded else "its kernel does so"
+            what = f"{calls[0].name} (backward) created a contiguous gradient and moved nothing"
+            lines.append(f"{_count(calls)} x {what}: {reason}")
         if self.copy_ms is not None and self.step_ms:
             pct = 100 * self.copy_ms / self.step_ms
             lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
         return lines
 
+    def _cost(self, calls: list[Call], what: str) -> str:
+        """The number of calls, their share of the bytes, and the first two lines of code with a module each."""
+        lines = [group[0] for group in grouped(calls, "source")]
+        listed = [f"{first.source or 'no Python line'} in {first.module or '(top)'}" for first in lines[:2]]
+        more = f"; and {len(lines) - 2} more lines" if len(lines) > 2 else ""
+        pct = 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
+        return f"{_count(calls)} x {what}: {pct:.1f} % of the step's bytes ({'; '.join(listed)}{more})"
+
     def summary(self) -> str:
         """The outcome in one sentence."""
-        kept, lost, restored = (_count(self.of(outcome)) for outcome in OUTCOMES[:3])
+        kept, lost, restored = (self.totals[outcome] for outcome in OUTCOMES[:3])
         number = kept + lost + restored
         if not number:
             return f"{self.model}: no operator call has channels_last tensors"
@@ -113,30 +138,18 @@ class LayoutReport:
         cost = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" if lost or restored else ""
         return f"{self.model} {text} operator calls{cost}"
 
-    def _cost(self, calls: list[Call], what: str) -> str:
-        """The number of calls, their share of the bytes, and the first two lines of code with a module each."""
-        places = {call.source or "no Python line": call.module or "(top)" for call in reversed(calls)}
-        listed = [f"{source} in {module}" for source, module in reversed(places.items())]
-        more = f"; and {len(listed) - 2} more lines" if len(listed) > 2 else ""
-        share = f"{self._share_pct(calls):.1f} % of the step's bytes"
-        return f"{_count(calls)} x {what}: {share} ({'; '.join(listed[:2])}{more})"
-
-    def _share_pct(self, calls: list[Call]) -> float:
-        return 100 * _total(calls, "moved_bytes") / self.step_bytes if self.step_bytes else 0.0
-
     def to_dict(self) -> dict[str, Any]:
         """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
-        listed: tuple[Outcome, ...] = ("lost", "restored", "created", "ambiguous")
         return {
             "schema_version": SCHEMA_VERSION,
             **vars(self),
             "times": self.times and self.times.to_dict(),
             "totals": self.totals,
             "moved_bytes": self.moved_bytes,
-            "moved_pct": round(self.moved_pct, 3),
             "copy_ms": self.copy_ms,
+            "moved_pct": round(self.moved_pct, 3),
             "verdict": self.verdict(),
-            "calls": [asdict(call) for outcome in listed for call in self.of(outcome)],
+            "calls": [asdict(call) for outcome in OUTCOMES[1:5] for call in self.of(outcome)],
         }
 
     def __str__(self) -> str:
@@ -147,12 +160,8 @@ class LayoutReport:
             f"operator calls: {totals}",
             *(f"- {line}" for line in self.verdict()),
         ]
-        tables = {
-            "lost": _call_rows(self.of("lost")),
-            "restored": _call_rows(self.of("restored")),
-            "compiled graphs": self.compiled,
-        }
-        for title, rows in tables.items():
+        lost, restored = _call_rows(self.of("lost")), _call_rows(self.of("restored"))
+        for title, rows in (("lost", lost), ("restored", restored), ("compiled graphs", self.compiled)):
             if rows:
                 parts += ["", f"{title}:", "", markdown_table(rows)]
         return "\n".join([*parts, "", str(self.times)] if self.times else parts)
@@ -178,24 +187,21 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 
 def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
     """One row for each operator on each line of code."""
-    rows = []
-    for group in grouped(calls, "operator", "direction", "source", "copy"):
-        first = group[0]
-        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        rows.append(
-            {
-                "count": _count(group),
-                "operator": short_name(first.operator),
-                "direction": first.direction,
-                "MiB": _total(group, "moved_bytes") / 2**20,
-                "ms": _total(group, "copy_ms"),
-                "copy": first.copy,
-                "module": f"{first.module or '(top)'} {list(first.shape)}{more}",
-                "source": first.source,
-                "line": first.line,
-            }
-        )
-    return rows
+    return [
+        {
+            "count": _count(group),
+            "operator": first.name,
+            "direction": first.direction,
+            "MiB": _total(group, "moved_bytes") / 2**20,
+            "ms": _total(group, "copy_ms"),
+            "copy": first.copy,
+            "module": f"{first.module or '(top)'} {list(first.shape)}" + f" and {len(more)} more" * bool(more),
+            "source": first.source,
+            "line": first.line,
+        }
+        for group in grouped(calls, "operator", "direction", "source", "copy")
+        for first, *more in [group]
+    ]
 
 
 def grouped(calls: list[Call], *fields: str) -> list[list[Call]]:
@@ -210,29 +216,9 @@ def _count(calls: list[Call]) -> int:
     return sum(call.count for call in calls)
 
 
-def _total(calls: list[Call], name: Literal["moved_bytes", "copy_ms"]) -> Any:
+def _total(calls: list[Call], name: str) -> Any:
     return sum((getattr(call, name) or 0) * call.count for call in calls)
 
 
 def short_name(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
-
-
-def advice(call: Call) -> str:
-    """What to do about a loss."""
-    if call.module_type == "Parameter":
-        return "The parameter is contiguous and its gradient is not; a gradient takes its parameter's strides."
-    if call.copy == "explicit" and call.direction == "forward":
-        return (
-            "Remove this copy (a .contiguous(), or a .reshape that cannot be a view), or call "
-            ".to(memory_format=torch.channels_last) after it; a flatten before the classifier cannot be avoided."
-        )
-    if any(given.startswith("contiguous") for given in call.inputs):
-        return "One of its inputs was contiguous already: see the loss before it."
-    return "This kernel returns contiguous: replace it if the share matters."
-
-
-def _reason_of_creation(call: Call) -> str:
-    if any(given.startswith("expanded") for given in call.inputs):
-        return "its incoming gradient is expanded (of a mean or a sum)"
-    return "the kernel allocates it contiguous, whatever the strides of the incoming gradient are"

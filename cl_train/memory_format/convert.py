@@ -1,7 +1,8 @@
 """Converting the parameters and buffers of a model from one memory format to another, in place."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ from cl_train.memory_format.layout import (
 Predicate = Callable[[str, nn.Module], bool]
 
 MODES = ("full", "conv", "select", "none")
+_DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+# The original of a parametrised tensor belongs to the parametrised module.
+_WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
 _CONVOLUTION_NAMES = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
 
 
@@ -93,66 +97,50 @@ def convert(
         raise ConfigError(f"a model cannot be converted to {memory_format}; use {', '.join(MEMORY_FORMATS)}{known}")
     report = ConversionReport(mode, memory_format)
     refuse_lazy(model)
-    root = _unwrap(model, report)
-    tensors = named_tensors(root)
-    _refuse_distributed(root, tensors)
-    selected = _selected(root, tensors, mode, select)
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        report.notes.append("compiled: the next call compiles again, as strides are guards")
+        model = model._orig_mod
+    if isinstance(model, nn.DataParallel):
+        report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
+    tensors = named_tensors(model)
+    _refuse_distributed(model, tensors)
+    selected = _selected(model, tensors, mode, select)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
     return report
 
 
-def _unwrap(model: Any, report: ConversionReport) -> Any:
-    """The module whose tensors are converted, without `torch.compile`'s wrapper."""
-    if isinstance(model, torch.export.ExportedProgram):
-        return model
-    if isinstance(model, nn.DataParallel):
-        report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        report.notes.append("compiled: the next call compiles again, as strides are guards")
-        return _unwrap(model._orig_mod, report)
-    return model
-
-
-def _refuse_distributed(root: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """DDP and FSDP have buckets and shards with the strides that the model had; a wrapper tensor hides its strides."""
-    modules = root.modules() if isinstance(root, nn.Module) else ()
-    kinds = [type(module).__name__ for module in modules if _is_distributed(module)]
-    kinds += [
-        type(tensor).__name__
-        for tensor in tensors.values()
-        if tensor.dim() in CHANNELS_LAST and is_traceable_wrapper_subclass(tensor)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    images = [tensor for tensor in tensors.values() if tensor.dim() in CHANNELS_LAST]
+    kinds: list[type] = [
+        type(module) for module in modules if _DISTRIBUTED & {kind.__name__ for kind in type(module).__mro__}
     ]
+    kinds += [type(tensor) for tensor in images if is_traceable_wrapper_subclass(tensor)]
     if kinds:
         raise ConfigError(
-            f"convert the model before it is wrapped or sharded: it has {kinds[0]}, which keeps the old strides "
-            "(pytorch/pytorch#47163)"
+            f"convert the model before it is wrapped or sharded: it has {kinds[0].__name__}, which keeps the old "
+            "strides (pytorch/pytorch#47163)"
         )
 
 
-def _is_distributed(module: nn.Module) -> bool:
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return bool(names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-
-
 def _selected(
-    root: Any, tensors: Mapping[str, torch.Tensor], mode: str, select: Iterable[str] | Predicate | None
+    model: Any, tensors: Mapping[str, torch.Tensor], mode: str, select: Iterable[str] | Predicate | None
 ) -> set[str]:
     """Names of the tensors that `mode` converts."""
-    if mode == "none":
-        return set()
-    if mode == "full":
-        return set(tensors)
+    if mode in ("none", "full"):
+        return set(tensors) if mode == "full" else set()
     if mode == "conv":
-        return _convolution_weights(root)
-    if isinstance(root, torch.export.ExportedProgram):
+        return _convolution_weights(model)
+    if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError("conversion=select: an exported program has no modules to select; use full or conv")
-    modules = dict(root.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     if callable(select):
         chosen = {name for name, module in modules.items() if select(name, module)}
     else:
         chosen = _matching_modules(modules, list(select or ()))
-    return {name for name in tensors if _owner(name) in chosen}
+    return {name for name in tensors if _WITHIN_MODULE.sub("", name) in chosen}
 
 
 def _matching_modules(modules: Mapping[str, nn.Module], patterns: list[str]) -> set[str]:
@@ -166,40 +154,29 @@ def _matching_modules(modules: Mapping[str, nn.Module], patterns: list[str]) -> 
     return {name for name in modules if f"{name}.".startswith(prefixes)}
 
 
-def _owner(tensor_name: str) -> str:
-    """The module of a tensor; the original of a parametrised tensor belongs to the parametrised module."""
-    owner = tensor_name.rpartition(".")[0]
-    head, found, _ = f".{owner}".partition(".parametrizations.")
-    return head.removeprefix(".") if found else owner
-
-
-def _convolution_weights(root: Any) -> set[str]:
+def _convolution_weights(model: Any) -> set[str]:
     """Names of the weights of convolutions; of the originals if a weight is parametrised."""
-    if isinstance(root, torch.export.ExportedProgram):
-        inputs = root.graph_signature.inputs_to_parameters
-        return {inputs[name] for name in _convolved_nodes(root.graph) if name in inputs}
+    if isinstance(model, torch.export.ExportedProgram):
+        inputs = model.graph_signature.inputs_to_parameters
+        return {inputs[name] for name in _convolved_nodes(model.graph) if name in inputs}
     names = set()
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        found: list[str] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        found = _convolved_nodes(module.graph) if isinstance(module, torch.fx.GraphModule) else []
         if isinstance(module, CONVOLUTIONS) or getattr(module, "original_name", "") in _CONVOLUTION_NAMES:
             found += [name for name, _ in module.named_parameters() if "bias" not in name]
-        if isinstance(module, torch.fx.GraphModule):
-            found += _convolved_nodes(module.graph)
         names |= {f"{prefix}.{name}".removeprefix(".") for name in found}
     return names
 
 
-def _convolved_nodes(graph: torch.fx.Graph) -> Iterator[str]:
+def _convolved_nodes(graph: torch.fx.Graph) -> list[str]:
     """The weights of functional convolutions in an fx graph: targets of get_attr nodes, names of placeholders."""
-    for node in graph.nodes:
-        if node.op == "call_function" and "conv" in str(node.target) and len(node.args) > 1:
-            weight = node.args[1]
-            if isinstance(weight, torch.fx.Node):
-                yield str(weight.target) if weight.op == "get_attr" else weight.name
+    calls = [node for node in graph.nodes if node.op == "call_function" and "conv" in str(node.target)]
+    weights = [node.args[1] for node in calls if len(node.args) > 1 and isinstance(node.args[1], torch.fx.Node)]
+    return [str(weight.target) if weight.op == "get_attr" else weight.name for weight in weights]
 
 
 def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Strided tensors grouped by overlapping memory, in the order of the model; most groups hold one tensor."""
+    """Strided tensors grouped by overlapping memory; most groups hold one tensor."""
     strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     groups: list[dict[str, torch.Tensor]] = []
     device, end = None, 0
@@ -221,34 +198,29 @@ def _convert_group(
 ) -> None:
     """Convert the tensors of one memory block; they still share memory afterwards."""
     candidates = {name: tensor for name, tensor in group.items() if tensor.dim() in CHANNELS_LAST}
-    report.ambiguous.extend(name for name, tensor in candidates.items() if classify(tensor) == "ambiguous")
     if not candidates:
         return
-    reason = _reason_to_leave(group, selected & candidates.keys())
-    if reason:
-        report.left.update(dict.fromkeys(candidates, reason))
-        return
     first = next(iter(candidates.values()))
+    report.ambiguous += [name for name, tensor in candidates.items() if classify(tensor) == "ambiguous"]
+    views = {(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in group.values()}
+    reason = ""
+    if not selected & candidates.keys():
+        reason = "not selected"
+    elif len(views) > 1:
+        reason = "shares its memory with a tensor of another shape"
+    elif any(size > 1 and stride == 0 for size, stride in zip(first.shape, first.stride(), strict=True)):
+        reason = "expanded (stride 0): converting it would allocate its full size"
+    if reason:
+        report.left |= dict.fromkeys(candidates, reason)
+        return
     converted = to_memory_format(first.detach(), memory_format)
     if converted.stride() == first.stride():
-        report.unchanged.extend(candidates)
+        report.unchanged += candidates
         return
-    report.changed.extend(candidates)
+    report.changed += candidates
     if classify(first) != "ambiguous":
-        report.moved_bytes += len(candidates) * converted.numel() * converted.element_size()
+        report.moved_bytes += len(candidates) * converted.nbytes
     for tensor in {id(tensor): tensor for tensor in candidates.values()}.values():
         tensor.data = converted  # the object must stay: optimizers, hooks and tied modules refer to it
         if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
             tensor.grad.data = to_memory_format(tensor.grad, memory_format)
-
-
-def _reason_to_leave(group: Mapping[str, torch.Tensor], selected: set[str]) -> str:
-    if not selected:
-        return "not selected"
-    views = {(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in group.values()}
-    if len(views) > 1:
-        return "shares its memory with a tensor of another shape"
-    _, shape, strides, _ = views.pop()
-    if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
-        return "expanded (stride 0): converting it would allocate its full size"
-    return ""

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from typing import Literal
 
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.audit_report import Call, advice, short_name
+from cl_train.memory_format.audit_report import Call
 from cl_train.memory_format.operator_recorder import OperatorRecorder
 
 
@@ -22,14 +22,14 @@ class _Guard(OperatorRecorder):
         self._warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
 
     def record(self, call: Call) -> None:
-        described = (short_name(call.operator), call.operator, call.module, call.module_type, call.source, call.line)
+        described = (call.name, call.operator, call.module, call.module_type, call.source, call.line)
         if call.outcome != "lost" or any(fnmatch(text, pattern) for text in described for pattern in self._allow):
             return
         where = f"{call.source} `{call.line}`" if call.source else "no line of Python"
         message = (
-            f"{short_name(call.operator)} lost channels_last in {call.direction}: {', '.join(call.inputs)} became "
+            f"{call.name} lost channels_last in {call.direction}: {', '.join(call.inputs)} became "
             f"contiguous {list(call.shape)} with strides {list(call.strides)}, at {where}, in module "
-            f"{call.module or '(top)'}{f' ({call.module_type})' * bool(call.module_type)}. {advice(call)}"
+            f"{call.module or '(top)'}{f' ({call.module_type})' * bool(call.module_type)}. {call.advice()}"
         )
         if self._on_loss == "raise":
             raise LayoutLost(message)

@@ -7,7 +7,7 @@ torch calls the second one `channels_last_3d`.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -48,16 +48,13 @@ def classify(tensor: torch.Tensor) -> Layout:
     return "channels_last" if is_channels_last else "contiguous" if is_contiguous else "other"
 
 
-def _strides_descend(tensor: torch.Tensor, order: Iterable[int]) -> bool:
+def _strides_descend(tensor: torch.Tensor, order: Sequence[int]) -> bool:
     """Whether the stride of each dimension in `order` exceeds the extent of all later ones."""
     extent = 1  # elements from the first to the last of the dimensions seen so far, innermost first
-    for dim in reversed(list(order)):
-        size, stride = tensor.size(dim), tensor.stride(dim)
-        if size == 1:
-            continue
-        if stride < extent:
+    for size, stride in [(tensor.size(dim), tensor.stride(dim)) for dim in reversed(order)]:
+        if size > 1 and stride < extent:
             return False
-        extent = stride * (size - 1) + extent
+        extent += stride * (size - 1)
     return True
 
 
@@ -103,18 +100,18 @@ def refuse_lazy(model: Any) -> None:
     """Raises ConfigError if this is no model, or a tensor of the model has no shape yet."""
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
         raise ConfigError(f"a {type(model).__name__} is no model ({model!r:.60}): give a torch.nn.Module")
-    lazy = next((name for name, tensor in named_tensors(model).items() if nn.parameter.is_lazy(tensor)), None)
-    if lazy:
-        raise ConfigError(f"{lazy} is lazy and has no shape yet: run one batch through the model first")
+    for name, tensor in named_tensors(model).items():
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{name} is lazy and has no shape yet: run one batch through the model first")
 
 
 def layout_digest(model: nn.Module) -> str:
     """A hash of the name, shape and strides of every parameter and buffer: equal on ranks whose layouts agree."""
-    digest = hashlib.sha256()
-    for name, tensor in named_tensors(model).items():
-        strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-        digest.update(f"{name} {tuple(tensor.shape)} {strides}\n".encode())
-    return digest.hexdigest()
+    layouts = [
+        (name, tuple(tensor.shape), tensor.stride() if tensor.layout == torch.strided else tensor.layout)
+        for name, tensor in named_tensors(model).items()
+    ]
+    return hashlib.sha256(repr(layouts).encode()).hexdigest()
 
 
 def to_contiguous_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ import random
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.system.machine import is_out_of_memory
@@ -40,10 +42,10 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
 
     Raises ConfigError: the output has no such entry, or no floating-point tensor.
     """
-    selected = _entry(output, key) if key is not None else output
-    tensors = [leaf for leaf in _tensors_in(selected) if leaf.is_floating_point() or leaf.is_complex()]
+    selected = output if key is None else _entry(output, key)
+    tensors = [tensor for tensor in tensors_in(selected) if tensor.is_floating_point() or tensor.is_complex()]
     if not tensors:
-        what = f"its entry {key!r}" if key is not None else "its output"
+        what = "its output" if key is None else f"its entry {key!r}"
         raise ConfigError(
             f"the model returned a {type(output).__name__} and {what} holds no floating-point tensor to differentiate: "
             "select an entry that does with output=KEY (command line: output_entry=KEY), pass a loss of your own, or "
@@ -57,16 +59,17 @@ def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]).sum()
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Also of subclasses of dict and of dataclasses, at any depth."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for item in value.values() for tensor in _tensors_in(item))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for item in value for tensor in _tensors_in(item))
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from _tensors_in(vars(value))
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors at any depth, also of subclasses of dict and of dataclasses."""
+    found = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(list(leaf.values()))
+        elif is_dataclass(leaf):
+            found += tensors_in(vars(leaf))
+    return found
 
 
 def _entry(output: Any, key: str | int) -> Any:
@@ -105,22 +108,21 @@ class BufferBackup:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        """By dtype and device: the names of buffers, their good values, and room for their present ones, each as one
-        tensor and as its parts."""
+        """The values of one dtype and device are one tensor with a view for each buffer: few launches in `settle`."""
+        buffers = dict(self._models.named_buffers())
+        self._kinds = {name: _kind(buffer) for name, buffer in buffers.items()}
         self._copies: dict[str, torch.Tensor] = {}
-        self._groups: list[tuple[list[str], torch.Tensor, list[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
-        by_kind: dict[object, dict[str, torch.Tensor]] = {}
-        for name, buffer in self._models.named_buffers():
-            if _is_dense(buffer):
-                by_kind.setdefault((buffer.dtype, buffer.device), {})[name] = buffer
-            else:
-                self._copies[name] = buffer.clone()
-        for buffers in by_kind.values():
-            good = torch.cat([buffer.flatten() for buffer in buffers.values()])
-            present = torch.empty_like(good)
-            parts, present_parts = (_views(flat, list(buffers.values())) for flat in (good, present))
-            self._copies |= zip(buffers, parts, strict=True)
-            self._groups.append((list(buffers), good, parts, present, present_parts))
+        self._groups: list[tuple[list[str], torch.Tensor]] = []
+        for kind in {kind[1:] for kind in self._kinds.values()}:
+            names = [name for name, found in self._kinds.items() if found[1:] == kind]
+            *_, is_dense = kind
+            if not is_dense:
+                self._copies |= {name: buffers[name].clone() for name in names}
+                continue
+            good = torch.cat([buffers[name].flatten() for name in names])
+            self._groups.append((names, good))
+            for name, part in zip(names, good.split([buffers[name].numel() for name in names]), strict=True):
+                self._copies[name] = part.view(buffers[name].shape)
 
     @torch.no_grad()
     def settle(self, is_bad: torch.Tensor) -> None:
@@ -129,53 +131,34 @@ class BufferBackup:
         The device decides; the host waits for it only if a buffer was replaced by one of another shape or dtype.
         """
         buffers = dict(self._models.named_buffers())
-        names_to_write = {name for names, *_ in self._groups for name in names}
-        if any(
-            name not in buffers
-            or not _is_alike(buffers[name], copy)
-            or (name in names_to_write and not _is_dense(buffers[name]))
-            for name, copy in self._copies.items()
-        ):
+        if {name: _kind(buffer) for name, buffer in buffers.items()} != self._kinds:
             if is_bad:
                 self.restore()
             self._copy()
             return
-        for names, good, parts, present, present_parts in self._groups:  # a few launches, not one for each buffer
-            own = [buffers[name] for name in names]
-            torch._foreach_copy_(present_parts, own)
-            torch.where(is_bad, good, present, out=good)
-            torch._foreach_copy_(own, parts)
+        for names, good in self._groups:
+            present = [buffers[name] for name in names]
+            torch.where(is_bad, good, torch.cat([buffer.flatten() for buffer in present]), out=good)
+            torch._foreach_copy_(present, [self._copies[name] for name in names])
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy back what has changed, by name: a forward pass may have replaced a buffer, also by one of another shape.
-
-        The host waits for the device; an expanded buffer could not be written.
-        """
+        """Copy back what has changed, by name: a forward pass may have replaced a buffer. The host waits."""
         for name, buffer in self._models.named_buffers():
             copy = self._copies.get(name)
             if copy is None or buffer.is_meta:
                 continue
-            if not _is_alike(buffer, copy):
+            if _kind(buffer) != self._kinds[name]:
                 module, _, attribute = name.rpartition(".")
                 setattr(self._models.get_submodule(module), attribute, copy.clone())
             elif buffer.layout != torch.strided or not torch.equal(buffer, copy):
                 buffer.copy_(copy)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it can be written: not expanded, not sparse, and with values."""
-    return tensor.layout == torch.strided and not tensor.is_meta and 0 not in tensor.stride()
-
-
-def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
-
-
-def _views(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive parts of `flat` in the shapes of `tensors`."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
+    """The last: whether it can be written, as it is not expanded, not sparse, and has values."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and 0 not in tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.device, is_dense
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cl_train.memory_format.audit_report import Call, Outcome, grouped
+from cl_train.memory_format.audit_report import Call, Outcome
 from cl_train.memory_format.layout import Layout, classify
 from cl_train.memory_format.model_call import short_path
 
@@ -96,8 +96,7 @@ class OperatorRecorder(OriginRecorder):
         self.calls: list[Call] = []
         self.step_bytes = 0
         self._rank = rank
-        self._image_formats: dict[int, Layout] = {}  # by storage: the format of the image stored in it
-        self._channels_last_shapes: set[tuple[int, ...]] = set()
+        self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,10 +110,9 @@ class OperatorRecorder(OriginRecorder):
         outputs = strided_tensors(result)
         origin = self.origin(_getframe(1))
         if origin.direction == "forward":
-            self._channels_last_shapes |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
-        if _is_view(function):
-            self._image_formats.update((_storage(tensor), layout) for tensor, layout in images)
-        elif "empty" not in function._schema.name:  # the call that writes into the allocation is recorded instead
+            self._activations |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
+        # Instead of an allocation, the call that writes into it is recorded.
+        if not _is_view(function) and "empty" not in function._schema.name:
             self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
             call = self._call(function, origin, inputs, images, outputs)
             if call is not None:
@@ -127,48 +125,35 @@ class OperatorRecorder(OriginRecorder):
     def _call(
         self, function: Any, origin: Origin, inputs: list[torch.Tensor], images: Images, outputs: list[torch.Tensor]
     ) -> Call | None:
-        formats = [self._image_formats.get(_storage(tensor)) for tensor in inputs[-1:]]
-        for tensor in outputs:
-            self._image_formats.pop(_storage(tensor), None)
+        is_copy = function._schema.name in COPIES
         produced = [tensor for tensor in outputs if tensor.dim() == self._rank]
-        if not produced:
-            return _regrouping_copy(function, origin, inputs, outputs, formats)
-        self._image_formats.update((_storage(tensor), classify(tensor)) for tensor in produced)
-        outcome = _outcome(images, produced, self._channels_last_shapes if origin.direction == "backward" else set())
+        outcome: Outcome | None = None
+        if produced:
+            outcome = _outcome(images, produced, self._activations if origin.direction == "backward" else set())
+        elif is_copy and outputs and inputs and outputs[0].is_contiguous() and not inputs[-1].is_contiguous():
+            # Window partitioning and channel shuffles view an image in more dimensions, permute these and copy.
+            image, produced = inputs[-1]._base, outputs
+            if image is not None and image.dim() == self._rank and classify(image) == "channels_last":
+                images, outcome = [(inputs[-1], "channels_last")], "lost"
         if outcome is None:
             return None
-        call = _described(function, origin, outcome, images, produced[0])
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
-        call.moved_bytes = sum(2 * tensor.nbytes for tensor, layout in images if layout == permuted)
-        if call.moved_bytes:
-            is_pointwise = torch.Tag.pointwise in function.tags
-            call.copy = "explicit" if function._schema.name in COPIES else "strided" if is_pointwise else "hidden"
-        elif outcome == "lost":
-            call.outcome = "created"
-        return call
-
-    def merged_calls(self) -> list[Call]:
-        """Equal calls merged and counted, in the order of their first occurrence."""
-        same = ("operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs")
-        return [replace(group[0], count=len(group)) for group in grouped(self.calls, *same)]
-
-
-def _regrouping_copy(
-    function: Any,
-    origin: Origin,
-    inputs: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    formats: list[Layout | None],
-) -> Call | None:
-    """Window partitioning and channel shuffles view an image in more dimensions, permute these and copy: the copy of a
-    channels_last image into contiguous memory is a loss."""
-    if function._schema.name not in COPIES or not outputs or formats != ["channels_last"]:
-        return None
-    if inputs[-1].is_contiguous() or not outputs[0].is_contiguous():
-        return None
-    call = _described(function, origin, "lost", [(inputs[-1], "channels_last")], outputs[0])
-    call.copy, call.moved_bytes = "explicit", 2 * inputs[-1].nbytes
-    return call
+        moved_bytes = sum(2 * tensor.nbytes for tensor, layout in images if layout == permuted)
+        copy = "explicit" if is_copy else "strided" if torch.Tag.pointwise in function.tags else "hidden"
+        return Call(
+            operator=str(function),
+            outcome="created" if outcome == "lost" and not moved_bytes else outcome,
+            **vars(origin),
+            shape=tuple(produced[0].shape),
+            strides=produced[0].stride(),
+            dtype=_dtype(produced[0]),
+            inputs=tuple(
+                f"{'expanded' if 0 in tensor.stride() else layout} {_dtype(tensor)} {list(tensor.shape)}"
+                for tensor, layout in images
+            ),
+            copy=copy if moved_bytes else "",
+            moved_bytes=moved_bytes,
+        )
 
 
 def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple[int, ...]]) -> Outcome | None:
@@ -187,21 +172,6 @@ def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple
     return None
 
 
-def _described(function: Any, origin: Origin, outcome: Outcome, images: Images, shown: torch.Tensor) -> Call:
-    return Call(
-        operator=str(function),
-        outcome=outcome,
-        **vars(origin),
-        shape=tuple(shown.shape),
-        strides=shown.stride(),
-        dtype=_dtype(shown),
-        inputs=tuple(
-            f"{'expanded' if 0 in tensor.stride() else layout} {_dtype(tensor)} {list(tensor.shape)}"
-            for tensor, layout in images
-        ),
-    )
-
-
 def _is_view(function: Any) -> bool:
     """Whether the result shares memory with an argument that is not written to; `_unsafe_view` does not declare it."""
     if function._schema.name == "aten::_unsafe_view":
@@ -213,10 +183,6 @@ def _is_view(function: Any) -> bool:
 def strided_tensors(tree: Any) -> list[torch.Tensor]:
     leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -1,29 +1,25 @@
-"""Which operators keep channels_last on this torch, device and dtype, forward and backward, by small probes."""
+"""What torch itself does: which operators keep channels_last, by small probes; which graphs inductor converts to it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from cl_train.memory_format.layout import classify
 
 SHAPE = (2, 8, 8, 8)  # every dimension above 1, so that no probe is ambiguous
 
 
+def _ones(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=x.dtype, device=x.device)
+
+
 def _weight(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.ones(shape, dtype=x.dtype, device=x.device).to(memory_format=torch.channels_last)
+    return _ones(x, *shape).to(memory_format=torch.channels_last)
 
-
-def _vector(x: torch.Tensor, length: int = 8) -> torch.Tensor:
-    return torch.ones(length, dtype=x.dtype, device=x.device)
-
-
-def _grid(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(2, 8, 8, 2, dtype=x.dtype, device=x.device)
-
-
-Probe = Callable[[torch.Tensor], torch.Tensor]
 
 _ELEMENTWISE = (
     "relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh", "softplus",
@@ -31,7 +27,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 _METHODS = ("sigmoid", "tanh", "exp", "sin", "erf", "neg", "contiguous", "clone", "double")
 
-PROBES: dict[str, Probe] = {
+PROBES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{name: getattr(F, name) for name in (*_ELEMENTWISE, "normalize", "instance_norm")},
     **{name: getattr(torch.Tensor, name) for name in _METHODS},
     "conv2d 3x3": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), padding=1),
@@ -41,9 +37,9 @@ PROBES: dict[str, Probe] = {
     "conv2d grouped": lambda x: F.conv2d(x, _weight(x, 8, 2, 3, 3), padding=1, groups=4),
     "conv2d depthwise": lambda x: F.conv2d(x, _weight(x, 8, 1, 3, 3), padding=1, groups=8),
     "conv_transpose2d": lambda x: F.conv_transpose2d(x, _weight(x, 8, 8, 3, 3), stride=2),
-    "batch_norm, training": lambda x: F.batch_norm(x, None, None, _vector(x), _vector(x), training=True),
-    "batch_norm, evaluation": lambda x: F.batch_norm(x, _vector(x), _vector(x), _vector(x), _vector(x)),
-    "group_norm": lambda x: F.group_norm(x, 2, _vector(x), _vector(x)),
+    "batch_norm, training": lambda x: F.batch_norm(x, None, None, _ones(x, 8), _ones(x, 8), training=True),
+    "batch_norm, evaluation": lambda x: F.batch_norm(x, _ones(x, 8), _ones(x, 8), _ones(x, 8), _ones(x, 8)),
+    "group_norm": lambda x: F.group_norm(x, 2, _ones(x, 8), _ones(x, 8)),
     "layer_norm over channels": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2),
     "layer_norm over an image": lambda x: F.layer_norm(x, SHAPE[1:]),
     "local_response_norm": lambda x: F.local_response_norm(x, 3),
@@ -54,13 +50,13 @@ PROBES: dict[str, Probe] = {
     "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 3),
     "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=4),
     "relu_": lambda x: F.relu_(x * 1),
-    "prelu": lambda x: F.prelu(x, _vector(x)),
+    "prelu": lambda x: F.prelu(x, _ones(x, 8)),
     "glu": lambda x: F.glu(x, 1),
     "softmax over channels": lambda x: x.softmax(1),
     "log_softmax over channels": lambda x: x.log_softmax(1),
     "add": lambda x: x + x.flip(0),
     "add_": lambda x: (x * 1).add_(x),
-    "mul by a channel's scale": lambda x: x * _vector(x).view(1, 8, 1, 1),
+    "mul by a channel's scale": lambda x: x * _ones(x, 8).view(1, 8, 1, 1),
     "div": lambda x: x / (x.abs() + 1),
     "pow": lambda x: x.pow(2),
     "sqrt": lambda x: (x.abs() + 1).sqrt(),
@@ -83,7 +79,7 @@ PROBES: dict[str, Probe] = {
     "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
     "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
     "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
-    "grid_sample": lambda x: F.grid_sample(x, _grid(x), align_corners=False),
+    "grid_sample": lambda x: F.grid_sample(x, _ones(x, 2, 8, 8, 2), align_corners=False),
     "reshape over five dimensions": lambda x: x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(SHAPE),
     "fold of unfold": lambda x: F.fold(F.unfold(x, 2, stride=2), (8, 8), 2, stride=2),
     "mean over the image, kept": lambda x: x - x.mean((2, 3), keepdim=True),
@@ -112,3 +108,44 @@ def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str,
             pass
         rows.append(row)
     return rows
+
+
+def compiled_graphs(
+    model: nn.Module, step: Callable[[nn.Module], torch.Tensor], backward: bool = True
+) -> list[dict[str, Any]]:
+    """Trace `step(model)`, which returns a scalar, and ask inductor for its decision on each graph.
+
+    Graphs run without code generation, so no compiler is needed. The rows have `graph`, `direction` (forward, backward,
+    or inference without gradients, which has rules of its own), `nodes`, `convolutions` and `channels_last`.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import lowering  # noqa: F401  (its decompositions are registered on import)
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+
+    found: list[dict[str, Any]] = []
+
+    def traced(direction: str, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        is_laid_out = GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference")
+        nodes = [str(node.target) for node in graph.graph.nodes]
+        convolutions = sum(node.startswith("aten.convolution") for node in nodes)
+        row = {"graph": len(found), "direction": direction, "nodes": len(nodes), "convolutions": convolutions}
+        found.append({**row, "channels_last": bool(is_laid_out)})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=partial(traced, "forward"),
+        bw_compiler=partial(traced, "backward"),
+        inference_compiler=partial(traced, "inference"),
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    try:
+        with torch.set_grad_enabled(backward):
+            scalar = step(torch.compile(model, backend=backend))  # type: ignore[arg-type]
+            if backward:
+                scalar.backward()
+    finally:
+        torch._dynamo.reset()
+    return found

@@ -20,8 +20,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.crashes import Crash
-from cl_train.memory_format.known_issues import known_issues
+from cl_train.memory_format.crashes import Crash, known_issues
 from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import failure_explained
 from cl_train.models import sources as models

@@ -1,7 +1,10 @@
-"""The audit finds planted losses with module, line, direction and bytes, and nothing in a clean model."""
+"""The audit and the guard find planted losses with module, line, direction and bytes, and nothing in a clean model."""
 
 import json
 import linecache
+import re
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,183 +14,113 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
+import cl_train
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
-from cl_train.memory_format.audit_report import Call, LayoutReport
-from cl_train.memory_format.convert import convert
+from cl_train.memory_format.audit_report import LayoutReport
+from cl_train.memory_format.guard import LayoutLost
 from cl_train.step.precision import Precision
 
-THIS_FILE = Path(__file__).name
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (2, 3, 8, 8)).to(memory_format=torch.channels_last)
 
 
-def channels_last_images(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).to(memory_format=torch.channels_last)
-
-
-class Block(nn.Module):
-    """conv, bn, relu, conv, sum: a ResNet block with a place for something to go wrong."""
-
-    def __init__(self, planted: Any = None) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(8, 8, 3, padding=1)
-        self.bn = nn.BatchNorm2d(8)
-        self.planted = planted
-        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.bn(self.conv1(x)))
-        if self.planted is not None:
-            y = self.planted(y)
-        return x + self.conv2(y)
-
-
-class Contiguous(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.contiguous()
-
-
-class Reshape(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(x.shape[0], -1).view_as(x)
-
-
-class Regroup(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        n, c, h, w = x.shape
-        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
-
-
-class _NewGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        result = torch.empty(gradient.shape)
-        result.copy_(gradient * 2)
-        return result
-
-
-class CustomGradient(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function.apply(x)
-
-
-def planted_model(planted: Any) -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(planted), Block())
-    convert(model)
+def converted(model: nn.Module) -> nn.Module:
+    cl_train.convert(model)
     return model
 
 
-def audit_planted(planted: Any) -> LayoutReport:
-    return audit(planted_model(planted), channels_last_images(2, 3, 16, 16))
+class Call(nn.Module):
+    """Calls a function of a tensor or of several."""
+
+    def __init__(self, function: Callable[..., Any], body: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.body = function, body
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
-def assert_at(call: Call, module: str, direction: str, text: str) -> None:
-    file, line = call.source.rsplit(":", 1)
-    assert call.module == module and call.direction == direction
-    assert file.endswith(THIS_FILE) and call.line == text
-    assert linecache.getline(__file__, int(line)).strip() == text
+def with_gradient(backward: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A function whose forward pass copies."""
+
+    class Planted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return backward(gradient)
+
+    return Planted.apply
 
 
+LOSSES: dict[str, Any] = {
+    "contiguous": lambda x: x.contiguous(),
+    "clone": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "to": lambda x: x.to(memory_format=torch.contiguous_format),
+    "reshape": lambda x: x.reshape(len(x), -1).view(x.shape),
+    "flatten": lambda x: x.flatten(1).view(x.shape),
+    "shuffle": lambda x: x.view(len(x), 2, 4, *x.shape[2:]).transpose(1, 2).reshape(x.shape),
+    "cat with contiguous": lambda x: torch.cat([x[:, :4].contiguous(), x[:, 4:]], 1),
+    "written into contiguous": lambda x: torch.zeros(x.shape).copy_(x),
+    "instance norm": lambda x: F.instance_norm(x),
+    "contiguous gradient": with_gradient(lambda gradient: gradient.contiguous()),
+    "reshaped gradient": with_gradient(lambda gradient: gradient.reshape(-1).view(gradient.shape)),
+    "gradient written into contiguous": with_gradient(lambda gradient: torch.zeros(gradient.shape).copy_(gradient)),
+}
 IMAGE_BYTES = 2 * 8 * 16 * 16 * 4
 
 
-def test_a_clean_model_gives_none() -> None:
-    report = audit_planted(None)
-    assert report.of("lost") == [] and report.of("restored") == []
-    assert report.totals["kept"] > 20 and report.moved_bytes == 0
-    assert len(report.verdict()) == 1
+def model_with(loss: Any = None) -> nn.Module:
+    block = nn.Sequential(nn.BatchNorm2d(8), Call(LOSSES[loss]) if loss else nn.ReLU())
+    return converted(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), block, nn.Conv2d(8, 4, 3)))
 
 
-def test_a_planted_contiguous_is_found() -> None:
-    report = audit_planted(Contiguous())
-    lost = report.of("lost")
-    assert [(call.operator, call.copy) for call in lost] == [("aten.clone.default", "explicit")]
-    assert_at(lost[0], "1.planted", "forward", "return x.contiguous()")
-    assert lost[0].moved_bytes == 2 * IMAGE_BYTES  # one read, one write
-    assert lost[0].shape == (2, 8, 16, 16)
-    restored = report.of("restored")
-    assert "1.conv2" in [call.module for call in restored if call.direction == "forward"]
-    assert ".contiguous()" in report.verdict()[0]
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        with cl_train.layout_guard():
+            model(images(2, 3, 32, 32)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def test_a_planted_reshape_is_found() -> None:
-    lost = audit_planted(Reshape()).of("lost", "forward")
-    assert len(lost) == 1 and lost[0].moved_bytes == 2 * IMAGE_BYTES
-    assert_at(lost[0], "1.planted", "forward", "return x.reshape(x.shape[0], -1).view_as(x)")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_planted_loss_is_found_at_its_line(name: str) -> None:
+    direction = "backward" if "gradient" in name else "forward"
+    words = {"contiguous gradient": "gradient.contiguous()", "instance norm": "F.instance_norm"}
+    report = audit(model_with(name), images(2, 3, 16, 16))
+    call = next(call for call in report.of("lost", direction) if call.module == "1.1")
+    file, line = call.source.rsplit(":", 1)
+    assert file.endswith(Path(__file__).name) and linecache.getline(__file__, int(line)).strip() == call.line
+    assert words.get(name, name.split()[0]) in call.line and call.module_type == "Call"
+    assert call.copy == "explicit" and call.moved_bytes == 2 * IMAGE_BYTES // (1 + ("cat" in name))  # read and written
+    assert ("1.0" if "gradient" in name else "2") in [call.module for call in report.of("restored", direction)]
+    with pytest.raises(LayoutLost) as raised:
+        train(model_with(name))
+    found = re.search(r"at (\S+):(\d+) `(.*?)`,", str(raised.value))
+    assert found is not None and (found[2], found[3]) == (line, call.line)
+    assert "1.1 (Call)" in str(raised.value) and "32, 32]" in str(raised.value)
+    assert ("in backward" in str(raised.value)) == (direction == "backward")
 
 
-def test_channels_regrouped_through_five_dimensions_are_found() -> None:
-    lost = audit_planted(Regroup()).of("lost", "forward")
-    assert len(lost) == 1 and lost[0].copy == "explicit" and lost[0].moved_bytes == 2 * IMAGE_BYTES
-    assert_at(lost[0], "1.planted", "forward", "return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)")
-
-
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [(_ContiguousGradient, "return gradient.contiguous()"), (_NewGradient, "result.copy_(gradient * 2)")],
-)
-def test_contiguous_gradients_of_a_custom_function_are_found(function: Any, line: str) -> None:
-    report = audit_planted(CustomGradient(function))
-    assert report.of("lost", "forward") == []
-    lost = report.of("lost", "backward")
-    assert_at(lost[0], "1.planted", "backward", line)
-    assert lost[0].moved_bytes == 2 * IMAGE_BYTES
-
-
-def test_a_contiguous_batch_is_restored_by_the_first_convolution() -> None:
-    report = audit(planted_model(None), torch.randn(2, 3, 16, 16))
-    assert report.of("lost") == []
-    first = report.of("restored", "forward")[0]
+def test_a_clean_model_and_one_in_contiguous_give_nothing() -> None:
+    report = audit(model_with(), images(2, 3, 16, 16))
+    assert report.of("lost") == [] == report.of("restored") and report.moved_bytes == 0
+    assert report.totals["kept"] > 8 and len(report.verdict()) == 1
+    first = audit(model_with(), torch.randn(2, 3, 16, 16)).of("restored", "forward")[0]  # a contiguous batch
     assert (first.module, first.copy, first.moved_bytes) == ("0", "hidden", 2 * 2 * 3 * 16 * 16 * 4)
+    contiguous = audit(nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16))
+    assert contiguous.of("lost") == [] == contiguous.of("kept") and len(contiguous.verdict()) == 1
 
 
 def test_size_one_dimensions_are_ambiguous_and_never_lost() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.Conv2d(8, 1, 1), nn.ReLU(), nn.Conv2d(1, 4, 3), nn.MaxPool2d(10), nn.ReLU()
-    )
-    convert(model)
-    report = audit(model, channels_last_images(2, 1, 14, 14))
-    assert report.of("lost") == []
-    assert report.totals["ambiguous"] > 0
-    modules = {call.module for call in report.of("ambiguous")}
-    assert "2" in modules and "5" in modules
-
-
-def test_a_contiguous_model_has_nothing_to_lose() -> None:
-    report = audit(Block(), torch.randn(2, 8, 16, 16))
-    assert report.of("lost") == [] and report.of("kept") == []
-    assert len(report.verdict()) == 1
-
-
-def test_the_model_is_afterwards_what_it_was() -> None:
-    model = planted_model(Contiguous())
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    images = channels_last_images(2, 3, 16, 16)
-    random_state = torch.get_rng_state()
-    audit(model, images, measure=True)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
-    assert model[1].conv1.weight.grad is None
-    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+    layers = (nn.Conv2d(1, 8, 3), nn.Conv2d(8, 1, 1), nn.ReLU(), nn.Conv2d(1, 4, 3), nn.MaxPool2d(10), nn.ReLU())
+    report = audit(converted(nn.Sequential(*layers)), images(2, 1, 14, 14))
+    assert report.of("lost") == [] and {"2", "5"} <= {call.module for call in report.of("ambiguous")}
 
 
 class GrowingBuffer(nn.Module):
@@ -196,53 +129,46 @@ class GrowingBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("anchors", torch.zeros(0))
-        self.conv = nn.Conv2d(3, 4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.anchors = torch.ones(x.shape[-1])
-        return self.conv(x)
+        return x
 
 
-def test_a_buffer_that_changes_its_shape_is_restored() -> None:
-    model = GrowingBuffer()
-    audit(model, channels_last_images(2, 3, 8, 8))
-    assert model.anchors.shape == (0,) and list(model.state_dict()) == ["anchors", "conv.weight", "conv.bias"]
-
-
-def test_an_error_in_the_model_leaves_no_hooks() -> None:
-    model = planted_model(None)
+def test_the_model_is_afterwards_what_it_was() -> None:
+    model = nn.Sequential(model_with("contiguous"), GrowingBuffer())
+    weight = model[0][0].weight
+    weight.grad = torch.ones_like(weight)
+    batch, wrong = images(), images(2, 5, 8, 8)
+    state, random_state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    audit(model, batch, measure=True)
     with pytest.raises(ConfigError, match="expected input"):
-        audit(model, channels_last_images(2, 5, 16, 16))
-    assert not model[0]._forward_hooks and not model[1]._forward_pre_hooks
+        audit(model, wrong)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(weight.grad, torch.ones_like(weight)) and model[0][2].weight.grad is None
+    assert not torch.nn.modules.module._global_forward_hooks and not weight._backward_hooks
 
 
 def test_measured_shares_and_json() -> None:
-    report = audit(planted_model(Contiguous()), channels_last_images(2, 3, 16, 16), measure=True, name="planted")
-    assert report.step_ms is not None and report.step_ms > 0
-    assert report.copy_ms is not None and 0 < report.copy_ms < report.step_ms
-    assert 0 < report.moved_pct < 100
+    report = audit(model_with("contiguous"), images(2, 3, 16, 16), measure=True, name="planted")
+    assert report.step_ms is not None and report.copy_ms is not None and 0 < report.copy_ms < report.step_ms
+    assert 0 < report.moved_pct < 100 and ".contiguous()" in report.verdict()[0] and "measured" in str(report)
     plain = json.loads(json.dumps(report.to_dict()))
-    assert plain["totals"]["lost"] >= 1 and plain["calls"][0]["outcome"] == "lost"
-    assert plain["calls"][0]["copy_ms"] > 0
-    assert "measured" in str(report)
+    assert plain["totals"]["lost"] >= 1 and plain["calls"][0]["outcome"] == "lost" and plain["calls"][0]["copy_ms"] > 0
 
 
-def test_autocast_inference_and_other_batches() -> None:
-    class TwoInputs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(Contiguous())
+def test_autocast_inference_and_batches_of_several_tensors() -> None:
+    def forward(image: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": body(image) * scale}
 
-        def forward(self, image: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"out": self.block(image) * scale}
-
-    model = TwoInputs().eval()
-    convert(model)
-    image, scale = channels_last_images(2, 8, 16, 16), torch.ones(())
+    body = converted(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), Call(LOSSES["contiguous"])))
+    model = Call(forward, body)
+    image, scale = images(2, 8, 16, 16), torch.ones(())
     bf16 = Precision("bf16", autocast_dtype=torch.bfloat16)
     report = audit(model, {"image": image, "scale": scale}, precision=bf16, backward=False)
-    lost = report.of("lost")
-    assert len(lost) == 1 and lost[0].dtype == "bfloat16" and lost[0].moved_bytes == IMAGE_BYTES
+    (lost,) = report.of("lost")
+    assert lost.dtype == "bfloat16" and lost.moved_bytes == IMAGE_BYTES
     assert {call.direction for call in report.calls} == {"forward"}
     assert audit(model, (image, scale)).of("lost", "forward")[0].dtype == "float32"
 
@@ -255,104 +181,140 @@ def test_what_is_no_model_and_a_batch_without_images_are_refused() -> None:
 
 
 def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_global_mean() -> None:
-    model = torchvision.models.resnet18()
-    convert(model)
-    report = audit(model, channels_last_images(2, 3, 64, 64))
+    report = audit(converted(torchvision.models.resnet18()), images(2, 3, 64, 64))
     assert report.of("lost") == [] and "keeps channels_last in all" in report.summary()
     assert [(call.operator, call.module) for call in report.of("created")] == [("aten.div.Scalar", "avgpool")]
     assert "expanded" in report.verdict()[-1]
     assert [call.module for call in report.of("restored")] == ["layer4.1.relu"]
 
 
-class Sliced(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[:, :, 1:].transpose(2, 3)
-
-
-class Unfolded(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.unfold(x, 3, padding=1).view(x.shape[0], -1, *x.shape[2:])[:, ::9]
-
-
-@pytest.mark.parametrize(("planted", "operator"), [(Sliced(), "slice_backward"), (Unfolded(), "col2im")])
-def test_a_gradient_that_a_kernel_allocates_is_not_called_expanded(planted: nn.Module, operator: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x[:, :, 1:].transpose(2, 3), "slice_backward"),
+        (lambda x: F.unfold(x, 3, padding=1).view(len(x), -1, *x.shape[2:])[:, ::9], "col2im"),
+    ],
+)
+def test_a_gradient_that_a_kernel_allocates_is_not_called_expanded(function: Any, operator: str) -> None:
     last = nn.Flatten(0)  # the gradient is not channels_last
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), planted, last).to(memory_format=torch.channels_last)
-    report = audit(model, channels_last_images(2, 3, 8, 8))
-    for line in report.verdict():
-        assert "expanded" not in line
+    report = audit(converted(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Call(function), last)), images())
+    assert not any("expanded" in line for line in report.verdict())
     assert operator in str([call.operator for call in report.of("created")])
 
 
 def test_a_detection_model_takes_images_of_three_dimensions() -> None:
-    class Detector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Conv2d(3, 8, 3), Contiguous())
+    def forward(images: list[torch.Tensor], targets: Any = None) -> dict[str, torch.Tensor]:
+        features = body(torch.stack(images).to(memory_format=torch.channels_last))
+        return {"loss": features.mean() if targets is None else features.mean() * targets[0]["boxes"].mean()}
 
-        def forward(self, images: list[torch.Tensor], targets: Any = None) -> dict[str, torch.Tensor]:
-            features = self.body(torch.stack(images).to(memory_format=torch.channels_last))
-            return {"loss": features.mean() if targets is None else features.mean() * targets[0]["boxes"].mean()}
-
-    model = Detector().to(memory_format=torch.channels_last)
-    images = [torch.randn(3, 16, 16), torch.randn(3, 16, 16)]
-    for batch in (images, (images,), (images, [{"boxes": torch.ones(1, 4)}]), {"images": images}):
-        assert [call.module for call in audit(model, batch).of("lost", "forward")] == ["body.1"]
-
-
-@pytest.mark.slow
-def test_shufflenet_loses_at_its_concatenations() -> None:
-    model = torchvision.models.shufflenet_v2_x1_0()
-    convert(model)
-    report = audit(model, channels_last_images(2, 3, 64, 64))
-    cats = [call for call in report.of("lost") if call.operator == "aten.cat.default"]
-    assert sum(call.count for call in cats) == 26  # 13 blocks with a split: forward, and the gradient of their chunks
-    assert all("shufflenetv2.py" in call.source for call in cats)
-    assert any("13 x cat (forward)" in line for line in report.verdict())
-
-
-@pytest.mark.slow
-def test_vgg_loses_at_flatten() -> None:
-    model = torchvision.models.vgg11(num_classes=10)
-    convert(model)
-    lost = audit(model, channels_last_images(2, 3, 32, 32)).of("lost")
-    assert [(call.operator, call.line) for call in lost] == [("aten.clone.default", "x = torch.flatten(x, 1)")]
+    body = converted(nn.Sequential(nn.Conv2d(3, 8, 3), Call(LOSSES["contiguous"])))
+    found = [torch.randn(3, 16, 16), torch.randn(3, 16, 16)]
+    for batch in (found, (found,), (found, [{"boxes": torch.ones(1, 4)}]), {"images": found}):
+        assert [call.module for call in audit(Call(forward, body), batch).of("lost", "forward")] == ["body.1"]
 
 
 def test_video_is_watched_in_five_dimensions() -> None:
-    model = nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), Contiguous(), nn.Conv3d(8, 8, 3))
-    convert(model, memory_format=torch.channels_last_3d)
-    report = audit(model, torch.randn(2, 3, 6, 8, 8).to(memory_format=torch.channels_last_3d))
+    lossy = Call(LOSSES["contiguous"])
+    model = converted(nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), lossy, nn.Conv3d(8, 8, 3)))
+    video = torch.randn(2, 3, 6, 8, 8).to(memory_format=torch.channels_last_3d)
+    report = audit(model, video)
     assert [(call.module, call.direction) for call in report.of("lost")] == [("3", "forward")]
     assert report.totals["kept"] > 4
+    with pytest.raises(LayoutLost), cl_train.layout_guard():
+        model(video)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("make", [torch.jit.script, torch.fx.symbolic_trace])
-def test_scripted_and_traced_models_are_audited_alike(make: Any) -> None:
-    eager = torchvision.models.shufflenet_v2_x0_5()
-    other = make(torchvision.models.shufflenet_v2_x0_5())
-    totals = []
-    for model in (eager, other):
-        convert(model)
-        totals.append(audit(model, channels_last_images(2, 3, 64, 64)).totals)
-    assert totals[0] == totals[1] and totals[0]["lost"] == 32
+def test_the_losses_of_models_of_torchvision() -> None:
+    def found(model: nn.Module, size: int = 64) -> LayoutReport:
+        return audit(converted(model), images(2, 3, size, size))
+
+    report = found(torchvision.models.shufflenet_v2_x0_5())
+    cats = [call for call in report.of("lost") if call.operator == "aten.cat.default"]
+    assert sum(call.count for call in cats) == 26  # 13 blocks with a split: forward, and the gradient of their chunks
+    assert all("shufflenetv2.py" in call.source for call in cats)
+    assert any("13 x cat (forward)" in line for line in report.verdict())
+    for make in (torch.jit.script, torch.fx.symbolic_trace):
+        assert found(make(torchvision.models.shufflenet_v2_x0_5())).totals == report.totals
+    lost = found(torchvision.models.vgg11(num_classes=10), 32).of("lost")
+    assert [(call.operator, call.line) for call in lost] == [("aten.clone.default", "x = torch.flatten(x, 1)")]
 
 
 def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> None:
-    class Choice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Conv2d(3, 8, 3)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return self.body(images).mean((2, 3)).argmax(1)
-
-    frozen = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).to(memory_format=torch.channels_last).requires_grad_(False)
+    frozen = converted(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())).requires_grad_(False)
     for model in (frozen, nn.Sequential(nn.ReLU())):
-        assert audit(model, channels_last_images(2, 3, 8, 8)).calls
-    classes = Choice().to(memory_format=torch.channels_last)
-    assert audit(classes, channels_last_images(2, 3, 8, 8), backward=False).calls
+        assert audit(model, images()).calls
+    classes = converted(nn.Sequential(nn.Conv2d(3, 8, 3), Call(lambda x: x.mean((2, 3)).argmax(1))))
+    assert audit(classes, images(), backward=False).calls
     with pytest.raises(ConfigError, match="output=KEY"):
-        audit(classes, channels_last_images(2, 3, 8, 8))
+        audit(classes, images())
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+def test_resnets_pass_the_guard_with_their_optimizer() -> None:
+    train(converted(torchvision.models.resnet18(num_classes=4)))
+    with cl_train.layout_guard():  # not converted: there is nothing to lose
+        torchvision.models.resnet18()(torch.randn(2, 3, 32, 32)).mean().backward()
+
+
+def test_losses_are_allowed_by_pattern_or_only_warned_about() -> None:
+    model = model_with("contiguous")
+    for pattern in ("clone", "1.*", "Call", "*test_audit.py:*", "*x.contiguous()*"):
+        with cl_train.layout_guard(allow=[pattern]):
+            model(images())
+    with pytest.warns(UserWarning, match="clone lost channels_last") as warned, cl_train.layout_guard("warn"):
+        for _ in range(2):
+            model(images())
+    assert {Path(warning.filename).name for warning in warned} == {"test_audit.py"}
+    with pytest.raises(ValueError, match="raise or warn"), cl_train.layout_guard("stop"):  # type: ignore[arg-type]
+        pass
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_is_guarded(one_rank: None) -> None:
+    train(nn.parallel.DistributedDataParallel(converted(torchvision.models.resnet18(num_classes=4))))
+    for name in ("contiguous", "contiguous gradient"):
+        with pytest.raises(LayoutLost, match=r"module.1.1 \(Call\)"):
+            train(nn.parallel.DistributedDataParallel(model_with(name)))
+
+
+@pytest.mark.slow
+def test_lightning_is_guarded(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning
+
+        class Module(lightning.LightningModule):
+            def __init__(self, net: nn.Module) -> None:
+                super().__init__()
+                self.net = net
+
+            def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+                return self.net(batch.to(memory_format=torch.channels_last)).square().sum()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+        def fit(net: nn.Module) -> None:
+            trainer = lightning.Trainer(
+                max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path,
+                enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            with cl_train.layout_guard():
+                trainer.fit(Module(net), torch.utils.data.DataLoader(list(torch.randn(4, 3, 32, 32)), batch_size=2))
+
+        fit(converted(torchvision.models.resnet18(num_classes=4)))
+        for name in ("contiguous", "contiguous gradient"):
+            with pytest.raises(LayoutLost, match=r"test_audit\.py"):
+                fit(model_with(name))
