@@ -37,13 +37,13 @@ _SAME_REQUEST_S = 0.5
 # --- children ---------------------------------------------------------------------------------------------------------
 
 
-def end_with_parent(signum: int = signal.SIGKILL, parent_pid: int | None = None) -> None:
+def end_with_parent(signum: int = signal.SIGKILL) -> None:
     """Call in a child: it receives `signum` when its parent has ended, also when the parent was killed.
 
     On Linux the kernel sends the signal when the thread that started the child ends; elsewhere a thread polls.
     """
     expected = multiprocessing.parent_process()
-    parent_pid = parent_pid or (expected.pid if expected is not None else os.getppid())
+    parent_pid = expected.pid if expected is not None else os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
         if os.getppid() != parent_pid:  # the parent ended before the call
