@@ -5,8 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from cl_train.step.ema import EMA
-from cl_train.step.precision import MasterWeights, Precision
+from cl_train.step.precision import EMA, MasterWeights, Precision
 from cl_train.step.train_step import StepParts, train_step
 from cl_train.training.state import TrainState
 

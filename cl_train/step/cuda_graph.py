@@ -1,12 +1,11 @@
 """A training step replayed as one CUDA graph: one launch by the host instead of about a thousand.
 
-The recorded work is `train_step`, which never waits for the device: loss scale, overflow flag and the decision to
-skip an update are tensors that the fused optimizer and GradScaler update in place. What changes between steps is in
-tensors too: images and labels in static buffers, the learning rate in the optimizer's groups.
+`train_step` never waits for the device: loss scale, overflow flag and the decision to skip an update are tensors. What
+changes between steps is in tensors too: images and labels in static buffers, learning rates in the optimizer's groups.
 
-A replay repeats the decisions that the host made during the recording. A model whose forward pass makes decisions on
-the host (a Python random number, a counter, the value of a tensor) must not be recorded. Warm-up, side stream and
-eleven warm-up steps with DDP follow PyTorch's notes on CUDA graphs.
+A replay repeats the decisions that the host made during the recording: a model whose forward pass makes decisions on
+the host (a Python random number, a counter, the value of a tensor) must not be recorded. See PyTorch's notes on CUDA
+graphs for warm-up and side stream.
 """
 
 import logging
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with CUDA events that cannot be recorded
 
-
 _recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
 
@@ -37,10 +35,7 @@ class RecordingError(RuntimeError):
     """Work cannot be recorded as a CUDA graph; the message has the reason."""
 
 
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One per device: the allocator reuses memory on the same stream only, and recordings share theirs."""
-    return torch.cuda.Stream(device)
+_stream = cache(torch.cuda.Stream)  # one per device: the allocator reuses memory on the same stream only
 
 
 class Recorder:

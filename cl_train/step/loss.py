@@ -11,6 +11,9 @@ from cl_train.config.validation import user_function
 
 INCEPTION_AUX_WEIGHT = 0.4  # Szegedy et al. 2015 (v3), as in torchvision's references
 GOOGLENET_AUX_WEIGHT = 0.3  # Szegedy et al. 2014, section 5
+_AUX_WEIGHTS = {"aux_logits": INCEPTION_AUX_WEIGHT} | dict.fromkeys(
+    ("aux_logits1", "aux_logits2"), GOOGLENET_AUX_WEIGHT
+)
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,14 @@ def build_loss(name: str, label_smoothing: float, bce_threshold: float | None) -
 
 
 def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:
-    """The loss of a model's output, with the auxiliary heads of Inception v3 and GoogLeNet.
+    """The loss of a model's output (logits [N, classes]), with the auxiliary heads of Inception v3 and GoogLeNet.
 
-    Args:
-        output: logits [N, classes], or torchvision's InceptionOutputs or GoogLeNetOutputs.
-        targets: int64 [N], or float [N, classes] (MixUp, CutMix).
+    targets: int64 [N], or float [N, classes] (MixUp, CutMix).
     """
     total = loss(logits_of(output), targets)
-    for name in ("aux_logits", "aux_logits1", "aux_logits2"):
-        if getattr(output, name, None) is not None:
-            weight = INCEPTION_AUX_WEIGHT if name == "aux_logits" else GOOGLENET_AUX_WEIGHT
-            total = total + weight * loss(getattr(output, name), targets)
+    for name, weight in _AUX_WEIGHTS.items():
+        if (logits := getattr(output, name, None)) is not None:
+            total = total + weight * loss(logits, targets)
     return total
 
 

@@ -1,6 +1,7 @@
-"""Which parameters train, with which share of the learning rate: frozen parts, parameter groups, the optimizer."""
+"""Which parameters train, by which optimizer, with which learning rate."""
 
 import fnmatch
+import math
 from collections.abc import Collection, Sequence
 from types import MethodType
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.config.schema import ConfigError, OptimConfig, ScheduleConfig
 from cl_train.config.validation import optional_module, suggest
 
 # A checkpoint lacks part of kron's state, and adahessian needs gradients of gradients.
-NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
+_NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
@@ -23,7 +24,7 @@ def check_optimizer(cfg: OptimConfig) -> None:
     """
     if cfg.library == "torch":
         return
-    names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - NOT_SUPPORTED
+    names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - _NOT_SUPPORTED
     if cfg.name not in names:
         raise ConfigError(f"optim.name={cfg.name}: not a supported optimizer of timm{suggest(cfg.name, names)}")
     if (cfg.beta1 is None) != (cfg.beta2 is None):
@@ -44,7 +45,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
-    around_head = {name[: len(name) - len(end)] for name in head for end in _ends(name)} | set(head)
+    around_head = {module for name in head for module in _around(name)}
     frozen: set[str] = set()
     for pattern in patterns:
         found = parts - around_head if pattern == "backbone" else set(fnmatch.filter(parts, pattern))
@@ -52,23 +53,20 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
             raise ConfigError(f"freeze={pattern}: the model has no such part{suggest(pattern, parts)}")
         frozen |= found
 
-    def is_frozen(name: str) -> bool:
-        return name in frozen or any(name.removesuffix(end) in frozen for end in _ends(name))
-
-    for name, parameter in parameters.items():
-        if is_frozen(name):
-            parameter.requires_grad_(False)
+    still = {name for name in parts if frozen.intersection(_around(name))}
+    for name in still & set(parameters):
+        parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"freeze=[{','.join(patterns)}] leaves nothing to train")
-    for name, module in modules.items():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and is_frozen(name):
-            module.eval()
-            module.train = MethodType(lambda self, mode=True: self, module)  # type: ignore[method-assign]
+    for name in still & set(modules):
+        if isinstance(modules[name], nn.modules.batchnorm._BatchNorm):
+            modules[name].eval().train = MethodType(lambda self, mode=True: self, modules[name])
 
 
-def _ends(name: str) -> list[str]:
-    """`.b.c` and `.c` of `a.b.c`."""
-    return [name[index:] for index, letter in enumerate(name) if letter == "."]
+def _around(name: str) -> list[str]:
+    """`a.b.c`, and the modules around it: `a` and `a.b`."""
+    words = name.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words) + 1)]
 
 
 def build_optimizer(
@@ -83,27 +81,32 @@ def build_optimizer(
     A fused kernel reads the loss scale and the overflow flag on the device. With any other optimizer GradScaler makes
     the host wait for the device in each step (pytorch/pytorch#80167). RMSprop has no fused kernel and uses foreach.
     """
-    groups = parameter_groups(cfg, model, parameters, head)
+    groups = _parameter_groups(cfg, model, parameters, head)
     for group in groups:
         group["lr"] = lr if group["lr_scale"] == 1 else lr * group["lr_scale"]
     if cfg.library == "timm":
         return _timm_optimizer(cfg, groups, lr)
-    if cfg.name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=True)
-        return _start_momentum_at_zero(sgd) if cfg.momentum > 0 else sgd
     options = _options(cfg)
     if cfg.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, fused=True, **options)
-    assert cfg.name == "rmsprop", cfg.name
-    options.pop("betas", None)
-    return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, momentum=cfg.momentum, foreach=True, **options)
+    if cfg.name == "rmsprop":
+        options.pop("betas", None)
+        return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, momentum=cfg.momentum, foreach=True, **options)
+    assert cfg.name == "sgd", cfg.name
+    sgd = torch.optim.SGD(groups, lr=lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=True)
+    if cfg.momentum > 0:
+        # Zeros give the same first update as no buffer. Fused SGD leaves its buffer uninitialised if the first step is
+        # skipped, as it is when the initial loss scale overflows; the second step would add that memory to the weights.
+        for parameter in parameters.values():
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
 
 
 def _timm_optimizer(cfg: OptimConfig, groups: list[dict[str, Any]], lr: float | torch.Tensor) -> torch.optim.Optimizer:
     create = optional_module("timm.optim", "optim=timm").create_optimizer_v2
-    options = {"weight_decay": cfg.weight_decay, "momentum": cfg.momentum, **_options(cfg)}
-    optimizer = create(groups, cfg.name, lr=lr, **options)
-    assert isinstance(optimizer, torch.optim.Optimizer)
+    optimizer: torch.optim.Optimizer = create(
+        groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **_options(cfg)
+    )
     return optimizer
 
 
@@ -115,8 +118,8 @@ def _options(cfg: OptimConfig) -> dict[str, Any]:
     return options
 
 
-def parameter_groups(
-    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], head: Collection[str] = ()
+def _parameter_groups(
+    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], head: Collection[str]
 ) -> list[dict[str, Any]]:
     """Groups of equal weight decay (0 for some parameters if `decay_norm_and_bias` is false) and equal `lr_scale`:
     learning rate / the optimizer's = `layer_decay` ** (layers after their own), times `head_lr_ratio` in the `head`.
@@ -145,8 +148,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     containers = {name for name, module in model.named_modules() if isinstance(module, nn.Sequential | nn.ModuleList)}
     numbers, number, previous = dict[str, int](), 0, ""
     for name, parameter in model.named_parameters():
-        words = name.split(".")
-        paths = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+        paths = _around(name)
         outer = next((index for index, path in enumerate(paths) if path in containers), -1)
         block = next((path for path in paths[outer + 1 :] if path not in containers), name) if outer >= 0 else paths[0]
         if block != previous and (parameter.ndim > 1 or not numbers):
@@ -162,18 +164,6 @@ def not_decayed_names(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
     return {name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in own_list}
 
 
-def _start_momentum_at_zero(sgd: torch.optim.SGD) -> torch.optim.SGD:
-    """Momentum buffers of zeros, which give the same first update as none.
-
-    Fused SGD leaves the momentum buffer uninitialised if the first step is skipped, as it is when the initial loss
-    scale overflows; the second step would add that memory to the weights.
-    """
-    for group in sgd.param_groups:
-        for parameter in group["params"]:
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return sgd
-
-
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate, each group's share of it; in place if it is a tensor, as a CUDA graph requires."""
     for group in optimizer.param_groups:
@@ -182,3 +172,35 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(scaled)
         else:
             group["lr"] = scaled
+
+
+# --- learning rate: a pure function of the step, so that a resumed run continues the same curve -----------------------
+
+
+def scaled_lr(cfg: OptimConfig, global_batch_size: int) -> float:
+    """The peak learning rate: `optim.lr`, given for a reference batch, scaled linearly (Goyal et al. 2017)."""
+    return cfg.lr * (global_batch_size / cfg.reference_batch_size if cfg.reference_batch_size else 1)
+
+
+def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step` (0-based), with peak `lr`.
+
+    A linear warm-up from `warmup_start * lr`, then the curve `cfg.name`. Cosine and linear end at `total_steps`. They
+    begin after the warm-up, or at step 0 without `warmup_prefix`: then the warm-up replaces their beginning. The `step`
+    curve counts its epochs from step 0.
+    """
+    if cfg.per_epoch:
+        step -= step % steps_per_epoch
+    warmup_steps = min(round(cfg.warmup_epochs * steps_per_epoch), total_steps)
+    if step < warmup_steps:
+        return lr * (cfg.warmup_start + (1 - cfg.warmup_start) * step / warmup_steps)
+    first = warmup_steps if cfg.warmup_prefix else 0
+    progress = (step - first) / max(1, total_steps - first)
+    if cfg.name == "constant":
+        return lr
+    if cfg.name == "step":
+        return lr * cfg.gamma ** (step / steps_per_epoch // cfg.step_epochs)
+    if cfg.name == "linear":
+        return lr * (1 - (1 - cfg.final_lr_ratio) * progress)
+    assert cfg.name == "cosine", cfg.name
+    return lr * (cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)

@@ -1,4 +1,4 @@
-"""Mixed precision: the dtype of each part of a step, loss scaling and fp32 master weights.
+"""Mixed precision: the dtype of each part of a step, loss scaling, fp32 master weights, and their moving average.
 
 The dtypes of each precision. The names are those of `precision=`:
 
@@ -14,6 +14,7 @@ BatchNorm's parameters and statistics are fp32 in every row. In every row but `f
 convolutions that remain in fp32 use TF32 on CUDA.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,9 +42,7 @@ class Precision:
     @property
     def input_dtype(self) -> torch.dtype:
         """The dtype of the model's input images: the one that its first convolution computes in."""
-        if self.master_weights:
-            return torch.float16
-        return self.autocast_dtype or torch.float32
+        return torch.float16 if self.master_weights else self.autocast_dtype or torch.float32
 
     @property
     def for_fp32_weights(self) -> "Precision":
@@ -51,16 +50,14 @@ class Precision:
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
 
 
-BY_NAME = {
-    precision.name: precision
-    for precision in (
-        Precision("fp32"),
-        Precision("tf32", tf32=True),
-        Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
-        Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
-        Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
-    )
-}
+_TABLE = (
+    Precision("fp32"),
+    Precision("tf32", tf32=True),
+    Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
+    Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
+    Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
+)
+BY_NAME = {precision.name: precision for precision in _TABLE}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
@@ -93,16 +90,16 @@ def _cpu_has_native_bf16() -> bool:
 
 def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
     """Reasons against `precision` on `device`, one sentence each; empty if there are none."""
-    on_cpu, is_fp16 = device.type != "cuda", precision.name in ("fp16", "fp16_o2")
-    if on_cpu and is_fp16:
-        return [f"precision={precision.name} is slow on a CPU; bf16 or fp32 is faster"]
-    if on_cpu and precision.name == "bf16" and not _cpu_has_native_bf16():
-        return ["precision=bf16: this CPU emulates bf16; fp32 is likely to be faster"]
-    if not on_cpu and is_fp16 and torch.cuda.get_device_capability(device) < VOLTA:
-        return [f"precision={precision.name}: this GPU has no tensor cores, so fp16 and channels_last gain little"]
-    if not on_cpu and precision.name == "bf16" and torch.cuda.get_device_capability(device) < AMPERE:
-        return ["precision=bf16: this GPU emulates bf16; fp16 is faster"]
-    return []
+    name, is_fp16 = precision.name, precision.name in ("fp16", "fp16_o2")
+    if device.type != "cuda":
+        if is_fp16:
+            return [f"precision={name} is slow on a CPU; bf16 or fp32 is faster"]
+        is_emulated = name == "bf16" and not _cpu_has_native_bf16()
+        return ["precision=bf16: this CPU emulates bf16; fp32 is likely to be faster"] if is_emulated else []
+    capability = torch.cuda.get_device_capability(device)
+    if is_fp16 and capability < VOLTA:
+        return [f"precision={name}: this GPU has no tensor cores, so fp16 and channels_last gain little"]
+    return ["precision=bf16: this GPU emulates bf16; fp16 is faster"] if name == "bf16" and capability < AMPERE else []
 
 
 @contextmanager
@@ -138,18 +135,16 @@ def without_autotuning() -> Iterator[None]:
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """The context of forward and loss, in training and in evaluation."""
-    if precision.autocast_dtype is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=precision.autocast_dtype)
+    dtype = precision.autocast_dtype
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def build_scaler(
     precision: Precision, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> torch.amp.GradScaler:
     """A dynamic loss scaler; for precisions without loss scaling it is disabled and every call is a no-op."""
-    return torch.amp.GradScaler(
-        device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=precision.scales_loss
-    )
+    options = {"init_scale": init_scale, "growth_interval": growth_interval}
+    return torch.amp.GradScaler(device.type, enabled=precision.scales_loss, **options)  # type: ignore[arg-type]
 
 
 def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
@@ -173,17 +168,12 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.by_name: dict[str, nn.Parameter] = {}
-        self._half: list[torch.Tensor] = []
-        self._full: list[torch.Tensor] = []
-        for name, parameter in model.named_parameters():
-            if parameter.dtype == torch.float16 and parameter.requires_grad:
-                master = nn.Parameter(parameter.detach().float())
-                self._half.append(parameter)
-                self._full.append(master)
-                self.by_name[name] = master
-            else:
-                self.by_name[name] = parameter
+        self.by_name = dict(model.named_parameters())
+        half = {n: p for n, p in self.by_name.items() if p.dtype == torch.float16 and p.requires_grad}
+        full = {name: nn.Parameter(parameter.detach().float()) for name, parameter in half.items()}
+        self.by_name.update(full)
+        self._half: list[torch.Tensor] = list(half.values())
+        self._full: list[torch.Tensor] = list(full.values())
 
     def copy_gradients_from_model(self) -> None:
         """Move the fp16 gradients, still scaled, to the fp32 master weights."""
@@ -220,3 +210,27 @@ def trainable_parameters(model: nn.Module, masters: MasterWeights | None) -> dic
     """The parameters that the optimizer updates, by name: the model's own, or their fp32 master weights."""
     named = dict(model.named_parameters()) if masters is None else masters.by_name
     return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
+class EMA:
+    """A float32 copy of `model`, `module`, with moving averages of the model's weights and BatchNorm statistics.
+
+    torch's AveragedModel cannot average fp32 master weights, which fp16_o2 needs: a change of a weight by a share of
+    (1 - decay) is below the resolution of fp16.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.module = copy.deepcopy(model).float().requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, masters: MasterWeights | None = None) -> None:
+        """ema += (1 - decay) * (weights - ema). Integer buffers are copied. The host does not wait for the device."""
+        source, own = full_precision_state(model, masters), self.module.state_dict()
+        tensors = [name for name, value in own.items() if isinstance(value, torch.Tensor)]  # else an extra state
+        averages = [name for name in tensors if own[name].is_floating_point()]
+        copied = [name for name in tensors if not own[name].is_floating_point()]
+        if copied:  # one launch instead of one per BatchNorm
+            torch._foreach_copy_([own[name] for name in copied], [source[name] for name in copied])
+        weights = [source[name].detach().to(own[name].dtype) for name in averages]
+        torch._foreach_lerp_([own[name] for name in averages], weights, 1 - self.decay)

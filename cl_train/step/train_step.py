@@ -5,7 +5,7 @@ zero_grad. All results stay on the device: the host waits here only for an optim
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -67,44 +67,36 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     In every precision, a non-finite gradient skips the update and the weights do not change. With loss
     scaling it also lowers the scale.
     """
-    losses, correct1, correct5 = [], [], []
-    for index, batch in enumerate(micro_batches):
-        is_last = index == len(micro_batches) - 1
-        with _gradient_sync(parts.model, is_last):
+    ddp, rows = parts.model if isinstance(parts.model, nn.parallel.DistributedDataParallel) else None, []
+    for number, batch in enumerate(micro_batches, 1):
+        is_last = number == len(micro_batches)
+        with nullcontext() if ddp is None or is_last else ddp.no_sync():  # DDP all-reduces in the last backward pass
             with autocast(parts.precision, parts.device):
                 output = parts.model(batch.images)
                 loss = loss_of(output, batch.targets, parts.loss)
             parts.scaler.scale(loss / len(micro_batches)).backward()
-        losses.append(loss.detach())
-        hits1, hits5 = count_correct(logits_of(output), batch.targets)
-        correct1.append(hits1)
-        correct5.append(hits5)
-    skipped = update_weights(parts)
-    return StepResult(torch.stack(losses).mean(), torch.stack(correct1).sum(), torch.stack(correct5).sum(), skipped)
-
-
-def _gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
-    """DDP all-reduces gradients in the backward pass of the last micro-batch only."""
-    if is_last or not isinstance(model, nn.parallel.DistributedDataParallel):
-        return nullcontext()
-    return model.no_sync()
+        rows.append((loss.detach(), *count_correct(logits_of(output), batch.targets)))
+    losses, correct1, correct5 = (torch.stack(values) for values in zip(*rows, strict=True))
+    return StepResult(losses.mean(), correct1.sum(), correct5.sum(), update_weights(parts))
 
 
 def update_weights(parts: StepParts) -> torch.Tensor:
     """Unscale, clip, update, zero the gradients. Returns float32 [] on the device: 1 if the update was skipped."""
     if parts.masters is not None:
         parts.masters.copy_gradients_from_model()
-    skipped = _scaled_update(parts) if parts.precision.scales_loss else _plain_update(parts)
+    parameters: list[torch.Tensor] = [p for group in parts.optimizer.param_groups for p in group["params"]]
+    update = _scaled_update if parts.precision.scales_loss else _plain_update
+    skipped = update(parts, parameters)
     if parts.masters is not None:
         parts.masters.copy_weights_to_model()
     parts.optimizer.zero_grad(set_to_none=True)
     return skipped
 
 
-def _scaled_update(parts: StepParts) -> torch.Tensor:
+def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
     if parts.clip_norm is not None:
         parts.scaler.unscale_(parts.optimizer)
-        nn.utils.clip_grad_norm_(_parameters(parts.optimizer), parts.clip_norm)
+        nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
     parts.scaler.step(parts.optimizer)
     # Private, but the only flag on the device: comparing scales before and after would make the host wait.
     flags = parts.scaler._found_inf_per_device(parts.optimizer).values()
@@ -113,11 +105,11 @@ def _scaled_update(parts: StepParts) -> torch.Tensor:
     return skipped
 
 
-def _plain_update(parts: StepParts) -> torch.Tensor:
-    gradients = [parameter.grad for parameter in _parameters(parts.optimizer) if parameter.grad is not None]
+def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)  # not finite if any gradient is not
     if parts.clip_norm is not None:
-        nn.utils.clip_grads_with_norm_(_parameters(parts.optimizer), parts.clip_norm, norm)
+        nn.utils.clip_grads_with_norm_(parameters, parts.clip_norm, norm)
     skipped = (~norm.isfinite()).float()
     if getattr(parts.optimizer, "_step_supports_amp_scaling", False):
         parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # read by torch._fused_sgd_, _fused_adam(w)_
@@ -126,7 +118,3 @@ def _plain_update(parts: StepParts) -> torch.Tensor:
     elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device
         parts.optimizer.step()
     return skipped
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -68,9 +68,6 @@ def matmul_tflop_per_s(precision: Precision, device: torch.device) -> float:
 
 
 def _published(precision: Precision, device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    peaks = next((peaks for name, peaks in _DATA_SHEETS.items() if name in words), None)
+    words = torch.cuda.get_device_name(device).replace("-", " ").split() if device.type == "cuda" else []
     column = 0 if precision.input_dtype != torch.float32 else 1 if precision.tf32 else 2
-    return peaks[column] if peaks else None
+    return next((peaks[column] for name, peaks in _DATA_SHEETS.items() if name in words), None)

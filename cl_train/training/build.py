@@ -25,10 +25,9 @@ from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import failure_explained
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
-from cl_train.step.ema import EMA
 from cl_train.step.loss import Loss, build_loss
 from cl_train.step.optim import build_optimizer, freeze
-from cl_train.step.precision import MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
+from cl_train.step.precision import EMA, MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, on_main

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule
-from cl_train.step.schedule import lr_at, scaled_lr
+from cl_train.step.optim import lr_at, scaled_lr
 from cl_train.system.machine import DeviceClock
 
 MAP = "mean_average_precision"

@@ -13,8 +13,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import flatten
 from cl_train.data.device import Batch
-from cl_train.step.ema import EMA
-from cl_train.step.precision import full_precision_state, trainable_parameters
+from cl_train.step.precision import EMA, full_precision_state, trainable_parameters
 from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main

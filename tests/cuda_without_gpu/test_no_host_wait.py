@@ -12,9 +12,9 @@ from cl_train.data.device import Batch
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.step import train_step as step_module
 from cl_train.step.cuda_graph import GraphedStep, Recorder
-from cl_train.step.ema import EMA
 from cl_train.step.loss import Loss
 from cl_train.step.optim import set_lr
+from cl_train.step.precision import EMA
 from cl_train.step.train_step import StepParts, StepResult, train_step
 from tests.cuda_without_gpu.fake_cuda import without_data
 from tests.networks import small

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from cl_train.memory_format.model_call import BufferBackup, state_restored
-from cl_train.step.ema import EMA
+from cl_train.step.precision import EMA
 from tests.networks import small
 
 

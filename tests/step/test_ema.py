@@ -2,8 +2,7 @@
 
 import torch
 
-from cl_train.step.ema import EMA
-from cl_train.step.precision import MasterWeights, cast_model, resolve_precision
+from cl_train.step.precision import EMA, MasterWeights, cast_model, resolve_precision
 from tests.networks import small
 
 

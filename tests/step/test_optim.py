@@ -16,10 +16,11 @@ from cl_train.step.optim import (
     check_optimizer,
     freeze,
     layer_numbers,
+    lr_at,
     not_decayed_names,
+    scaled_lr,
     set_lr,
 )
-from cl_train.step.schedule import lr_at, scaled_lr
 from cl_train.training.state import collect, restore
 from tests.networks import small
 from tests.train_states import train_state

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.step.ema import EMA
-from cl_train.step.precision import MasterWeights, Precision, cast_model, trainable_parameters
+from cl_train.step.precision import EMA, MasterWeights, Precision, cast_model, trainable_parameters
 from cl_train.system.checkpoints import CheckpointError, load, snapshot, write
 from cl_train.training.state import (
     check_compatible,
