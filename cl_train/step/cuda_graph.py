@@ -62,14 +62,13 @@ class Recorder:
         current.wait_stream(self.stream)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run `work` eagerly on the stream of the recording."""
         with self.on_stream():
             return work()
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
         """Record `work` without running it, and return its replay, which overwrites its earlier result.
 
-        Raises RecordingError: the work waits for the device, or there is no memory for the graph, or another reason.
+        Raises RecordingError: the work waits for the device, or there is no memory for the graph, and others.
         """
         if self.stream is None:
             return work
@@ -84,7 +83,11 @@ class Recorder:
             # torch believes that the generator still records, and dropout would raise.
             generator = torch.cuda.default_generators[self.device.index or 0]
             generator.graphsafe_set_state(generator.clone_state())
-            raise RecordingError(f"the work cannot be recorded as a CUDA graph: {_first_cause(error)}") from error
+            cause: BaseException = error
+            while cause.__context__ is not None:  # the last error only says that there was one before
+                cause = cause.__context__
+            reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+            raise RecordingError(f"the work cannot be recorded as a CUDA graph: {reason}") from error
         self._graphs.add(graph)
         _recorded.add(graph)
 
@@ -101,13 +104,6 @@ class Recorder:
                 graph.reset()
             _recorded.discard(graph)
         self._graphs.clear()
-
-
-def _first_cause(error: BaseException) -> str:
-    """The error that ended a recording; the last one only says that there was an error before."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class GraphedCall(Generic[T]):
@@ -135,8 +131,7 @@ class GraphedCall(Generic[T]):
 
 
 class GraphedStep:
-    """`train_step` as a `GraphedCall`. Batches of another shape are warmed up and recorded again, and the earlier graph
-    is dropped: its memory would add up, and sizes that have passed do not come back (`data.size_schedule`).
+    """`train_step` as a `GraphedCall`. Batches of another shape are recorded anew, and the earlier graph is dropped.
 
     Copying the batch into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
 

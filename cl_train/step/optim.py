@@ -17,9 +17,7 @@ _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Check an optimizer of timm by building it for one small parameter; torch's need no check.
-
-    Raises ConfigError: timm is missing or has no such optimizer; only one of beta1 and beta2 is set; the optimizer
+    """Raises ConfigError: timm is missing or has no such optimizer; only one of beta1 and beta2 is set; the optimizer
     cannot be built on this machine (some need CUDA or other packages).
     """
     if cfg.library == "torch":
@@ -78,8 +76,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of `cfg` over `parameters` (see `precision.trainable_parameters`). `head`: the classifier's names.
 
-    A fused kernel reads the loss scale and the overflow flag on the device. With any other optimizer GradScaler makes
-    the host wait for the device in each step (pytorch/pytorch#80167). RMSprop has no fused kernel and uses foreach.
+    A fused kernel reads loss scale and overflow flag on the device. With any other optimizer (RMSprop has none)
+    GradScaler makes the host wait for the device in each step (pytorch/pytorch#80167).
     """
     groups = _parameter_groups(cfg, model, parameters, head)
     for group in groups:

@@ -48,10 +48,9 @@ def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 
 
 def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The labels, int64 [N], and the most probable classes, int64 [N, 5], the best first.
+    """The labels, int64 [N], and the most probable classes, int64 [N, 5] (or all, if there are fewer), the best first.
 
-    With fewer than five classes, top-5 is top-k for k = classes. For MixUp/CutMix targets, the class with
-    the larger weight counts; of several such classes (multi-label) the most probable one in the top-5.
+    For MixUp/CutMix targets the class with the larger weight counts; of several (multi-label) the most probable one.
     """
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
     if not targets.is_floating_point():

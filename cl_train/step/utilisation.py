@@ -21,9 +21,8 @@ TRAINING_FACTOR = 3  # a backward pass computes two products for each of the for
 
 
 def flops_of(forward: Callable[[], object]) -> int:
-    """Floating-point operations of a forward pass: convolutions and matrix products, a multiply-add counted as two.
-
-    Not for backward passes, where torch's counter ignores the groups of a convolution.
+    """Floating-point operations of a forward pass (torch's counter ignores groups in a backward pass): convolutions and
+    matrix products, a multiply-add counted as two.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         forward()

@@ -1,9 +1,7 @@
 """Checkpoint files, and the `checkpoints/` folder of a run. `training/state.py` defines what a checkpoint contains.
 
 A checkpoint is a file of `torch.save` (plain types and contiguous tensors), written under a temporary name, synced and
-renamed: a `.pt` file is always whole. `torch.load` verifies no checksum, therefore every load compares the CRC-32 that
-the zip archive has of each tensor. Files of others are read in the same way: no code runs, and the file's size bounds
-the memory.
+renamed: a `.pt` file is always whole. `torch.load` verifies no checksum, so every load does, of any file of weights.
 """
 
 import argparse
@@ -52,13 +50,11 @@ class CheckpointError(RuntimeError):
 
 
 def read_torch_file(path: Path) -> Any:
-    """Load a file of `torch.save`, with all tensors on the CPU.
-
-    The unpickler is restricted to tensors and plain types (`weights_only=True`), without a fallback.
+    """Load a file of `torch.save` to the CPU. No code in it runs, and its size bounds the memory used.
 
     Raises:
-        UnreadableFile: damaged; needs other types; is a program (TorchScript); is compressed; has tensors that are
-            larger than the file, or that are sparse, quantised or on the meta device.
+        UnreadableFile: damaged; needs more than tensors and plain types; is a program (TorchScript); is compressed; has
+            tensors that are larger than the file, or that are sparse, quantised or on the meta device.
         OSError: the file cannot be opened.
     """
     try:
@@ -97,8 +93,7 @@ def _check_values(value: Any, file_bytes: int) -> None:
     """A tensor of stride 0, or a container that is referred to many times, would grow when it is copied."""
     visited, tensor_bytes, pending = 0, 0, [value]
     while pending:
-        item = pending.pop()
-        visited += 1
+        item, visited = pending.pop(), visited + 1
         if isinstance(item, torch.Tensor):
             if item.layout != torch.strided or item.device.type != "cpu" or item.is_quantized or item.is_nested:
                 raise UnreadableFile(f"it has a tensor that is not dense ({item.layout}, {item.dtype}, {item.device})")
@@ -114,7 +109,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
     Raises CheckpointError if it is missing, truncated, damaged, no checkpoint, or of a newer format.
     """
-    path = Path(path)
+    path, advice = Path(path), f"weights={path} starts from its weights only"
     if path.exists() and not path.is_file():  # opening a FIFO would block
         raise CheckpointError(f"{path}: not a regular file")
     try:
@@ -124,23 +119,18 @@ def load(path: str | Path) -> dict[str, Any]:
     except UnreadableFile as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not is_checkpoint(state):
-        raise CheckpointError(f"{path}: not a checkpoint of cl_train; weights={path} starts from its weights only")
-    version = state.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointError(f"{path}: written by a newer version (format {version}, this one reads {FORMAT_VERSION})")
+        raise CheckpointError(f"{path}: not a checkpoint of cl_train; {advice}")
+    if state.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: written by a newer version (format {state.get('format_version')}); {advice}")
     return state
 
 
 def is_checkpoint(content: object) -> bool:
-    """Whether the content of a file is a checkpoint of cl_train."""
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write `state`, a `snapshot`, to `path` atomically and durably.
-
-    Raises OSError if the disk is full or failing; `path` is then unchanged.
-    """
+    """Write `state`, a `snapshot`, atomically and durably. Raises OSError, with `path` unchanged: no space, no disk."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         try:
             torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
@@ -192,10 +182,7 @@ class _Save:
 
 
 class CheckpointStore:
-    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link), written by rank 0.
-
-    With `background` a thread writes while training continues. Call `wait` before forking loader workers: a fork copies
-    locks that another thread holds.
+    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link). With `background` a thread writes them.
 
     A failed write is logged and keeps the earlier files. The next save, or `finish`, repeats it if it was of the best
     model or the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
@@ -265,8 +252,8 @@ class CheckpointStore:
                 raise self._failure(what, error) from error
             log.log(
                 logging.WARNING if is_first else logging.INFO,
-                "checkpoint %s was not written: %s; earlier ones are unchanged and training continues, but it ends if "
-                "none can be written for %g minutes; free some space",
+                "checkpoint %s was not written: %s; earlier ones are unchanged; training ends if none can be written "
+                "for %g minutes: free some space",
                 *(self._path(self._unwritten[-1].step), error, MAX_MINUTES_WITHOUT_CHECKPOINT),
             )
 
@@ -288,10 +275,7 @@ class CheckpointStore:
             log.warning("checkpoints are written again: %s", self.last_saved)
 
     def _retire(self, step: int) -> None:
-        """Delete all but the newest `keep`, after the new one is durable. Later steps than `step` are renamed.
-
-        Those are damaged files that a resume skipped, or later than the checkpoint that the user resumed from.
-        """
+        """Delete all but the newest `keep`. Later steps, which a resume skipped or went back from, are renamed."""
         steps = self._steps()
         for later in [known for known in steps if known > step]:
             path = steps.pop(later)

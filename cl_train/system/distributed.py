@@ -38,8 +38,6 @@ class RankFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Dist:
-    """Rank and device of this process."""
-
     rank: int
     world_size: int
     device: torch.device
@@ -63,7 +61,12 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        problem = _unusable_gpu() if GPU_FILE.exists() else "this machine has no usable CUDA device"
+        problem = "this machine has no usable CUDA device"
+        if GPU_FILE.exists():
+            cuda = torch.version.cuda
+            driver = f"the driver is too old for CUDA {cuda} (see nvidia-smi), or CUDA_VISIBLE_DEVICES hides it"
+            problem = f"torch {torch.__version__} cannot use this machine's GPU: "
+            problem += driver if cuda else "it is a build without CUDA"
         if name == "cuda":
             raise ConfigError(f"device=cuda: {problem}; use device=cpu or device=auto")
         if warn and GPU_FILE.exists():
@@ -75,15 +78,6 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
     device = torch.device("cuda", local_rank)
     check_kernels(device)
     return device
-
-
-def _unusable_gpu() -> str:
-    if torch.version.cuda is None:
-        return f"this machine has a GPU, but torch {torch.__version__} is a build without CUDA"
-    return (
-        f"this machine has a GPU that torch {torch.__version__} cannot use: its driver is too old for CUDA "
-        f"{torch.version.cuda} (nvidia-smi shows the version), or CUDA_VISIBLE_DEVICES hides it"
-    )
 
 
 def check_kernels(device: torch.device) -> None:
@@ -111,10 +105,9 @@ def check_kernels(device: torch.device) -> None:
 
 @contextmanager
 def processes(device: str, timeout_s: float) -> Iterator[Dist]:
-    """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), and leave it at the end.
+    """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), if there is one; leave it at the end.
 
-    A single process creates no group. A collective that waits longer than `timeout_s` for a dead or hung rank raises
-    RuntimeError.
+    A collective that waits longer than `timeout_s` for a dead or hung rank raises RuntimeError.
 
     Raises:
         ConfigError: see `read_launch` and `choose_device`.

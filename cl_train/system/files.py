@@ -88,10 +88,7 @@ def cache_folder() -> Path:
 
 
 def safe_name(text: str, limit: int = 100) -> str:
-    """`text` as one component of a path: no separators, no leading dot, at most `limit` bytes.
-
-    A longer text ends in a few digits of its hash instead, so that two long names stay distinct.
-    """
+    """`text` as one component of a path: no separators, no leading dot; a text over `limit` bytes ends in a hash."""
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text).lstrip(".") or "_"
     if len(name) <= limit:
         return name

@@ -38,10 +38,7 @@ _SAME_REQUEST_S = 0.5
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Call in a child: it receives `signum` when its parent has ended, also when the parent was killed.
-
-    On Linux the kernel sends the signal when the thread that started the child ends; elsewhere a thread polls.
-    """
+    """Call in a child: it receives `signum` when its parent has ended (on Linux by the kernel, else by a thread)."""
     expected = multiprocessing.parent_process()
     parent_pid = expected.pid if expected is not None else os.getppid()
     if sys.platform == "linux":
@@ -84,8 +81,8 @@ def map_in_processes(
 ) -> Iterator[Result]:
     """`function` of each item, in order, in `workers` forked processes (None: as many as cores), with a progress bar.
 
-    With one worker, or one item, it runs in this process. `function` must be picklable: of a module, or a `partial` of
-    one. Raises RuntimeError with the first item without a result if a process died, as for lack of memory.
+    With one worker, or one item, it runs in this process. Raises RuntimeError with the first item without a result if a
+    process died, as for lack of memory.
     """
     from tqdm import tqdm
 
