@@ -7,6 +7,7 @@ from torch import nn
 from cl_train.config.schema import PRECISIONS
 from cl_train.step.precision import (
     BY_NAME,
+    EMA,
     MasterWeights,
     autocast,
     build_scaler,
@@ -33,16 +34,10 @@ def test_each_name_computes_in_its_dtype(name: str) -> None:
     assert build_scaler(precision, CPU).is_enabled() == (name in ("fp16", "fp16_o2"))
 
 
-def test_every_name_of_the_settings_is_resolved() -> None:
+def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
     assert set(PRECISIONS) == {"auto", *BY_NAME}
-
-
-def test_auto_is_never_left_unresolved() -> None:
     precision = resolve_precision("auto", CPU)
     assert precision.name in ("bf16", "fp32") and precision.reason
-
-
-def test_fp16_on_a_cpu_is_doubted() -> None:
     assert "bf16 or fp32" in precision_warnings(resolve_precision("fp16", CPU), CPU)[0]
     assert precision_warnings(resolve_precision("fp32", CPU), CPU) == []
 
@@ -51,15 +46,6 @@ def test_fp16_on_a_cpu_is_doubted() -> None:
 def half_model() -> tuple[nn.Module, MasterWeights]:
     model = cast_model(small(3).to(memory_format=torch.channels_last), resolve_precision("fp16_o2", CPU))
     return model, MasterWeights(model)
-
-
-def test_o2_keeps_batchnorm_in_fp32(half_model: tuple[nn.Module, MasterWeights]) -> None:
-    model, _ = half_model
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            assert module.weight.dtype == module.running_var.dtype == torch.float32
-        elif isinstance(module, nn.Conv2d | nn.Linear):
-            assert module.weight.dtype == torch.float16
 
 
 def test_masters_have_the_models_strides_and_take_small_changes(half_model: tuple[nn.Module, MasterWeights]) -> None:
@@ -86,11 +72,14 @@ def test_gradients_move_to_the_masters(half_model: tuple[nn.Module, MasterWeight
 
 
 def test_full_precision_state_has_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
+    """The model keeps BatchNorm in fp32."""
     model, masters = half_model
     state = full_precision_state(model, masters)
     assert state.keys() == model.state_dict().keys()
     assert all(value.dtype in (torch.float32, torch.int64) for value in state.values())
     assert trainable_parameters(model, masters)["3.weight"] is masters.by_name["3.weight"]
+    halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
+    assert halves == {"0.weight", "3.weight", "3.bias", "8.weight", "8.bias"}
 
 
 def test_kernel_selection_is_restored_also_after_an_error() -> None:
@@ -105,3 +94,31 @@ def test_kernel_selection_is_restored_also_after_an_error() -> None:
     with kernel_selection(tf32=False, autotune=False):
         assert switches() == (False, False, False, 0)
     assert switches() == before
+
+
+def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:
+    model = small(3).to(memory_format=torch.channels_last)
+    average = EMA(model, decay=0.75)
+    before = model[3].weight.detach().clone()
+    with torch.no_grad():
+        model[3].weight.add_(4.0)
+        model[1].running_mean.add_(8.0)
+        model[1].num_batches_tracked.add_(5)
+    average.update(model)
+    torch.testing.assert_close(average.module[3].weight, before + 1.0)
+    torch.testing.assert_close(average.module[1].running_mean, torch.full((8,), 2.0))
+    assert average.module[1].num_batches_tracked.item() == 5
+    assert average.module[3].weight.stride() == model[3].weight.stride() == (72, 1, 24, 8)
+    assert not average.module[3].weight.requires_grad and not average.module.training
+
+
+def test_under_o2_the_average_follows_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
+    """A change that fp16 cannot hold still moves the average."""
+    model, masters = half_model
+    average = EMA(model, decay=0.5)
+    before = average.module[3].weight.detach().clone()
+    assert before.dtype == torch.float32
+    with torch.no_grad():
+        masters.by_name["3.weight"].add_(2e-6)
+    average.update(model, masters)
+    torch.testing.assert_close(average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0)
