@@ -39,7 +39,6 @@ _SAME_REQUEST_S = 0.5
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
     """Call in a child: it receives `signum` when its parent has ended (on Linux by the kernel, else by a thread)."""
-    """Call in a child: it receives `signum` when its parent has ended (on Linux by the kernel, else by a thread)."""
     expected = multiprocessing.parent_process()
     parent_pid = expected.pid if expected is not None else os.getppid()
     if sys.platform == "linux":

@@ -18,9 +18,8 @@ from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format, to_memory_format
 from cl_train.memory_format.operator_support import compiled_graphs
-from cl_train.step.ema import EMA
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, cast_model, resolve_precision, trainable_parameters
+from cl_train.step.precision import EMA, MasterWeights, cast_model, resolve_precision, trainable_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 
