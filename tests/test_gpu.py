@@ -33,8 +33,9 @@ from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.batch_size import resolve_batch_size
+from cl_train.training.build import build_model as build_trained
 from cl_train.training.build import build_train_state
+from cl_train.training.preflight import resolve_batch_size
 from cl_train.training.state import TrainState, collect, restore
 from tests.conftest import Run
 
@@ -271,7 +272,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
 
 def test_batch_size_auto_fits() -> None:
     cfg = settings(batch_size="auto", data={"synthetic_images": 512})
-    found = resolve_batch_size(cfg, alone())
+    found = resolve_batch_size(cfg, alone(), build_trained)
     assert 8 <= found.batch_size <= 512
     put_together(found)
 

@@ -45,7 +45,6 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         TrainingFault: the batch does not fit into memory.
     """
     model = build_model(cfg, num_classes, dist)
-    check_parameters(model)
     for name, parameter in model.named_parameters() if cfg.weights and not cfg.evaluate_only else ():
         if parameter.requires_grad and not parameter.isfinite().all():  # constants may: a mask holds -Inf
             raise ConfigError(f"weights={cfg.weights} holds {'NaN' if parameter.isnan().any() else 'Inf'} in {name}")
@@ -113,6 +112,7 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
         drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
     )
+    check_parameters(model)
     trained_sizes = () if cfg.evaluate_only else training_sizes(cfg)
     for size in trained_sizes:
         models.check_input(model, cfg.model, cfg.batch_size, size)

@@ -32,10 +32,10 @@ from cl_train.system.distributed import (
 )
 from cl_train.system.processes import StopRequest
 from cl_train.system.run_folder import claimed_folder, continues
-from cl_train.training.batch_size import resolve_batch_size
-from cl_train.training.build import utilisation_of
+from cl_train.training.build import build_model, utilisation_of
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report
 from cl_train.training.log_lines import check_skipped_share, log_submitted, log_window, warn_if_loader_bound
+from cl_train.training.preflight import resolve_batch_size
 from cl_train.training.progress import score_of
 from cl_train.training.records import (
     RunLog,
@@ -100,7 +100,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         else:
             run_log.only_warnings()
         prepare_torch(dist, deterministic=cfg.deterministic)
-        cfg = resolve_batch_size(cfg, dist)
+        cfg = resolve_batch_size(cfg, dist, build_model)
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
         stack.enter_context(failure_in_summary(run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
