@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cl_train.config.schema import Config
+from cl_train.config.schema import PRECISIONS, Config
 from tests.faults.forkserver import ForkServer
 
 # Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes, each of which imports torch
 
+CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("auto", "tf32")]  # tf32 is fp32 on a CPU
 CLASS_COLOURS = {"blue": (30, 40, 220), "green": (20, 200, 60), "red": (220, 30, 40)}
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from tests.processes import is_signal_received, wait_until
 
 
-def small(num_classes: int) -> nn.Module:
+def small(num_classes: int) -> nn.Sequential:
     """Two convolutions with BatchNorm: every channel count above 1, so that no stride is ambiguous.
 
     The running statistics follow fast, so that the few steps of a test are enough for evaluation.
@@ -28,88 +29,15 @@ def small(num_classes: int) -> nn.Module:
     )
 
 
-def without_batchnorm(num_classes: int) -> nn.Module:
+def without_batchnorm(num_classes: int) -> nn.Sequential:
     """No layer mixes the images of a batch, so a batch may be split over processes without a change."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, num_classes),
-    )
-
-
-class _AbortsInChannelsLast(nn.Module):
-    """Ends its process, as a kernel does that writes beyond its memory."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if images.shape[1] > 1 and not images.is_contiguous():
-            os.abort()
-        return images
-
-
-def aborts_in_channels_last(num_classes: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), _AbortsInChannelsLast(), small(num_classes))
-
-
-class _Gate(nn.Module):
-    """The tenth forward pass in training waits until the folder GATE has the file `open`, or a signal arrives.
-
-    The process announces its wait by a file in that folder, with its id as name.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        gate = Path(os.environ["GATE"])
-        if self.calls == 10 and not (gate / "open").exists():
-            (gate / str(os.getpid())).touch()
-            wait_until(lambda: (gate / "open").exists() or is_signal_received())
-        return images
-
-
-def gated(num_classes: int) -> nn.Module:
-    """Can be interrupted in training, with random numbers that a checkpoint must restore."""
-    return nn.Sequential(_Gate(), nn.Dropout(0.3), without_batchnorm(num_classes))
-
-
-class _Faulty(nn.Module):
-    """A network whose output is NaN at one forward pass in training."""
-
-    def __init__(self, num_classes: int, bad_call: int) -> None:
-        super().__init__()
-        self.network = small(num_classes)
-        self.bad_call = bad_call
-        self.calls = 0
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.network(images)
-        if self.training:
-            self.calls += 1
-            if self.calls == self.bad_call:
-                logits = logits * float("nan")
-        return logits
-
-
-def nan_at_third_step(num_classes: int) -> nn.Module:
-    return _Faulty(num_classes, bad_call=3)
+    layers = [layer for layer in small(num_classes) if not isinstance(layer, nn.BatchNorm2d)]
+    layers[0] = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+    return nn.Sequential(*layers)
 
 
 def too_few_outputs(num_classes: int) -> nn.Module:
     return small(num_classes - 1)
-
-
-def raising(num_classes: int) -> nn.Module:
-    class Raising(nn.Conv2d):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            raise ValueError("planted")
-
-    return nn.Sequential(small(num_classes), Raising(3, 3, 1))
 
 
 def uncopyable(num_classes: int) -> nn.Module:
@@ -117,36 +45,6 @@ def uncopyable(num_classes: int) -> nn.Module:
     model = small(num_classes)
     model.result = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
     return model
-
-
-class _Signalling(nn.Module):
-    """Sends `signum` to its own process at a forward pass, counted over training or over evaluation."""
-
-    def __init__(self, num_classes: int, signum: int, *, in_training: bool, at_call: int) -> None:
-        super().__init__()
-        self.network = small(num_classes)
-        self.signum, self.in_training, self.at_call, self.calls = signum, in_training, at_call, 0
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.training == self.in_training and os.environ.get("RANK", "1") == "1":  # under torchrun rank 1 alone
-            self.calls += 1
-            if self.calls == self.at_call:
-                os.kill(os.getpid(), self.signum)
-                wait_until(is_signal_received)
-        logits: torch.Tensor = self.network(images)
-        return logits
-
-
-def terminated_in_evaluation(num_classes: int) -> nn.Module:
-    return _Signalling(num_classes, signal.SIGTERM, in_training=False, at_call=2)
-
-
-def terminated_in_training(num_classes: int) -> nn.Module:
-    return _Signalling(num_classes, signal.SIGTERM, in_training=True, at_call=2)
-
-
-def asked_to_save(num_classes: int) -> nn.Module:
-    return _Signalling(num_classes, signal.SIGUSR1, in_training=True, at_call=2)
 
 
 def unsaveable(num_classes: int) -> nn.Module:
@@ -157,24 +55,92 @@ def unsaveable(num_classes: int) -> nn.Module:
     return nn.Sequential(small(num_classes), Unsaveable())
 
 
-class _KilledAt(nn.Module):
-    """SIGKILLs its process at a forward pass: KILL_AT=train,24,2 is the second one in training on 24 px images."""
+class Fault(nn.Module):
+    """Calls `at(images, number)` in each forward pass; `number` counts them, apart in training and in evaluation."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, at: Callable[["Fault", torch.Tensor, int], torch.Tensor | None]) -> None:
         super().__init__()
-        self.network = nn.Sequential(small(num_classes)[:-1], nn.Dropout(0.3), nn.Linear(16, num_classes))
-        self.calls = 0
+        self.at = at
+        self.calls: dict[object, int] = {True: 0, False: 0}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        mode, size, call = os.environ["KILL_AT"].split(",")
-        # More than two images: not the check before the first epoch.
-        if len(images) > 2 and (self.training, images.shape[-1]) == (mode == "train", int(size)):
-            self.calls += 1
-            if self.calls == int(call):
-                os.kill(os.getpid(), signal.SIGKILL)
-        logits: torch.Tensor = self.network(images)
-        return logits
+        self.calls[self.training] += 1
+        changed = self.at(self, images, self.calls[self.training])
+        return images if changed is None else changed
+
+
+def raising(num_classes: int) -> nn.Module:
+    def fail(module: Fault, images: torch.Tensor, number: int) -> None:
+        raise ValueError("planted")
+
+    return nn.Sequential(small(num_classes), Fault(fail))
+
+
+def aborts_in_channels_last(num_classes: int) -> nn.Module:
+    """Ends its process, as a kernel does that writes beyond its memory."""
+
+    def abort(module: Fault, images: torch.Tensor, number: int) -> None:
+        if images.shape[1] > 1 and not images.is_contiguous():
+            os.abort()
+
+    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Fault(abort), small(num_classes))
+
+
+def nan_at_third_step(num_classes: int) -> nn.Module:
+    def spoil(module: Fault, logits: torch.Tensor, number: int) -> torch.Tensor:
+        return logits * (torch.nan if module.training and number == 3 else 1)
+
+    return nn.Sequential(small(num_classes), Fault(spoil))
+
+
+def gated(num_classes: int) -> nn.Module:
+    """Can be interrupted in training, with random numbers that a checkpoint must restore.
+
+    The tenth forward pass waits until the folder GATE has the file `open`, or a signal arrives. The process announces
+    its wait by a file in that folder, with its id as name.
+    """
+
+    def wait(module: Fault, images: torch.Tensor, number: int) -> None:
+        gate = Path(os.environ["GATE"])
+        if module.training and number == 10 and not (gate / "open").exists():
+            (gate / str(os.getpid())).touch()
+            wait_until(lambda: (gate / "open").exists() or is_signal_received())
+
+    return nn.Sequential(Fault(wait), nn.Dropout(0.3), without_batchnorm(num_classes))
+
+
+def signalling(num_classes: int, signum: int, *, in_training: bool, at_call: int = 2) -> nn.Module:
+    """Sends a signal to its own process, under torchrun that of rank 1, at a forward pass."""
+
+    def send(module: Fault, images: torch.Tensor, number: int) -> None:
+        if module.training == in_training and number == at_call and os.environ.get("RANK", "1") == "1":
+            os.kill(os.getpid(), signum)
+            wait_until(is_signal_received)
+
+    return nn.Sequential(Fault(send), small(num_classes))
+
+
+def terminated_in_evaluation(num_classes: int) -> nn.Module:
+    return signalling(num_classes, signal.SIGTERM, in_training=False)
+
+
+def terminated_in_training(num_classes: int) -> nn.Module:
+    return signalling(num_classes, signal.SIGTERM, in_training=True)
+
+
+def asked_to_save(num_classes: int) -> nn.Module:
+    return signalling(num_classes, signal.SIGUSR1, in_training=True)
 
 
 def killed_at(num_classes: int) -> nn.Module:
-    return _KilledAt(num_classes)
+    """SIGKILLs its process at a forward pass: KILL_AT=train,24,2 is the second one in training on 24 px images."""
+
+    def kill(module: Fault, images: torch.Tensor, number: int) -> None:
+        mode, size, call = os.environ["KILL_AT"].split(",")
+        # More than two images: not the check before the first epoch.
+        if len(images) > 2 and (module.training, images.shape[-1]) == (mode == "train", int(size)):
+            module.calls["at"] = module.calls.get("at", 0) + 1
+        if module.calls.get("at") == int(call):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return nn.Sequential(Fault(kill), small(num_classes)[:-1], nn.Dropout(0.3), nn.Linear(16, num_classes))

@@ -14,6 +14,7 @@ from torch import nn
 
 from cl_train.comparison.parity import check_parity
 from cl_train.config.schema import ConfigError
+from tests.conftest import CPU_PRECISIONS
 
 
 class RawView(nn.Module):
@@ -61,7 +62,7 @@ def network(middle: nn.Module) -> nn.Module:
     return nn.Sequential(stem, middle, head, nn.Flatten(), nn.Linear(16, 10))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp16_o2"])
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
 def test_a_sound_model_agrees(precision: str) -> None:
     model = network(nn.Identity())
     before = copy.deepcopy(model.state_dict())

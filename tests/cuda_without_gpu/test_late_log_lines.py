@@ -56,7 +56,7 @@ def test_a_resumed_run_logs_the_same_lines(
     words = [*SHARED, "model=tests.networks:terminated_in_training"]
 
     def signal_at(step: int) -> None:
-        network = partial(networks._Signalling, signum=signal.SIGTERM, in_training=True, at_call=step)
+        network = partial(networks.signalling, signum=signal.SIGTERM, in_training=True, at_call=step)
         monkeypatch.setattr(networks, "terminated_in_training", network)
 
     signal_at(1000)

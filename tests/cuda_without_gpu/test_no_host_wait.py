@@ -14,7 +14,7 @@ from cl_train.step import train_step as step_module
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.loss import Loss
 from cl_train.step.optim import set_lr
-from cl_train.step.precision import EMA
+from cl_train.step.precision import BY_NAME, EMA
 from cl_train.step.train_step import StepParts, StepResult, train_step
 from tests.cuda_without_gpu.fake_cuda import without_data
 from tests.networks import small
@@ -45,7 +45,7 @@ def run(parts: StepParts, step: Callable[[list[Batch]], StepResult], micro_steps
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "fp16_o2"])
+@pytest.mark.parametrize("precision", BY_NAME)
 def test_a_step_never_waits(precision: str, optimizer: str) -> None:
     """With and without clipping, in one and two micro-steps, with each loss."""
     for clip_norm, micro_steps, (loss, targets) in itertools.product((None, 1.0), (1, 2), LOSSES):

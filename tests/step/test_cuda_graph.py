@@ -16,11 +16,10 @@ from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.train_step import StepParts, StepResult, train_step
 from cl_train.training.state import collect, restore
-from tests.conftest import Run
+from tests.conftest import CPU_PRECISIONS, Run
 from tests.step.test_train_step import make_batch, make_parts
 from tests.train_states import train_state
 
-PRECISIONS = ["fp32", "bf16", "fp16", "fp16_o2"]
 CPU = torch.device("cpu")
 
 
@@ -65,7 +64,7 @@ def values(sums: StepResult) -> list[float]:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
     """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow in the middle."""
     eager = make_parts(name, optimizer=optimizer, clip_norm=1.0, label_smoothing=0.1)

@@ -9,7 +9,7 @@ import torch
 import torchvision
 from torch import nn
 
-from cl_train.config.schema import ConfigError, OptimConfig, ScheduleConfig
+from cl_train.config.schema import OPTIMIZERS, WITHOUT_FUSED_KERNEL, ConfigError, OptimConfig, ScheduleConfig
 from cl_train.step.optim import (
     build_optimizer,
     check_optimizer,
@@ -131,8 +131,9 @@ def test_parameters_without_decay_are_those_of_timm() -> None:
     assert {"pos_embed", "cls_token", "blocks.0.ls1.gamma"} <= found
 
 
-@pytest.mark.parametrize(("name", "fused"), [("sgd", True), ("adamw", True), ("rmsprop", False)])
-def test_fused_where_there_is_a_fused_kernel(name: str, fused: bool) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_where_there_is_a_fused_kernel(name: str) -> None:
+    fused = name not in WITHOUT_FUSED_KERNEL
     model = small(3)
     optimizer = build_optimizer(OptimConfig(name=name), model, dict(model.named_parameters()), 0.1)
     assert bool(optimizer.defaults.get("fused")) == fused

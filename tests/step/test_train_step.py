@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import OptimConfig
+from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.data.device import Batch
 from cl_train.models.sources import build_model
 from cl_train.step.loss import GOOGLENET_AUX_WEIGHT, INCEPTION_AUX_WEIGHT, Loss, loss_of
 from cl_train.step.optim import build_optimizer, set_lr
 from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision, trainable_parameters
 from cl_train.step.train_step import StepParts, train_step
+from tests.conftest import CPU_PRECISIONS
 from tests.networks import small, without_batchnorm
 
 CPU = torch.device("cpu")
-PRECISIONS = ["fp32", "bf16", "fp16", "fp16_o2"]
 
 
 def make_parts(
@@ -48,7 +48,7 @@ def weights(parts: StepParts) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_each_precision_trains_in_each_layout(
     name: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,7 @@ def test_clipping_sees_unscaled_gradients(name: str) -> None:
     ("name", "optimizer", "value"),
     [
         *((name, "sgd", "inf") for name in ("fp16", "fp16_o2")),
-        *((name, optimizer, "nan") for name in ("fp32", "bf16") for optimizer in ("sgd", "adamw", "rmsprop")),
+        *((name, optimizer, "nan") for name in ("fp32", "bf16") for optimizer in OPTIMIZERS),
     ],
 )
 def test_a_gradient_that_is_not_finite_skips_the_step(name: str, optimizer: str, value: str) -> None:
@@ -122,7 +122,7 @@ def test_layouts_agree_for_twenty_steps_in_fp32() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_each_optimizer_learns(optimizer: str) -> None:
     parts = make_parts("fp32", optimizer=optimizer)
     set_lr(parts.optimizer, 0.01)

@@ -15,7 +15,7 @@ from cl_train.config.validation import load, to_mapping
 from cl_train.training import loop
 from cl_train.training.loop import check_runs
 from cl_train.training.progress import TrainingFault
-from tests.conftest import Run, write_images
+from tests.conftest import CPU_PRECISIONS, Run, write_images
 
 Train = Callable[..., Run]
 
@@ -57,7 +57,7 @@ def test_a_run_trains_and_leaves_its_records(train: Train) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("channels_last", ["true", "false"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp16_o2"])
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
 def test_each_precision_and_layout_trains(train: Train, precision: str, channels_last: str) -> None:
     done = train(f"precision={precision}", f"channels_last={channels_last}", "epochs=1")
     summary = done.summary
