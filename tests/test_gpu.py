@@ -5,9 +5,8 @@ python -m pytest -m gpu tests/test_gpu.py
 
 import copy
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,10 @@ from torch.utils.data import DataLoader
 
 from cl_train.config.schema import AugmentConfig, Config, DataConfig
 from cl_train.config.validation import load
+from cl_train.data import device as transfer
 from cl_train.data.build import build_data
 from cl_train.data.collate import channels_last_collate
-from cl_train.data.device import (
-    COPIES_UNDER_WAY,
-    Batch,
-    DeviceFormat,
-    DevicePrefetcher,
-    HostBatch,
-    Normalise,
-    to_device,
-)
+from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, HostBatch, Normalise
 from cl_train.memory_format.layout import classify
 from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr
@@ -38,6 +30,7 @@ from cl_train.training.build import build_train_state
 from cl_train.training.preflight import resolve_batch_size
 from cl_train.training.state import TrainState, collect, restore
 from tests.conftest import Run
+from tests.ranks import TINY, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-ROOT = Path(__file__).resolve().parents[1]
-PRECISIONS = list(BY_NAME)
+SINGLE = Dist(0, 1, torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +53,6 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def alone() -> Dist:
-    return Dist(0, 1, torch.device("cuda", 0))
-
-
 def settings(**words: object) -> Config:
     data = {"name": "synthetic", "image_size": 64} | dict(words.pop("data", {}))  # type: ignore[call-overload]
     return load({"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data, **words})
@@ -72,9 +60,9 @@ def settings(**words: object) -> Config:
 
 def put_together(cfg: Config, classes: int = 10) -> TrainState:
     torch.manual_seed(0)
-    precision = resolve_precision(cfg.precision, alone().device)
+    precision = resolve_precision(cfg.precision, SINGLE.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
-    return build_train_state(cfg, precision, classes, alone(), lr=0.0625)
+    return build_train_state(cfg, precision, classes, SINGLE, lr=0.0625)
 
 
 def batch_of(state: TrainState, seed: int, images: int = 16, classes: int = 10) -> Batch:
@@ -87,7 +75,7 @@ def batch_of(state: TrainState, seed: int, images: int = 16, classes: int = 10) 
     )
 
 
-def train(state: TrainState, steps: int, first: int = 0, **sizes: int) -> list[float]:
+def train_steps(state: TrainState, steps: int, first: int = 0, **sizes: int) -> list[float]:
     losses = []
     for number in range(first, first + steps):
         set_lr(state.parts.optimizer, 2.0 ** -(4 + number % 3))
@@ -95,11 +83,12 @@ def train(state: TrainState, steps: int, first: int = 0, **sizes: int) -> list[f
     return torch.stack(losses).tolist()
 
 
-def state_of(state: TrainState) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in state.model.state_dict().items()}
+def assert_equal_weights(state: TrainState, other: TrainState) -> None:
+    theirs = other.model.state_dict()
+    assert [key for key, value in state.model.state_dict().items() if not torch.equal(value, theirs[key])] == []
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("layout", [True, False])
 def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
     """The loss of the first step, against the same network in float64 on the CPU."""
@@ -115,7 +104,7 @@ def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
         assert state.train_step([batch]).loss.item() == pytest.approx(expected, rel=tolerance), words
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) -> None:
     words = {"precision": name, "optim": {"name": optimizer, "clip_norm": 1.0}, "label_smoothing": 0.1}
@@ -123,15 +112,14 @@ def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) ->
     for group in eager.parts.optimizer.param_groups:
         group["lr"] = torch.tensor(0.0, device="cuda")
     for step in range(12):
-        assert train(eager, 1, first=step) == train(graphed, 1, first=step), f"step {step}"
+        assert train_steps(eager, 1, first=step) == train_steps(graphed, 1, first=step), f"step {step}"
     assert graphed.train_step.is_recorded  # type: ignore[attr-defined]
-    for key, value in state_of(eager).items():
-        assert torch.equal(state_of(graphed)[key], value), key
+    assert_equal_weights(eager, graphed)
 
 
 def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
     state = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
-    train(state, 6)
+    train_steps(state, 6)
     before = state.model.conv1.weight.detach().clone()  # type: ignore[union-attr]
     states = list(state.parts.optimizer.state.values())
     momentum = [state["momentum_buffer"].clone() for state in states]
@@ -171,10 +159,10 @@ def test_evaluation_between_replays_changes_nothing() -> None:
     from cl_train.training.evaluation import predictions
 
     plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
-    expected = train(plain, 12)
+    expected = train_steps(plain, 12)
     found = []
     for step in range(12):
-        found += train(disturbed, 1, first=step)
+        found += train_steps(disturbed, 1, first=step)
         batches = [batch_of(disturbed, 100 + step, images=7)]
         predictions(disturbed.model, batches, disturbed.parts.precision, disturbed.parts.device)
     assert found == expected
@@ -184,32 +172,27 @@ def test_evaluation_between_replays_changes_nothing() -> None:
 def test_resume_is_exact(graph: bool) -> None:
     words = {"cuda_graph": graph, "optim": {"momentum": 0.9}}
     whole = put_together(settings(**words))
-    expected = train(whole, 12)
+    expected = train_steps(whole, 12)
     first = put_together(settings(**words))
-    losses = train(first, 6)
-    state = collect(first, {}, {})
+    losses = train_steps(first, 6)
     second = put_together(settings(**words))
-    restore(state, second)
-    losses += train(second, 6, first=6)
+    restore(collect(first, {}, {}), second)
+    losses += train_steps(second, 6, first=6)
     assert losses == expected
-    for key, value in state_of(whole).items():
-        assert torch.equal(state_of(second)[key], value), key
+    assert_equal_weights(whole, second)
 
 
 def test_channels_last_through_the_whole_network() -> None:
     model = build_model("resnet50", num_classes=10).cuda().to(memory_format=torch.channels_last)
     lost = []
 
-    def look(name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
-        def hook(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-            if output.dim() == 4 and classify(output) == "contiguous":
-                lost.append(name)
+    def look(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        if output.dim() == 4 and classify(output) == "contiguous":
+            lost.append(module)
 
-        return hook
-
-    for name, module in model.named_modules():
+    for module in model.modules():
         if not list(module.children()):
-            module.register_forward_hook(look(name))
+            module.register_forward_hook(look)
     images = torch.randn(4, 3, 96, 96, device="cuda").to(memory_format=torch.channels_last)
     with torch.autocast("cuda", torch.float16):
         model(images).sum().backward()
@@ -250,7 +233,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     state = put_together(settings(cuda_graph=graph, precision="bf16"))
     generator = torch.Generator().manual_seed(0)
     pixels = [torch.randint(0, 256, (16, 64, 64, 3), dtype=torch.uint8, generator=generator) for _ in range(24)]
-    slots = [torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory() for _ in range(COPIES_UNDER_WAY + 1)]
+    slots = [torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory() for _ in range(transfer.COPIES_UNDER_WAY + 1)]
     targets = torch.zeros(16, dtype=torch.int64).pin_memory()
 
     def host_batches() -> Iterator[HostBatch]:
@@ -262,7 +245,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     form = DeviceFormat(state.parts.device, torch.bfloat16, torch.channels_last)
     normalise = Normalise([0.5] * 3, [0.25] * 3, form)
     seen = []
-    for batch in to_device(host_batches(), normalise, ahead=2):
+    for batch in transfer.to_device(host_batches(), normalise, ahead=2):
         torch.cuda._sleep(2_000_000)
         state.train_step([batch])
         seen.append(batch.images.float().mean())
@@ -272,7 +255,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
 
 def test_batch_size_auto_fits() -> None:
     cfg = settings(batch_size="auto", data={"synthetic_images": 512})
-    found = resolve_batch_size(cfg, alone(), build_trained)
+    found = resolve_batch_size(cfg, SINGLE, build_trained)
     assert 8 <= found.batch_size <= 512
     put_together(found)
 
@@ -282,9 +265,9 @@ def test_batch_size_auto_fits() -> None:
 def test_compiled_agrees_with_eager_and_never_recompiles(graph: bool) -> None:
     """Two steps are compared: over more, fp16 rounding grows on random labels in any two correct programs."""
     eager, compiled = put_together(settings()), put_together(settings(compile=True, cuda_graph=graph))
-    assert train(compiled, 2) == pytest.approx(train(eager, 2), rel=2e-2)
+    assert train_steps(compiled, 2) == pytest.approx(train_steps(eager, 2), rel=2e-2)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert all(map(math.isfinite, train(compiled, 6, first=2)))
+        assert all(map(math.isfinite, train_steps(compiled, 6, first=2)))
 
 
 @pytest.mark.slow
@@ -300,15 +283,14 @@ def test_a_compiled_run_trains_after_its_trial_step(train_on_gpu: Callable[..., 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("words", [["ddp_static_graph=true"], ["ddp_static_graph=true", "cuda_graph=true"]])
 def test_static_graph_ddp_trains_like_one_process(image_folder: Path, tmp_path: Path, words: list[str]) -> None:
-    """Gradients are averaged over the ranks after the trial step and in replays, and the run ends: NCCL would wait for
-    a graph that is alive. 24 steps, because eleven with DDP run before the recording."""
+    """Also in replays, and the run ends: NCCL would wait for a live graph. Eleven steps precede a recording."""
     weights = []
     for ranks in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        command = [sys.executable, *launcher, "train.py", "data=folder", f"data.root={image_folder}", "device=cuda"]
-        command += ["model=tests.networks:without_batchnorm", "precision=fp32", "data.image_size=32", "optim.lr=0.4"]
-        command += [f"batch_size={32 // ranks}", "epochs=8", "log_every=1", f"hydra.run.dir={tmp_path / str(ranks)}"]
-        subprocess.run(command + (words if ranks > 1 else []), cwd=ROOT, check=True, timeout=300)
+        shared = [*TINY, "device=cuda", f"data.root={image_folder}", f"batch_size={32 // ranks}", "epochs=8"]
+        done = launch(
+            ranks, "train.py", *shared, f"hydra.run.dir={tmp_path / str(ranks)}", *(words if ranks > 1 else ())
+        )
+        assert done.returncode == 0, done.stderr
         path = max((tmp_path / str(ranks) / "checkpoints").glob("step-*.pt"))
         weights.append(torch.load(path, weights_only=True)["model"])
     for name, value in weights[0].items():
@@ -322,23 +304,15 @@ def test_a_run_on_jpegs_with_a_graph(train_on_gpu: Callable[..., Run]) -> None:
 
 
 @pytest.fixture
-def train_on_gpu(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., Run]:
-    from cl_train.training.loop import train as loop_train
-
-    def run(*words: str) -> Run:
-        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        shared = ["device=cuda", "precision=fp16", "channels_last=true", "epochs=4", "optim.lr=0.1"]
-        return Run(folder, loop_train(tiny(*shared, *words), folder).exit_code)
-
-    return run
+def train_on_gpu(train: Callable[..., Run]) -> Callable[..., Run]:
+    return partial(train, "device=cuda", "precision=fp16", "channels_last=true", "epochs=4", "optim.lr=0.1")
 
 
 def test_data_of_the_sample_reaches_the_device(image_folder: Path) -> None:
     cfg = DataConfig(name="folder", root=str(image_folder), image_size=32, workers=0)
-    data = build_data(cfg, AugmentConfig(), batch_size=16, seed=0, dist=alone())
+    data = build_data(cfg, AugmentConfig(), batch_size=16, seed=0, dist=SINGLE)
     try:
-        form = DeviceFormat(alone().device, torch.float16, torch.channels_last)
+        form = DeviceFormat(SINGLE.device, torch.float16, torch.channels_last)
         batches = list(data.train(0, form))
         assert {tuple(batch.images.stride()) for batch in batches} == {(3072, 1, 96, 3)}
         assert all(batch.images.is_cuda and batch.images.dtype == torch.float16 for batch in batches)
