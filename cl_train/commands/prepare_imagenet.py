@@ -14,6 +14,7 @@ Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusab
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cl_train.config.schema import OVERWRITE_HELP, ConfigError, setting
 from cl_train.config.validation import settings_from_arguments, suggest
@@ -29,11 +30,10 @@ class Tars:
     devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz or its folder, or a text file with the val labels")
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
-    def run(self) -> int:
+    def run(self, **options: Any) -> int:
         from cl_train.imagenet.archives import unpack
 
-        sources = (_path(path) if path else None for path in (self.train, self.val, self.devkit))
-        for split, images in unpack(_path(self.out), *sources, overwrite=self.overwrite).items():
+        for split, images in unpack(**options).items():
             print(f"{self.out}/{split}: {images:,} images")
         return 0
 
@@ -51,11 +51,10 @@ class Verify(_Folder):
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
     expect: str = setting("imagenet", "expected numbers of classes and images", choices=("imagenet", "any"))
 
-    def run(self) -> int:
+    def run(self, **options: Any) -> int:
         from cl_train.imagenet.verify import verify
 
-        official = self.expect == "imagenet"
-        lines, problems = verify(_path(self.root), deep=self.deep, official_counts=official, workers=self.workers)
+        lines, problems = verify(**options)
         print("\n".join([*lines, *problems, f"{len(problems)} problems found"]))
         return 1 if problems else 0
 
@@ -70,11 +69,10 @@ class Resize(_Folder):
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
-    def run(self) -> int:
+    def run(self, **options: Any) -> int:
         from cl_train.imagenet.resize import resize_folder
 
-        sizes = (self.max_side, self.short_side, self.quality)
-        print(resize_folder(_path(self.root), _path(self.out), *sizes, self.workers, overwrite=self.overwrite))
+        print(resize_folder(**options))
         return 0
 
 
@@ -87,20 +85,12 @@ class Shards(_Folder):
     seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
-    def run(self) -> int:
+    def run(self, **options: Any) -> int:
         from cl_train.imagenet.shards import write_shards
 
-        images, bad = write_shards(
-            _path(self.root),
-            _path(self.out),
-            images_per_shard=self.images_per_shard,
-            seed=self.seed,
-            workers=self.workers,
-            overwrite=self.overwrite,
-        )
-        print(f"{self.out}: {sum(images.values()):,} images in {len(images):,} shards")
-        for line in bad:
-            print(f"left out: {line}")
+        images, bad = write_shards(**options)
+        summary = f"{self.out}: {sum(images.values()):,} images in {len(images):,} shards"
+        print("\n".join([summary, *(f"left out: {line}" for line in bad)]))
         return 1 if bad else 0
 
 
@@ -113,24 +103,18 @@ class Parquet(_Folder):
     to: str = setting("folder", "what to write", choices=("folder", "shards"))
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
-    def run(self) -> int:
+    def run(self, **options: Any) -> int:
         from cl_train.imagenet.parquet import unpack_parquet
 
-        found = unpack_parquet(
-            _path(self.root), _path(self.out), to=self.to, workers=self.workers, overwrite=self.overwrite
-        )
-        for split, images in found.items():
+        for split, images in unpack_parquet(**options).items():
             print(f"{self.out}: {images:,} {split} images")
         return 0
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser()
 
 
 TASKS: dict[str, type[Tars | Verify | Resize | Shards | Parquet]] = {
     task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards, Parquet)
 }
+_PATHS = ("root", "out", "train", "val", "devkit")
 USAGE = f"{'|'.join(TASKS)} [key=value ...]"
 SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in TASKS.items()}
 
@@ -140,8 +124,9 @@ def main(words: list[str]) -> int:
     if name not in TASKS:
         raise ConfigError(f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
     task = settings_from_arguments(TASKS[name], words[1:])
+    paths = {key: Path(path).expanduser() for key, path in vars(task).items() if key in _PATHS and path}
     try:
-        return task.run()
+        return task.run(**(vars(task) | paths))
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died
         print(f"failed: {error}. Run the same command again to continue", file=sys.stderr)
         return 1

@@ -32,7 +32,7 @@ Members = list[tuple[tarfile.TarInfo, re.Match[str]]]
 
 
 def unpack(
-    out: Path, train: Path | None, val: Path | None, devkit: Path | None, *, overwrite: bool = False
+    out: Path, train: Path | None, val: Path | None, devkit: Path | None, overwrite: bool = False
 ) -> dict[str, int]:
     """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar, or from a folder with
     its flat files, which are moved; val needs `devkit`, see `validation_labels`. After an interruption, call it again.

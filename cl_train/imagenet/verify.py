@@ -15,13 +15,13 @@ _SHOWN = 10
 
 
 def verify(
-    root: Path, *, deep: bool = False, official_counts: bool = True, workers: int | None = None
+    root: Path, *, deep: bool = False, expect: str = "imagenet", workers: int | None = None
 ) -> tuple[list[str], list[str]]:
     """Check `root/train` and `root/val`. Returns a line for each split, and the problems that were found.
 
     Args:
         deep: decode every image.
-        official_counts: 1,000 classes, 1,281,167 and 50,000 images are expected.
+        expect: "imagenet" = 1,000 classes, 1,281,167 and 50,000 images.
         workers: processes; None = as many as cores.
 
     Raises ConfigError if there is no such folder or one cannot be read, RuntimeError if a worker process died.
@@ -40,7 +40,7 @@ def verify(
         classes = found[split]
         images = sum(count for count, _ in classes.values())
         lines.append(f"{split}: {images:,} images in {len(classes):,} classes")
-        if official_counts and (len(classes), images) != (CLASSES, official):
+        if expect == "imagenet" and (len(classes), images) != (CLASSES, official):
             problems.append(f"{lines[-1]}; ILSVRC2012 has {official:,} in {CLASSES:,} (another data set: expect=any)")
         if only := sorted(classes.keys() - found[other]):
             problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")

@@ -199,7 +199,7 @@ def prepared(tmp_path: Path) -> Path:
 
 
 def check(root: Path, deep: bool = False, expect: str = "any") -> tuple[list[str], str]:
-    lines, problems = verify(root, deep=deep, official_counts=expect == "imagenet", workers=1)
+    lines, problems = verify(root, deep=deep, expect=expect, workers=1)
     return lines, "\n".join(problems)
 
 
