@@ -70,8 +70,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.data.build import images_of_folder
     from cl_train.data.device import DeviceFormat
     from cl_train.data.loader import BadImageError, first_reasons
-    from cl_train.models.card import Preprocessing
     from cl_train.models.convert_file import load_saved
+    from cl_train.models.files import Preprocessing
     from cl_train.step.precision import kernel_selection, resolve_precision
     from cl_train.step.train_step import labels_and_top5
     from cl_train.system.distributed import Dist, choose_device

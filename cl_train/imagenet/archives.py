@@ -23,12 +23,8 @@ from cl_train.data.shards import open_tar, read_member, regular_files
 from cl_train.imagenet.resumable import SETTINGS, resumable_folder, write_image
 
 _PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it
-_CLASS_TAR = re.compile(r"(n\d{8})\.tar")
-_TRAIN_IMAGE = re.compile(r"(n\d{8})_\d+\.JPEG")
-_VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 _MAX_KIT_BYTES = 64 * 2**20  # unpacked, 2 MB; more is a decompression bomb
-Members = list[tuple[tarfile.TarInfo, re.Match[str]]]
 
 
 def unpack(
@@ -50,8 +46,7 @@ def unpack(
         problems.append(f"{unknown[0]} was made by another program and may lack images: move the classes away")
     if problems:
         raise ConfigError(problems)
-    labels = validation_labels(devkit) if devkit is not None else []
-    counts = {}
+    labels, counts = validation_labels(devkit) if devkit is not None else [], {}
     sorts_in_place = val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
     with resumable_folder(out, {"task": "tars"}, overwrite=overwrite or sorts_in_place):
         if train is not None:
@@ -63,77 +58,71 @@ def unpack(
 
 def _unpack_train(archive: Path, folder: Path) -> int:
     with open_tar(archive, str(archive)) as outer:
-        members = _official_members(outer, str(archive), _CLASS_TAR)
-        if not members:
-            raise ConfigError(f"{archive}: no class archives (n01440764.tar, ...); is it ILSVRC2012_img_train.tar?")
-        waiting = [(member, match[1]) for member, match in members if not (folder / match[1]).exists()]
-        _check_space(folder.parent, sum(member.size for member, _ in waiting))
-        for member, wnid in tqdm(waiting, "train", unit="class", disable=None):
-            _unpack_class(cast(IO[bytes], outer.extractfile(member)), f"{archive}: {member.name}", wnid, folder)
-    return sum(len(os.listdir(folder / match[1])) for _, match in members)
+        members = _official_members(outer, str(archive), r"n\d{8}\.tar")
+        waiting = {name: member for name, member in members.items() if not (folder / name[:-4]).exists()}
+        _check_space(folder.parent, waiting)
+        for name, member in tqdm(waiting.items(), "train", unit="class", disable=None):
+            _unpack_class(cast(IO[bytes], outer.extractfile(member)), f"{archive}: {member.name}", folder / name[:-4])
+    return sum(len(os.listdir(folder / name[:-4])) for name in members)
 
 
-def _unpack_class(stream: IO[bytes], what: str, wnid: str, folder: Path) -> None:
-    """Unpack one class; `folder/wnid` is created only when it is complete."""
-    partial = folder / _PARTIAL
+def _unpack_class(stream: IO[bytes], what: str, folder: Path) -> None:
+    """The folder is created only when it is complete."""
+    partial = folder.with_name(_PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         with open_tar(stream, what) as archive:
-            members = _official_members(archive, what, _TRAIN_IMAGE)
-            for member, match in members:
-                if match[1] != wnid:
-                    raise ConfigError(f"{what}: {member.name} is an image of another class")
-                (partial / match[0]).write_bytes(read_member(archive, member, what))
-        if not members:
-            raise ConfigError(f"{what}: no images")
-        os.replace(partial, folder / wnid)
+            for name, member in _official_members(archive, what, rf"{folder.name}_\d+\.JPEG").items():
+                (partial / name).write_bytes(read_member(archive, member, what))
+        os.replace(partial, folder)
     finally:  # after an error; the disk may be full
         shutil.rmtree(partial, ignore_errors=True)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
 
 
 def _place_val(source: Path, labels: list[str], folder: Path) -> int:
+    official = r"ILSVRC2012_val_\d{8}\.JPEG"
 
-    def target(match: re.Match[str]) -> Path:
-        number = int(match[1])
+    def target(name: str) -> Path:
+        number = int(name[-13:-5])
         if not 1 <= number <= len(labels):
             raise ConfigError(f"{source}: image number {number}, but there are {len(labels)} labels")
-        return folder / labels[number - 1] / match[0]
+        return folder / labels[number - 1] / name
 
     if source.is_dir():
-        for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
-            match = _VAL_IMAGE.fullmatch(entry.name)
-            if match and entry.is_file(follow_symlinks=False):
-                path = target(match)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                os.rename(entry.path, path)
+        for path in sorted(source.iterdir()):
+            if re.fullmatch(official, path.name) and path.is_file() and not path.is_symlink():
+                target(path.name).parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target(path.name))
     else:
         with open_tar(source, str(source)) as archive:
-            members = _official_members(archive, str(source), _VAL_IMAGE)
-            waiting = [(member, path) for member, match in members if not (path := target(match)).exists()]
-            _check_space(folder.parent, sum(member.size for member, _ in waiting))
-            for member, path in tqdm(waiting, "val", unit="image", disable=None):
-                write_image(path, read_member(archive, member, str(source)))
+            members = _official_members(archive, str(source), official)
+            waiting = {name: member for name, member in members.items() if not target(name).exists()}
+            _check_space(folder.parent, waiting)
+            for name, member in tqdm(waiting.items(), "val", unit="image", disable=None):
+                write_image(target(name), read_member(archive, member, str(source)))
     names = (f"{wnid}/ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ConfigError(f"{source}: {len(missing)} of {len(labels)} images are missing, such as {missing[0]}")
     return len(labels)
 
 
-def _official_members(archive: tarfile.TarFile, what: str, pattern: re.Pattern[str]) -> Members:
-    found: dict[str, tuple[tarfile.TarInfo, re.Match[str]]] = {}
+def _official_members(archive: tarfile.TarFile, what: str, pattern: str) -> dict[str, tarfile.TarInfo]:
+    found: dict[str, tarfile.TarInfo] = {}
     for member in regular_files(archive, what):
-        match = pattern.fullmatch(member.name.removeprefix("./"))
-        if not match or match[0] in found:
-            raise ConfigError(f"{what}: {member.name[:200]!r} is a duplicate, or no name of the official archive")
-        found[match[0]] = (member, match)
-    return list(found.values())
+        name = member.name.removeprefix("./")
+        if not re.fullmatch(pattern, name) or name in found:
+            raise ConfigError(f"{what}: {name[:200]!r} is a duplicate, or no name of the official archive ({pattern})")
+        found[name] = member
+    if not found:
+        raise ConfigError(f"{what}: no files with the names of the official archive ({pattern})")
+    return found
 
 
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+def _check_space(folder: Path, members: dict[str, tarfile.TarInfo]) -> None:
+    free, needed = shutil.disk_usage(folder).free, sum(member.size for member in members.values())
     if free < needed:
         raise ConfigError(f"{folder}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed")
 

@@ -38,8 +38,7 @@ def write_shards(
     Returns the images in each shard, and the files that cannot be read and were left out, with the reason.
     Raises ConfigError: `root` is not such a folder, or `out` cannot be used; RuntimeError: a worker process died.
     """
-    images: dict[str, int] = {}
-    bad: list[str] = []
+    images, bad = dict[str, int](), list[str]()
     outside = [root / name for name in ("train", *VAL_NAMES)]  # a new folder there would become a class
     source = read_folder(root)
     settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}

@@ -17,8 +17,15 @@ from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, to_memory_format
 from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import sources as models
-from cl_train.models.card import ModelCard, Preprocessing
-from cl_train.models.files import SavedModel, careful_loading, read_weights, weights_path, write_weights
+from cl_train.models.files import (
+    ModelCard,
+    Preprocessing,
+    SavedModel,
+    careful_loading,
+    read_weights,
+    weights_path,
+    write_weights,
+)
 from cl_train.system.files import output_file
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest output; the formats sum in another order

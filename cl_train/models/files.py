@@ -1,29 +1,39 @@
-"""Files of models: weights are read without running code, and what a file says of its model is read with them.
+"""Files of models: weights are read without running code, with the card: what a file says of its model besides the
+weights (name, classes, preprocessing, memory format).
+
+The card has the same keys in files of every kind: `facts` of a checkpoint, `_metadata[""]` of a state dict, the
+metadata of safetensors and ONNX, the extra files of a program.
 
 Readable as weights are files of `torch.save` (a state dict, or a checkpoint that holds one), checkpoints of cl_train,
 and safetensors. Programs (TorchScript, `torch.export`) run code when they are loaded: only for files that the user
 trusts, and even then nothing in them is unpickled.
 """
 
+import contextlib
+import dataclasses
+import json
 import os
 import re
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+import numpy as np
 import torch
+from PIL import Image
 
-from cl_train.config.schema import ConfigError
-from cl_train.config.validation import optional_module, suggest
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.validation import from_mapping, optional_module, suggest
+from cl_train.data.decode import Pixels
+from cl_train.data.device import DeviceFormat, Normalise
+from cl_train.data.transforms import ImageTransform, default_val_resize
 from cl_train.memory_format.layout import memory_format_of, named_tensors, to_contiguous_state
 from cl_train.memory_format.model_call import failure_explained
-from cl_train.models.card import KEYS, ModelCard
 from cl_train.system.checkpoints import UnreadableFile, is_checkpoint, read_torch_file
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "zoo"]
@@ -32,6 +42,96 @@ ENTRIES = ("state_dict", "model_state_dict", "model", "module", "model_ema", "st
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _MAX_CODE_BYTES = 64 << 20  # TorchScript compresses its source code; nothing else in these archives is compressed
 _EXECUTED_MEMBERS = ("custom_obj", "opaque_obj", "aotinductor")
+_TEXTS = ("memory_format", "model", "precision")
+# The name of a value here, and of the setting in `data`:
+_SETTINGS = {
+    "crop": "image_size",
+    "resize": "val_resize",
+    "interpolation": "val_interpolation",
+    "mean": "mean",
+    "std": "std",
+}
+KEYS = (*_TEXTS, "classes", "input_size", *_SETTINGS)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """From an image to the input of a model: resize of the short side, centre crop, scale to 0-1, normalise.
+
+    resize, crop: pixels. interpolation: bilinear or bicubic, antialiased. mean, std: per channel, on the 0-1 scale.
+    """
+
+    resize: int
+    crop: int
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "Preprocessing":
+        """That of an evaluation with the settings `data`."""
+        crop = data.val_size or data.image_size
+        resize = data.val_resize or default_val_resize(crop)
+        return cls(resize, crop, data.val_interpolation, tuple(data.mean), tuple(data.std))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of `data` with which an evaluation has this preprocessing."""
+        return {_SETTINGS[name]: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"input_size": [3, self.crop, self.crop], **dataclasses.asdict(self)}
+
+    def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
+        """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], with the pixels of an evaluation."""
+        pixels = np.array(image.convert("RGB")) if isinstance(image, Image.Image) else image
+        rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        ImageTransform(DataConfig(**self.settings()), AugmentConfig(), 0, training=False)(rows[0], pixels, 0, 0)
+        form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
+        return Normalise(self.mean, self.std, form)(rows)[0]
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """None, or empty, is unknown."""
+
+    memory_format: str | None = None  # of the model when it is loaded
+    model: str | None = None
+    precision: str | None = None  # of the run's evaluation
+    classes: tuple[str, ...] = ()
+    preprocessing: Preprocessing | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values without the unknown ones."""
+        values = {name: getattr(self, name) for name in _TEXTS} | {"classes": list(self.classes)}
+        values |= self.preprocessing.to_dict() if self.preprocessing else {}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items() if value}
+
+    def to_strings(self) -> dict[str, str]:
+        """`to_dict` for metadata that must be text: lists and numbers as JSON."""
+        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.to_dict().items()}
+
+    @classmethod
+    def read(cls, metadata: object) -> "ModelCard":
+        """From a file's metadata, which may hold anything: what is not as `to_dict` writes it is unknown."""
+        values = {key: _parsed(metadata.get(key)) for key in KEYS} if isinstance(metadata, dict) else {}
+        texts = {name: value for name in _TEXTS if isinstance(value := values.get(name), str) and value}
+        classes = values.get("classes")
+        preprocessing = None
+        with contextlib.suppress(ConfigError):
+            data = from_mapping(DataConfig, {setting: values.get(name) for name, setting in _SETTINGS.items()})
+            found = Preprocessing.of(data)
+            if len(found.mean) == len(found.std) == 3 and min(found.std) > 0 and found.resize >= found.crop:
+                preprocessing = found
+        names = tuple(map(str, classes)) if isinstance(classes, list) else ()
+        return cls(classes=names, preprocessing=preprocessing, **texts)
+
+
+def _parsed(value: object) -> Any:
+    """A list or number, its JSON, or a text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 @dataclass(frozen=True)
@@ -195,12 +295,11 @@ def _without_prefix(state: dict[str, Any], path: Path, prefix: str | None) -> tu
         if not chosen:
             raise ConfigError(f"{path}: no name begins with prefix={prefix} (the first is {next(iter(kept))})")
         return chosen, f"the {len(chosen)} of {len(kept)} names with the prefix '{prefix}'"
-    first = next(iter(kept))
-    kept = {re.sub(r"(^|\.)_orig_mod\.", r"\1", name): value for name, value in kept.items()}  # of torch.compile
-    while all(name.startswith("module.") for name in kept):  # of DDP
-        kept = {name.removeprefix("module."): value for name, value in kept.items()}
-    removed = first.removesuffix(next(iter(kept)))
-    return kept, f"prefix '{removed}' removed" if removed else ""
+    names = {re.sub(r"(^|\.)_orig_mod\.", r"\1", name): name for name in kept}  # of torch.compile
+    while all(name.startswith("module.") for name in names):  # of DDP
+        names = {name.removeprefix("module."): old for name, old in names.items()}
+    removed = next((old.removesuffix(name) or "_orig_mod." for name, old in names.items() if name != old), "")
+    return {name: kept[old] for name, old in names.items()}, f"prefix '{removed}' removed" if removed else ""
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -228,7 +327,7 @@ def _read_program(path: Path, kind: Kind) -> SavedModel:
     return SavedModel(kind, named_tensors(program), ModelCard.read(texts), program=program)
 
 
-@contextmanager
+@contextlib.contextmanager
 def careful_loading() -> Iterator[None]:
     """Suppress torch's warnings about its formats, and prevent torch.export's fallback to `weights_only=False`."""
     with warnings.catch_warnings(), mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):

@@ -22,9 +22,8 @@ from torch import nn
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
 from cl_train.memory_format.layout import refuse_lazy
-from cl_train.memory_format.model_call import explain_failure
-from cl_train.models.card import Preprocessing
-from cl_train.models.files import read_weights, weights_path
+from cl_train.memory_format.model_call import explain_failure, failure_explained
+from cl_train.models.files import Preprocessing, read_weights, weights_path
 
 log = logging.getLogger(__name__)
 
@@ -90,15 +89,13 @@ def build_model(
     except ConfigError:
         raise
     except Exception as error:  # the user's own code; an image size that a transformer cannot divide; no network
-        what, reason = (
-            f"model={name}" + (f" for images of {image_size} px" if image_size else ""),
-            explain_failure(error),
-        )
+        reason = explain_failure(error)
         if drop_path is not None and re.search("argument '(drop_path|stochastic_depth_prob)", str(error)):
             reason = f"drop_path={drop_path}: it has no adjustable drop path"
         elif zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
             reason = f"weights={zoo_weights} cannot be downloaded ({reason}); copy the file and give weights=FILE"
-        raise ConfigError(f"{what} and {num_classes} classes cannot be built: {reason}") from error
+        size = f"for images of {image_size} px and " if image_size else ""
+        raise ConfigError(f"model={name} cannot be built {size}for {num_classes} classes: {reason}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     if file is not None:
@@ -111,19 +108,15 @@ def build_model(
 
 
 def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *, training: bool = True) -> None:
-    """Raises ConfigError, with torch's reason: a zoo model cannot take images of this size (or a batch of one).
+    """Raises ConfigError: a zoo model cannot take images of this size, or a batch of one.
 
     Only shapes are computed, on the meta device; a user's own model may not run there and is not checked.
     """
     if ":" in name:
         return
-    try:
+    what = f"model={name} cannot {'train on' if training else 'evaluate'} {batch_size} images of {image_size} px"
+    with failure_explained(what, "change data.image_size, data.size_schedule or batch_size"):
         copy_model(model, "meta").train(training)(torch.empty(batch_size, 3, image_size, image_size, device="meta"))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"model={name} cannot {'train on' if training else 'evaluate'} {batch_size} images of {image_size} px; "
-            f"change data.image_size, data.size_schedule or batch_size ({explain_failure(error)})"
-        ) from error
 
 
 def _built(name: str, num_classes: int, weights: str | None, image_size: int | None, drop_path: float | None) -> Any:
@@ -157,13 +150,10 @@ def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
 
 
 def torchvision_weights(name: str, weights: str) -> Any:
-    choices = torchvision.models.get_model_weights(name)
-    if weights == "DEFAULT":
-        return choices.DEFAULT
-    if weights not in choices.__members__:
-        known = sorted(choices.__members__)
-        near = suggest(weights, known)
-        raise ConfigError(f"weights={weights}: not a file, nor weights of {name}{near} (there are {', '.join(known)})")
+    choices = torchvision.models.get_model_weights(name).__members__  # DEFAULT is one
+    if weights not in choices:
+        near, known = suggest(weights, choices), ", ".join(sorted(choices))
+        raise ConfigError(f"weights={weights}: not a file, nor weights of {name}{near} (there are {known})")
     return choices[weights]
 
 
@@ -280,16 +270,14 @@ def follow_published_preprocessing(data: DataConfig, model: str, weights: str, g
 
 def log_preprocessing(data: DataConfig, model: str, weights: str, *, evaluate_only: bool) -> None:
     """Log the preprocessing of the weights; a warning if the settings (of training: mean and std) differ from it."""
-    if (published := published_preprocessing(model, weights)) is None:
-        return
-    own = Preprocessing.of(data).settings()
-    names = own if evaluate_only else ("mean", "std")
-    settings = {name: value for name, value in published.settings().items() if name in names}
-    differing = {name: value for name, value in settings.items() if own[name] != value}
+    published, own = published_preprocessing(model, weights), Preprocessing.of(data).settings()
+    settings = published.settings() if published else {}
+    relevant = set(settings) if evaluate_only else {"mean", "std"}
+    differing = {name: value for name, value in settings.items() if value != own[name] and name in relevant}
     words = " ".join(f"data.{name}={show(value)}" for name, value in (differing or settings).items())
     if differing:
         log.warning("weights=%s were published with other settings: %s", weights, words)
-    elif evaluate_only:
+    elif settings and evaluate_only:
         log.info("weights=%s: the published preprocessing, %s", weights, words)
 
 

@@ -25,7 +25,7 @@ from cl_train.data.build import Data, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.memory_format.model_call import BufferBackup
-from cl_train.models.card import Preprocessing
+from cl_train.models.files import Preprocessing
 from cl_train.models.sources import log_preprocessing
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
