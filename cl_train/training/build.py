@@ -6,6 +6,7 @@ DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
@@ -18,7 +19,7 @@ from cl_train.comparison.paired import choose_memory_format
 from cl_train.config.rules import graph_conflict
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule
-from cl_train.data.device import DeviceFormat
+from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash, known_issues
 from cl_train.memory_format.layout import refuse_lazy
@@ -28,7 +29,7 @@ from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedSt
 from cl_train.step.loss import Loss, build_loss
 from cl_train.step.optim import build_optimizer, freeze
 from cl_train.step.precision import EMA, MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
-from cl_train.step.train_step import StepParts, train_step
+from cl_train.step.train_step import StepParts, StepResult, train_step
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, on_main
 from cl_train.training.preflight import check_batch_fits, check_runs
@@ -63,27 +64,23 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
     with nullcontext() if recorder is None else recorder.on_stream():
         if not cfg.evaluate_only:
-            size, form = training_sizes(cfg)[-1], DeviceFormat(dist.device, precision.input_dtype, layout)
-            check_batch_fits(
-                model, precision, form, batch_size=cfg.batch_size, image_size=size, num_classes=num_classes,
-                compiled=cfg.compile,
-            )  # fmt: skip
-        wrapped = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
-    trained = compiled(wrapped, cfg.compile_mode, graphs=len(training_sizes(cfg))) if cfg.compile else wrapped
+            form = DeviceFormat(dist.device, precision.input_dtype, layout)
+            fits = partial(check_batch_fits, batch_size=cfg.batch_size, image_size=training_sizes(cfg)[-1])
+            fits(model, precision, form, num_classes=num_classes, compiled=cfg.compile)
+        trained = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
+    if cfg.compile:
+        trained = compiled(trained, cfg.compile_mode, graphs=len(training_sizes(cfg)))
     loss = build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
     parts = StepParts(trained, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm, masters)
-    if recorder is None:
-        return TrainState(model, parts, ema, layout, partial(train_step, parts))
-    warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
-    step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
+    step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
+    if recorder is not None:
+        warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
+        step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
     return TrainState(model, parts, ema, layout, step)
 
 
 def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool) -> None:
-    """Raises ConfigError: a loss of the user's fails on two images, or returns no number to differentiate.
-
-    soft: targets are float [N, classes].
-    """
+    """Raises ConfigError: a loss of the user's fails on two images, or returns no number. soft: targets are float."""
     if loss.function is None:
         return
     logits = torch.zeros(2, num_classes, device=device, requires_grad=True)
@@ -104,21 +101,20 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
+    sizes = training_sizes(cfg)
     model = models.build_model(
         cfg.model,
         num_classes=num_classes,
         weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
-        image_size=training_sizes(cfg)[-1],
+        image_size=sizes[-1],
         drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
     )
     check_parameters(model)
-    trained_sizes = () if cfg.evaluate_only else training_sizes(cfg)
-    for size in trained_sizes:
-        models.check_input(model, cfg.model, cfg.batch_size, size)
     val_size = cfg.data.val_size or cfg.data.image_size
-    if val_size not in trained_sizes:
-        models.check_input(model, cfg.model, cfg.batch_size, val_size, training=False)
+    for size in sorted({val_size, *(() if cfg.evaluate_only else sizes)}):
+        training = size in sizes and not cfg.evaluate_only
+        models.check_input(model, cfg.model, cfg.batch_size, size, training=training)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")
@@ -137,8 +133,7 @@ def convert_layout(
     """Convert `model` in place according to `channels_last=` and `conversion=`; returns the layout of its input.
 
     On a CPU the model runs in its layout once (see `check_runs`): a zoo model only in channels_last, which may crash.
-
-    Raises ConfigError: the model does not run; with `channels_last=auto` contiguous is chosen if that does.
+    With `channels_last=auto` contiguous is chosen then. Raises ConfigError: the model does not run.
     """
     channels_last, conversion, size = cfg.channels_last, cfg.conversion, training_sizes(cfg)[-1]
 
@@ -191,10 +186,8 @@ def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """DDP over the ranks; the model itself for one process.
-
-    Gradients are views of DDP's buckets (one copy less). Buckets take each parameter's strides, so channels_last
-    weights have channels_last gradients without a copy.
+    """DDP over the ranks; the model itself for one process. Gradients are views of DDP's buckets, which take each
+    parameter's strides: channels_last weights have channels_last gradients without a copy.
     """
     if dist.world_size == 1:
         return model
@@ -209,8 +202,8 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
 
 
 def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
-    """The compiled model for training. The inner module stays eager for evaluation, with and without DDP: otherwise
-    it would be compiled again for evaluation. Each of `graphs` image sizes is compiled: dynamic shapes are slower.
+    """Compile for training; the inner module stays eager, else it would be compiled again for evaluation. Each of
+    `graphs` image sizes is compiled: dynamic shapes are slower.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -221,13 +214,13 @@ def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
     return wrapper
 
 
-def utilisation_of(state: TrainState, image_size: int, images_per_s: float) -> dict[str, Any] | None:
+def utilisation_of(state: TrainState, speed: dict[str, Any], dist: Dist) -> dict[str, Any] | None:
     """FLOPs and shares of the device's peak (`step.utilisation`); None for a model that cannot run on shapes alone."""
+    size, images_per_s = speed["image_size"], speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
     try:
         shapes = models.copy_model(state.model, "meta").train()
-        images = torch.empty(2, 3, image_size, image_size, device="meta", dtype=next(shapes.parameters()).dtype)
+        images = torch.empty(2, 3, size, size, device="meta", dtype=next(shapes.parameters()).dtype)
         flops = flops_of(lambda: shapes(images))
     except Exception:  # a user's model may raise any exception
         return None
-    precision, device = state.parts.precision, state.parts.device
-    return utilisation(flops / len(images) / 1e9, images_per_s, precision, device, training=True)
+    return utilisation(flops / len(images) / 1e9, images_per_s, state.parts.precision, dist.device, training=True)

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import nn
-from tqdm import tqdm
 
 from cl_train.data.build import Data, ImageData
 from cl_train.data.decode import BadImage
@@ -30,6 +29,7 @@ from cl_train.system.distributed import Dist, broadcast_buffers, gather_objects,
 from cl_train.system.files import write_text
 from cl_train.system.processes import StopRequest
 from cl_train.training.progress import MAP, TrainingFault
+from cl_train.training.records import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ class Interrupted(Exception):
     """A signal to a rank ended an evaluation. Raised on all ranks."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(signum)
         self.signum = signum
 
 
@@ -51,32 +50,23 @@ def evaluate_model(
     precision: Precision,
     dist: Dist,
     signals: StopRequest | None = None,
-    bar: "tqdm[Any] | None" = None,
     metrics: Callable[..., Any] | None = None,
-    *,
     flip: bool = False,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Loss and accuracy (percent) over all validation images: `loss`, `top1`, `top5`, `images`.
+    """Loss and accuracy (percent) over all validation images, and the `predictions` for the images of this rank.
 
-    The host waits for the device once, at the end, when it reads the sums; with `metrics` after each batch.
-
-    Args:
-        metrics: called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU;
-            returns numbers by name, which are added to the result.
-
-    Returns: these numbers, and the `predictions` for the images of this rank.
+    The host waits for the device once, at the end, when it reads the sums; with `metrics` after each batch. Those are
+    called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
 
     Raises:
         Interrupted: a signal requests the run to stop.
         TrainingFault: images are missing, or none could be decoded.
     """
     broadcast_buffers(model, dist)
-    skipped_before = data.bad_images.skipped
-    batches: Iterable[Batch] = data.validation(batch_format)
-    if signals is not None:
-        batches = _until_signal(batches, signals, dist, bar)
-    kept: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if metrics or data.label_shape else None
-    rows = predictions(model, batches, precision, dist.device, flip=flip, binary=bool(data.label_shape), kept=kept)
+    skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)
+    batches = _until_signal(data.validation(batch_format), signals, data.val_images, dist)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if metrics or is_binary else None
+    rows = predictions(model, batches, precision, dist.device, flip=flip, binary=is_binary, kept=kept)
     counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
     sums = [rows[:, 3].sum(), (rows[:, 0] == rows[:, 1]).sum(), rows[:, 4].sum(), *counts]
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.stack(sums), dist).tolist()
@@ -87,12 +77,12 @@ def evaluate_model(
         )
     if images == 0:
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
-    accuracy = {"top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
-    result = {"loss": loss / images, **accuracy, "images": int(images)}
+    result = {"loss": loss / images, "top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
+    result["images"] = int(images)
     if kept is not None:
         everything = [batch for of_rank in gather_objects(kept, dist) for batch in of_rank]
         logits, targets = (torch.cat(column) for column in zip(*everything, strict=True))
-        if data.label_shape:
+        if is_binary:
             result[MAP] = mean_average_precision(logits.numpy(), targets.numpy() > 0.5)
         if metrics is not None:
             result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
@@ -106,9 +96,7 @@ def check_evaluation(result: Mapping[str, float] | None) -> None:
 
 
 def mean_average_precision(scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]) -> float:
-    """Percent: the area under the steps of precision over recall, as scikit-learn's `average_precision_score`, averaged
-    over the classes with a positive image; NaN without any. Both arguments are [images, classes].
-    """
+    """Percent: scikit-learn's `average_precision_score` over [images, classes], for classes with a positive image."""
     found = []
     for score, positive in zip(scores.T, positives.T, strict=True):
         order = np.argsort(-score, kind="stable")
@@ -142,19 +130,12 @@ def predictions(
     binary: bool = False,
     kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
-    """Evaluate this rank's images; the host does not wait for the device.
+    """Evaluate this rank's images; the host does not wait for the device, unless `kept` takes logits and targets.
 
-    Targets are int64 [N], with -100 for an image without a label, or float [N, classes], as in cross-entropy.
+    Targets are int64 [N], with -100 for an image without a label, or float [N, classes]; `binary`: of several labels.
 
-    Args:
-        model: not wrapped in DDP, because ranks may have different numbers of batches.
-        flip: average the logits of each image and of its mirror image.
-        binary: the loss is the binary cross-entropy (multi-label).
-        kept: the list to which the logits and targets of each batch are appended, on the CPU.
-
-    Returns:
-        float64 [images, 5] on the device: target, predicted class, its probability, loss (the plain cross-entropy,
-        whatever `loss=` is), and 1 if the target is among the five most probable classes.
+    Returns: float64 [images, 5] on the device: target, predicted class, its probability, loss (the plain cross-entropy,
+    whatever `loss=` is), and 1 if the target is among the five most probable classes.
     """
     rows = [torch.empty(0, 5, dtype=torch.float64, device=device)]
     for logits, targets in outputs(model, batches, precision, flip=flip):
@@ -175,7 +156,10 @@ def predictions(
 def outputs(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits, float32 [N, classes], and the targets of each batch, with `model` in eval mode; see `predictions`."""
+    """The logits, float32 [N, classes], and the targets of each batch, with `model`, not wrapped in DDP, in eval mode.
+
+    `flip`: the mean of the logits of each image and of its mirror image.
+    """
     was_training, largest = model.training, 0
     model.eval()
     for batch in batches:
@@ -191,36 +175,30 @@ def outputs(
     model.train(was_training)
 
 
-def _until_signal(
-    batches: Iterable[Batch], signals: StopRequest, dist: Dist, bar: "tqdm[Any] | None"
-) -> Iterator[Batch]:
-    """Yield `batches`; between two of them the ranks agree whether to stop.
+def _until_signal(batches: Iterable[Batch], signals: StopRequest | None, images: int, dist: Dist) -> Iterator[Batch]:
+    """Yield `batches` of the `images` of all ranks; between two of them the ranks agree whether to stop.
 
     Ranks may have different numbers of batches: each takes part in the agreement until all have finished.
     """
     iterator = iter(batches)
-    while True:
-        batch = next(iterator, None)
-        stop, unfinished = max_over_ranks([signals.stop or 0, int(batch is not None)], dist)
-        if stop:
-            raise Interrupted(stop)
-        if not unfinished:
-            return
-        if bar is not None:
-            bar.update()
-        if batch is not None:
-            yield batch
+    with progress_bar("evaluation", images, unit="image", shown=dist.is_main and signals is not None) as bar:
+        while True:
+            batch = next(iterator, None)
+            flags = [signals.stop or 0 if signals else 0, int(batch is not None)]
+            stop, unfinished = max_over_ranks(flags, dist)
+            if stop:
+                raise Interrupted(stop)
+            if batch is not None:
+                bar.update(len(batch.images) * dist.world_size)
+                yield batch
+            elif not unfinished:
+                return
 
 
 # --- report=true ------------------------------------------------------------------------------------------------------
 
 _WORST_IMAGES, _THUMBNAIL_PX = 50, 160
-_LISTED = 20  # classes and confusions on the page
-_STYLE = """
-body { font: 15px/1.4 sans-serif; margin: 2em } figure { display: inline-block; margin: 7px; width: 160px }
-table { display: inline-table; margin-right: 3em; vertical-align: top } td, th { padding: 0 .8em; text-align: left }
-.wrong { color: #b3261e } .true { color: #1b6e3c }
-"""
+_STYLE = "figure { display: inline-block; width: 160px } .wrong { color: #b3261e } .true { color: #1b6e3c }"
 
 
 def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
@@ -250,7 +228,6 @@ def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path
         page = (
             f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style>'
             f"<h1>{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct</h1>"
-            f"<h2>Lowest accuracy, most frequent confusions</h2>{_html_table(classes)}{_html_table(confused)}"
             f"<h2>The {len(worst)} images with the largest loss, as the model sees them</h2>"
             '<p><span class="wrong">predicted class</span>, <span class="true">true class</span>, probabilities</p>'
             + "".join(_figure(rows[i], images[i], data, names) for i in worst)
@@ -265,33 +242,20 @@ def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path
 
 
 def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A row per class with images, the lowest accuracy (percent) first, and a row per confusion, the most frequent
-    first: the cells of the confusion matrix that are not zero, without the diagonal.
-    """
+    """Accuracy (percent) per class, the lowest first, and the confusions, the most frequent first."""
     table = []
     for label in np.unique(rows[:, 0]).astype(int):
-        of_class = rows[rows[:, 0] == label]
-        correct, predicted = int((of_class[:, 1] == label).sum()), int((rows[:, 1] == label).sum())
-        counts = {"class": names[label], "images": len(of_class), "correct": correct}
-        precision = 100 * correct / predicted if predicted else None
-        share = {"top1": 100 * correct / len(of_class), "precision": precision}
-        table.append({**counts, **share, "loss": float(of_class[:, 3].mean())})
+        of_class, predicted = rows[rows[:, 0] == label], int((rows[:, 1] == label).sum())
+        images, correct = len(of_class), int((of_class[:, 1] == label).sum())
+        shares = {"top1": 100 * correct / images, "precision": 100 * correct / predicted if predicted else None}
+        counts = {"class": names[label], "images": images, "correct": correct}
+        table.append({**counts, **shares, "loss": float(of_class[:, 3].mean())})
     pairs = Counter((int(true), int(predicted)) for true, predicted in rows[:, :2] if true != predicted)
     confusions = [
         {"true": names[true], "predicted": names[predicted], "images": count}
         for (true, predicted), count in sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
     ]
     return sorted(table, key=lambda row: row["top1"]), confusions
-
-
-def _html_table(rows: Sequence[dict[str, Any]]) -> str:
-    def cell(value: Any) -> str:
-        return f"<td>{value:.2f}" if isinstance(value, float) else f"<td>{'-' if value is None else escape(str(value))}"
-
-    head = "".join(f"<th>{name}" for name in rows[0]) if rows else ""
-    return (
-        f"<table><tr>{head}" + "".join("<tr>" + "".join(map(cell, row.values())) for row in rows[:_LISTED]) + "</table>"
-    )
 
 
 def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ Every decision depends on numbers that are equal on all ranks (gathered or summe
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ import torch
 from cl_train.data.loader import bottleneck_advice
 from cl_train.system.distributed import gather_objects, sum_over_ranks
 from cl_train.system.launcher import cores_of_process
-from cl_train.training.progress import TrainingFault
+from cl_train.training.progress import TrainingFault, Window
 from cl_train.training.records import duration, peak_memory_gib, without_warmup
-from cl_train.training.setup import Run, Submitted
+from cl_train.training.setup import Run
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +25,14 @@ ADVICE = (
     "on_nonfinite=skip continues without such steps"
 )
 
-BadStep = tuple[int, bool, int, str]  # step, whether only its gradient is bad, rank, what is bad
+BadStep = tuple[int, bool, int, float]  # step, whether its loss is finite (its gradient is not), rank, loss
 
 
 def log_window(run: Run, lr: float) -> None:
     """Submit the steps since the last log line for reading, and log those that were submitted before.
 
     A GPU continues meanwhile: the numbers reach the host one line late. At the end of an epoch, before a checkpoint and
-    on a CPU the host waits for them. `lr`: of the last step.
-
-    Raises TrainingFault: the run cannot continue.
+    on a CPU the host waits for them. Raises TrainingFault: the run cannot continue. `lr`: of the last step.
     """
     submitted = _submit(run, lr)
     log_submitted(run)
@@ -48,7 +46,7 @@ def reads_late(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _submit(run: Run, lr: float) -> Submitted:
+def _submit(run: Run, lr: float) -> Window:
     """Add up the steps since the last log line on the device, in one reduction over all ranks."""
     steps, scaler = run.unlogged_steps, run.state.parts.scaler
     rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
@@ -69,26 +67,25 @@ def _submit(run: Run, lr: float) -> Submitted:
         "epoch": run.progress.epoch,
         "lr": lr,
     }
-    window = run.meter.close()
-    return Submitted(record, rows, totals, run.meter.clock.mark(), window)
+    return replace(run.meter.close(), rows=rows, totals=totals, record=record, copied=run.meter.clock.mark())
 
 
 def log_submitted(run: Run) -> None:
-    """Log the submitted window, if there is one, and decide on its non-finite steps; the host waits for its end.
-
-    Raises TrainingFault: the run cannot continue.
-    """
+    """Log the submitted window, if there is one; the host waits for its end. Raises TrainingFault: the run must end."""
     if run.submitted is None:
         return
-    (record, rows, totals, copied, window), run.submitted = run.submitted, None
-    run.meter.clock.wait(copied)
-    loss, correct1, correct5, skipped, skipped_images, *scale = totals.tolist()
+    window, run.submitted = run.submitted, None
+    record, rows = window.record, window.rows
+    run.meter.clock.wait(window.copied)
+    loss, correct1, correct5, skipped, skipped_images, *scale = window.totals.tolist()
     run.progress.skipped_steps += round(skipped / run.dist.world_size)
     found: list[BadStep] = []
     if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
-        first_step = record["step"] - len(rows) + 1
-        own = list(bad_steps(rows.tolist(), first_step, run.dist.rank, scales_loss=bool(scale)))
-        found = [step for of_rank in gather_objects(own, run.dist) for step in of_rank]
+        for step, (its_loss, _, _, was_skipped) in enumerate(rows.tolist(), record["step"] - len(rows) + 1):
+            # With loss scaling, overflowing gradients are expected, because they determine the scale.
+            if not math.isfinite(its_loss) or (was_skipped and not scale):
+                found.append((step, math.isfinite(its_loss), run.dist.rank, its_loss))
+        found = [step for of_rank in gather_objects(found, run.dist) for step in of_rank]
     images = len(rows) * run.plan.global_batch_size
     record |= {
         "loss": loss / (len(rows) * run.dist.world_size),
@@ -104,33 +101,21 @@ def log_submitted(run: Run) -> None:
     run.windows_of_epoch.append(record)
     run.writer.write("train", record["step"], record)
     log.info("%s", console_line(run, record))
-    if scale and scale[0] < run.plan.cfg.amp.min_scale:  # GradScaler has no minimum (pytorch/pytorch#99640)
+    cfg = run.plan.cfg
+    if scale and scale[0] < cfg.amp.min_scale:  # GradScaler has no minimum (pytorch/pytorch#99640)
         raise TrainingFault(
-            f"the loss scale fell to {scale[0]:g} at step {record['step']} (amp.min_scale="
-            f"{run.plan.cfg.amp.min_scale:g}): gradients overflow fp16 at every scale. Lower optim.lr, add "
-            "optim.clip_norm or schedule.warmup_epochs, or use precision=bf16"
+            f"the loss scale fell to {scale[0]:g} at step {record['step']} (amp.min_scale={cfg.amp.min_scale:g}): "
+            f"gradients overflow fp16 at every scale. {ADVICE}"
         )
     run.bad_steps += len({step for step, *_ in found})
-    check_bad_steps(found, run.bad_steps, run.plan.cfg.max_nonfinite if run.plan.cfg.on_nonfinite == "skip" else 0)
-
-
-def bad_steps(rows: Sequence[Sequence[float]], first_step: int, rank: int, *, scales_loss: bool) -> Iterator[BadStep]:
-    """The non-finite ones of consecutive steps, from the loss and the skipped flag of each.
-
-    With loss scaling, overflowing gradients are expected, because they determine the scale: only a non-finite loss
-    counts.
-    """
-    for step, (loss, _, _, was_skipped) in enumerate(rows, first_step):
-        if not math.isfinite(loss):
-            yield step, False, rank, f"the loss is {loss}"
-        elif was_skipped and not scales_loss:
-            yield step, True, rank, "a gradient is not finite"
+    check_bad_steps(found, run.bad_steps, cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0)
 
 
 def check_bad_steps(found: list[BadStep], count: int, limit: int) -> None:
     """Raises TrainingFault: `count` bad steps so far, the last ones in `found`, are more than `limit`."""
     if found and count > limit:
-        step, _, rank, what = min(found)
+        step, has_loss, rank, loss = min(found)
+        what = "a gradient is not finite" if has_loss else f"the loss is {loss}"
         which = f"; {count} such steps exceed max_nonfinite={limit}" if limit else ""
         raise TrainingFault(f"{what} at step {step} on rank {rank}; the update was skipped{which}. {ADVICE}")
 
@@ -151,8 +136,7 @@ def console_line(run: Run, window: dict[str, Any]) -> str:
     """A window in main_amp's format: each value, and in brackets its mean over the epoch.
 
     Time is seconds per step, Speed is images per second of all ranks including data loading, Data is the share of the
-    time in which a step waited for its batch. The means of Time and Speed are without warm-up if possible. ETA is
-    the time for the rest of the run, without evaluations.
+    time in which a step waited for its batch. ETA is without evaluations.
     """
     records, measured = run.windows_of_epoch, without_warmup(run.windows_of_epoch)
     step_in_epoch = run.progress.step_in_epoch - (run.progress.step - window["step"])
@@ -174,12 +158,9 @@ def console_line(run: Run, window: dict[str, Any]) -> str:
 
 
 def warn_if_loader_bound(run: Run) -> None:
-    """If an epoch waited for data, name the bottleneck and the setting to change, once.
-
-    An epoch of a few steps mostly waits for the loader's start, which says nothing about its speed.
-    """
+    """If an epoch waited for data, name the bottleneck and the setting to change, once."""
     images = sum(window["images"] for window in run.windows_of_epoch if not window["warmup"])
-    if run.is_loader_checked or images < _FEW_STEPS * run.plan.global_batch_size:
+    if run.is_loader_checked or images < _FEW_STEPS * run.plan.global_batch_size:  # mostly the loader's start
         return
     run.is_loader_checked = True
     advice = bottleneck_advice(

@@ -4,12 +4,12 @@ After each step: log, save, stop, in this order. An epoch ends with a save and a
 """
 
 import logging
-import math
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from cl_train.training.progress import score_of
 from cl_train.training.records import (
     RunLog,
     RunResult,
-    best_evaluation,
     closing_lines,
     duration,
     profile,
@@ -96,9 +95,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
             cfg, folder = replace(cfg, resume=source, overwrite=True), folder / "evaluation"
         if dist.is_main:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
-            run_log.open_file(folder)
-        else:
-            run_log.only_warnings()
+        run_log.open_file(folder if dist.is_main else None)
         prepare_torch(dist, deterministic=cfg.deterministic)
         cfg = resolve_batch_size(cfg, dist, build_model)
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
@@ -152,12 +149,12 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
 
 @contextmanager
 def failure_in_summary(run: Run) -> Iterator[None]:
-    """A run that ends with an exception still writes its summary, with status `failed`."""
+    """A run that ends with an exception still writes its summary; other errors do not replace the first one."""
     try:
         yield
     except BaseException as error:
         if run.dist.world_size == 1:  # the other ranks may not take part
-            with suppress(RuntimeError):  # report the first error, of a device that has failed, for instance
+            with suppress(RuntimeError):
                 log_submitted(run)
         run.summary.status, run.summary.why = "failed", str(error).partition("\n")[0]
         with suppress(OSError):
@@ -196,31 +193,20 @@ def end_epoch(run: Run, *, save_due: bool) -> None:
 
 def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop_signal`."""
-    state, data, dist, cfg = run.state, run.data, run.dist, run.plan.cfg
-    models_to_evaluate = {"val": (state.model, state.parts.precision)}
+    state, cfg = run.state, run.plan.cfg
+    to_evaluate = {"val": (state.model, state.parts.precision)}
     if state.ema is not None:
-        models_to_evaluate["val_average"] = (state.ema.module, state.parts.precision.for_fp32_weights)
-    batches = math.ceil(data.val_images / dist.world_size / cfg.batch_size)
+        to_evaluate["val_average"] = (state.ema.module, state.parts.precision.for_fp32_weights)
+    evaluate = partial(evaluate_model, signals=run.signals, metrics=run.metrics, flip=cfg.evaluate_flip)
     results = {}
-    for kind, (model, precision) in models_to_evaluate.items():
+    for kind, (model, precision) in to_evaluate.items():
         try:
-            with progress_bar("evaluation", batches, unit="batch", shown=dist.is_main) as bar:
-                results[kind], predictions = evaluate_model(
-                    model,
-                    data,
-                    run.batch_format,
-                    precision,
-                    dist,
-                    run.signals,
-                    bar,
-                    run.metrics,
-                    flip=cfg.evaluate_flip,
-                )
+            results[kind], predictions = evaluate(model, run.data, run.batch_format, precision, run.dist)
         except Interrupted as interrupted:
             run.stop_signal = interrupted.signum
             break
         if cfg.report and kind == "val":
-            write_report(predictions, data, dist, run.folder / "report")
+            write_report(predictions, run.data, run.dist, run.folder / "report")
     return results
 
 
@@ -246,26 +232,16 @@ def finish(run: Run) -> dict[str, Any]:
     check_skipped_share(run.progress.skipped_steps, run.progress.step)
     check_evaluation(summary.evaluations.get("val"))
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
-    reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
-    if reasons and dist.is_main:
-        log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
-    if dist.is_main and not (summary.windows or run.plan.cfg.evaluate_only):  # an earlier process had completed the run
-        for record in read_records(run.folder):
-            if record["kind"] == "train":
-                summary.windows.append(record)
-            else:
-                place = ("kind", "step", "epoch", "time")
-                summary.evaluations[record["kind"]] = {n: value for n, value in record.items() if n not in place}
     summary.status = "interrupted" if run.stop_signal else "completed"
-    summary.at_end = {
-        "others_pct": run.machine_load.others_pct(),
-        "skipped_images": sum(skipped for skipped, _ in bad_images),
-        "best": best_evaluation(run.folder) if dist.is_main else None,
-    }
-    if dist.is_main and summary.windows and not run.stop_signal:
-        speeds = speed(summary.windows)
-        images_per_s = speeds["images_per_s"]["end_to_end"]["median"] / dist.world_size
-        summary.at_end["utilisation"] = utilisation_of(run.state, speeds["image_size"], images_per_s)
+    summary.at_end["others_pct"] = run.machine_load.others_pct()
+    summary.at_end["skipped_images"] = sum(skipped for skipped, _ in bad_images)
+    if dist.is_main:
+        reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
+        if reasons:
+            log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
+        summary.read(read_records(run.folder), is_complete=not (summary.windows or run.plan.cfg.evaluate_only))
+        if summary.windows and not run.stop_signal:
+            summary.at_end["utilisation"] = utilisation_of(run.state, speed(summary.windows), dist)
     content = summary.to_dict()
     on_main(lambda: run.writer.finish(content), dist)  # a launcher may kill rank 0 when others end
     for line in closing_lines(content, run.folder):

@@ -1,8 +1,4 @@
-"""Where a run stands, what is due at each step, and its throughput between log lines.
-
-Throughput is measured without pauses, on the device's clock: the host runs ahead of a GPU, and its clock says when work
-was submitted, not when it was done.
-"""
+"""Where a run stands, what is due at each step, and its throughput between log lines, on the device's clock."""
 
 import time
 from collections import deque
@@ -45,7 +41,7 @@ class Progress:
 
     @property
     def is_epoch_closed(self) -> bool:
-        """Whether the end of the epoch (saving, evaluation) is complete: nothing is left to do at this step."""
+        """Nothing is left to do at this step: no evaluation is missing."""
         return self.closed_step == self.step
 
     def is_gain(self, top1: float) -> bool:
@@ -141,20 +137,23 @@ class Window:
     warmup: bool
     start: Any
     end: Any
-    steps: int = 0
     images: int = 0
-    waited_s: float = 0.0  # without the steps that are still unsettled
+    # Of each step: seconds that the host waited for its batch, marks at the end of the step before and after that wait
+    waits: list[tuple[float, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    # For a log line, which is read later: float64 [steps, 4] on the device (loss, correct1, correct5, skipped); [5-6]
+    # on the host from the mark `copied` on (sums over steps and ranks, bad images, loss scale); what the host knows.
+    rows: Any = None
+    totals: Any = None
+    copied: Any = None
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 class ThroughputMeter:
     """Counts images between calls of `close`.
 
-    Args:
-        warmup_steps: windows that begin within this many first steps, or first steps with another image size (which
-            select other kernels or compile), are marked as warm-up.
-        clock: of the device.
-        host_clock: seconds, monotonic.
+    Windows that begin within the first `warmup_steps`, or within as many steps with another image size (which select
+    other kernels or compile), are warm-up. The host runs ahead of a GPU: `host_clock` measures only its own waiting.
     """
 
     def __init__(
@@ -162,8 +161,7 @@ class ThroughputMeter:
     ) -> None:
         self.clock, self._host_clock, self._warmup_steps = clock, host_clock, warmup_steps
         self._steps_before = self._image_size = 0
-        # Steps that the device may not have done: window, the host's wait in seconds; marks before it, after it, at end
-        self._unsettled: deque[tuple[Window, float, Any, Any, Any]] = deque()
+        self._ends: deque[Any] = deque()  # marks of the steps that the device may not have done
         self.start(0)
 
     def start(self, image_size: int) -> None:
@@ -179,25 +177,17 @@ class ThroughputMeter:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The block waits for the batches of a step. Before it the host waits until the device is near enough."""
-        while len(self._unsettled) >= LEAD_STEPS:
-            self._settle_first()
+        while len(self._ends) >= LEAD_STEPS:
+            self.clock.wait(self._ends.popleft())
         since = self._host_clock()
         yield
-        self._host_waited_s, self._begin = self._host_clock() - since, self.clock.mark()
+        self._window.waits.append((self._host_clock() - since, self._idle_from, self.clock.mark()))
 
     def tick(self, images: int) -> None:
         """Count one optimizer step over `images` (of all ranks), which has been submitted."""
-        end = self.clock.mark()
-        self._unsettled.append((self._window, self._host_waited_s, self._idle_from, self._begin, end))
-        self._idle_from = self._window.end = end
-        self._window.steps += 1
+        self._idle_from = self._window.end = self.clock.mark()
+        self._ends.append(self._idle_from)
         self._window.images += images
-
-    def _settle_first(self) -> None:
-        """Count the wait for data of a step: the time in which the host waited and the device had nothing to do."""
-        window, host_waited_s, idle_from, begin, end = self._unsettled.popleft()
-        self.clock.wait(end)
-        window.waited_s += min(host_waited_s, self.clock.seconds(idle_from, begin))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -209,9 +199,9 @@ class ThroughputMeter:
 
     def close(self) -> Window:
         """Close the window and begin the next. The host does not wait."""
-        assert self._window.steps > 0, "an empty window"
         closed = self._window
-        self._steps_before += closed.steps
+        assert closed.waits, "an empty window"
+        self._steps_before += len(closed.waits)
         self._begin_window(closed.end)
         return closed
 
@@ -221,16 +211,16 @@ class ThroughputMeter:
         `image_size` in pixels, `images` and `images_per_s` of all ranks, `seconds` without pauses, `step_ms`,
         `data_wait_pct` (0-100, the share of the time in which this process had no batch for an idle device), `warmup`.
         """
-        while self._unsettled and self._unsettled[0][0] is window:
-            self._settle_first()
+        self.clock.wait(window.end)
         paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
+        waited_s = sum(min(host_waited_s, self.clock.seconds(*marks)) for host_waited_s, *marks in window.waits)
         seconds = max(self.clock.seconds(window.start, window.end) - paused_s, 1e-9)
         return {
             "image_size": window.image_size,
             "images": window.images,
             "seconds": seconds,
             "images_per_s": window.images / seconds,
-            "step_ms": 1000 * seconds / window.steps,
-            "data_wait_pct": 100 * min(window.waited_s / seconds, 1.0),
+            "step_ms": 1000 * seconds / len(window.waits),
+            "data_wait_pct": 100 * min(waited_s / seconds, 1.0),
             "warmup": window.warmup,
         }

@@ -1,7 +1,6 @@
 """What a run leaves besides checkpoints: `metrics.jsonl`, `config.yaml`, `summary.json`, `train.log`, a profile.
 
-Rank 0 writes; the methods of the other ranks do nothing. A full disk does not end a run: records stay in memory until
-they can be written (see `AppendFile`).
+A full disk does not end a run: records stay in memory until they can be written (see `AppendFile`).
 """
 
 import errno
@@ -23,6 +22,8 @@ from typing import Any, Self, TextIO
 import torch
 from tqdm import tqdm
 
+from cl_train.config.schema import Config
+from cl_train.config.validation import flatten, to_mapping, to_yaml
 from cl_train.data.loader import BadImageError
 from cl_train.data.workers import WorkerError
 from cl_train.step.cuda_graph import RecordingError
@@ -38,42 +39,29 @@ log = logging.getLogger("cl_train")
 
 
 class RecordWriter:
-    """Writes the records of one run.
+    """Writes the records of one run, also to the trackers; `folder` None (other ranks than 0): does nothing."""
 
-    Args:
-        folder: the run folder; None = do nothing.
-        trackers: receive every record too.
-        resumed_step: the step at which the run starts, 0 for a new run. Later records belong to lost work of an earlier
-            process and are dropped, so that no chart has duplicate steps.
-        is_evaluated: the evaluation after `resumed_step` is part of the resumed state.
-    """
+    def __init__(self, folder: Path | None, trackers: Trackers) -> None:
+        self._folder, self._trackers = folder, trackers
 
-    def __init__(
-        self, folder: Path | None, trackers: Trackers, *, resumed_step: int = 0, is_evaluated: bool = True
-    ) -> None:
-        self._folder, self._trackers, self._resumed_step = folder, trackers, resumed_step
-        if folder is None:
-            return
-        self._metrics = AppendFile(folder / "metrics.jsonl")
-        kept = [
-            record
-            for record in read_records(folder)
-            if 0 < record["step"] < resumed_step
-            or (record["step"] == resumed_step and (is_evaluated or record["kind"] == "train"))
-        ]
-        write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in kept))
+    def start(self, cfg: Config, *, step: int = 0, is_evaluated: bool = True) -> None:
+        """`config.yaml`, and the settings for the trackers. The run starts at `step`, above 0 if it was resumed.
 
-    def start(self, yaml: str, config: Mapping[str, Any]) -> None:
-        """`config.yaml`, and the flat `config` for the trackers."""
+        Later records belong to lost work of an earlier process and are dropped, so that no chart has duplicate steps.
+        `is_evaluated`: the evaluation at `step` is part of the resumed state.
+        """
         if self._folder is None:
             return
-        write_text(self._folder / "config.yaml", yaml)
+        write_text(self._folder / "config.yaml", to_yaml(cfg))
+        before = [r for r in read_records(self._folder) if 0 < r["step"] <= step]
+        kept = [r for r in before if r["step"] < step or is_evaluated or r["kind"] == "train"]
+        self._metrics = AppendFile(self._folder / "metrics.jsonl")
+        write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in kept))
         group = self._folder.parent.name if (self._folder.parent / "sweep.json").is_file() else None
-        start = {"kind": "start", "step": self._resumed_step, "folder": str(self._folder), "group": group}
-        self._trackers.send({**start, "config": dict(config)})
+        start = {"kind": "start", "step": step, "folder": str(self._folder), "group": group}
+        self._trackers.send({**start, "config": dict(flatten(to_mapping(cfg)))})
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one record."""
         if self._folder is None:
             return
         record = finite_or_null({"kind": kind, "step": step, **values, "time": time.time()})
@@ -81,10 +69,7 @@ class RecordWriter:
         self._trackers.send(record)
 
     def finish(self, summary: Mapping[str, Any], *, retries: bool = True) -> None:
-        """`summary.json`, after all records; the end for the trackers.
-
-        Raises OSError: the disk is full or failing, with `retries` still after a minute (see `retry`).
-        """
+        """`summary.json`, after all records. Raises OSError: the disk is full, with `retries` still after a minute."""
         if self._folder is None:
             return
         self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
@@ -102,10 +87,8 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     path, records = folder / "metrics.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
-                records.append(record)
-    return records
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and isinstance(record.get("step"), int)]
 
 
 def finite_or_null(value: Any) -> Any:
@@ -129,6 +112,17 @@ class Summary:
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     at_end: dict[str, Any] = field(default_factory=dict)  # known at the end of a run that did not fail
 
+    def read(self, records: list[dict[str, Any]], *, is_complete: bool) -> None:
+        """Take the best evaluation from the records of a run; all, if an earlier process had completed it."""
+        evaluations = [one for one in records if one["kind"] == "val" and one["top1"] is not None]
+        if best := max(evaluations, key=score_of, default=None):
+            self.at_end["best"] = {name: best[name] for name in ("top1", "epoch")}
+        if is_complete:
+            self.windows = [record for record in records if record["kind"] == "train"]
+            for record in records:
+                result = {n: value for n, value in record.items() if n not in ("kind", "step", "epoch", "time")}
+                self.evaluations |= {} if record["kind"] == "train" else {record["kind"]: result}
+
     def to_dict(self) -> dict[str, Any]:
         last, now = self.windows[-1] if self.windows else {}, datetime.now().astimezone()
         seconds = (now - datetime.fromisoformat(self.facts["started"])).total_seconds()  # since the last resume
@@ -143,7 +137,7 @@ class Summary:
             "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
             "step_ms": None,
             "data_wait_pct": None,
-            **speed(self.windows),
+            **(speed(self.windows) if self.windows else {}),
             "utilisation": None,
             "peak_memory_gib": round(max(peaks_gib), 4),
             "train": {"loss": last.get("loss")},
@@ -196,13 +190,11 @@ def without_warmup(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Throughput and step time over the training records after warm-up, or all if there are no others.
+    """Throughput and step time over at least one training record, without warm-up, of the last `image_size`.
 
     `compute` is set by runs on synthetic data only. `loader` is always null: `cl-train loader_benchmark` measures it.
-    If the images grew, all values are of the last `image_size`, and `by_image_size` has the median of each.
+    If the images grew, `by_image_size` has the median of each size.
     """
-    if not records:
-        return {}
     by_size: dict[int, list[dict[str, Any]]] = {}
     for record in without_warmup(records):
         by_size.setdefault(record["image_size"], []).append(record)
@@ -213,10 +205,8 @@ def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
     end_to_end = {name: round(value, 2) for name, value in spread([w["images_per_s"] for w in windows]).items()}
     speeds: dict[str, Any] = {"end_to_end": end_to_end, "compute": None, "loader": None}
     if len(by_size) > 1:
-        speeds["by_image_size"] = {
-            str(size): round(statistics.median(window["images_per_s"] for window in of_size), 2)
-            for size, of_size in by_size.items()
-        }
+        medians = {size: statistics.median(w["images_per_s"] for w in of_size) for size, of_size in by_size.items()}
+        speeds["by_image_size"] = {str(size): round(median, 2) for size, median in medians.items()}
     return {
         "image_size": image_size,
         "images_per_s": speeds,
@@ -229,13 +219,6 @@ def spread(values: list[float]) -> dict[str, float]:
     """Median and 5th and 95th percentile (linear interpolation) of at least one value, and their number."""
     percentiles = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
     return {"median": statistics.median(values), "p5": percentiles[0], "p95": percentiles[-1], "windows": len(values)}
-
-
-def best_evaluation(folder: Path) -> dict[str, Any] | None:
-    """The first of the best evaluations in the records of a run; None = not evaluated."""
-    evaluations = [one for one in read_records(folder) if one["kind"] == "val" and one["top1"] is not None]
-    best = max(evaluations, key=score_of, default=None)
-    return best and {name: best[name] for name in ("top1", "epoch")}
 
 
 # --- console, train.log -----------------------------------------------------------------------------------------------
@@ -254,17 +237,16 @@ class RunLog:
         log.addHandler(self._handlers[0])
         return self
 
-    def open_file(self, folder: Path) -> None:
-        self._handlers.append(_LogFile(folder / "train.log"))
-        log.addHandler(self._handlers[-1])
-
-    def only_warnings(self) -> None:
-        """For ranks other than 0."""
-        self._handlers[0].setLevel(logging.WARNING)
+    def open_file(self, folder: Path | None) -> None:
+        """None (other ranks than 0): no file, and only warnings on the console."""
+        if folder is None:
+            self._handlers[0].setLevel(logging.WARNING)
+        else:
+            self._handlers.append(_LogFile(folder / "train.log"))
+            log.addHandler(self._handlers[-1])
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """On a full disk TensorBoard's thread ends; the tracker's next call raises the error, which is logged."""
-        if not isinstance(args.exc_value, OSError):
+        if not isinstance(args.exc_value, OSError):  # of TensorBoard on a full disk, whose next call raises it again
             self._before[1](args)
 
     def __exit__(

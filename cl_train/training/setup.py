@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import flatten, to_mapping, to_yaml, user_function
+from cl_train.config.validation import to_mapping, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.layout import layout_digest, model_memory_format
@@ -45,16 +45,6 @@ from cl_train.training.trackers import Trackers
 log = logging.getLogger(__name__)
 
 
-class Submitted(NamedTuple):
-    """Steps between two log lines whose sums are on their way from the device to the host."""
-
-    record: dict[str, Any]  # the part that the host knows
-    rows: torch.Tensor  # float64 [steps, 4] of this rank, on the device: loss, correct1, correct5, skipped
-    totals: torch.Tensor  # float64 [5 or 6] on the host: sums over steps and ranks, bad images, loss scale
-    copied: Any  # mark of the meter's clock: `totals` can be read
-    window: Window
-
-
 @dataclass
 class Run:
     """Everything that lives as long as a run."""
@@ -76,7 +66,7 @@ class Run:
     unlogged_steps: list[StepResult]  # not yet submitted for a log line
     summary: Summary
     windows_of_epoch: list[dict[str, Any]] = field(default_factory=list)  # training records
-    submitted: Submitted | None = None
+    submitted: Window | None = None  # its sums are on their way from the device to the host
     bad_steps: int = 0  # with a loss or gradient that was not finite
     stop_signal: int = 0  # ends the run
     is_loader_checked: bool = False  # once per run, after the first epoch
@@ -121,10 +111,8 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
-    writer = RecordWriter(
-        folder if dist.is_main else None, trackers, resumed_step=progress.step, is_evaluated=progress.is_epoch_closed
-    )
-    writer.start(to_yaml(cfg), dict(flatten(to_mapping(cfg))))
+    writer = RecordWriter(folder if dist.is_main else None, trackers)
+    writer.start(cfg, step=progress.step, is_evaluated=progress.is_epoch_closed)
     metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
     batch_format = DeviceFormat(dist.device, precision.input_dtype, state.memory_format)
     meter = ThroughputMeter(cfg.warmup_steps, DeviceClock(dist.device))
@@ -137,27 +125,23 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
 
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
-    """Check that all ranks agree on settings, data, layout and step.
+    """Raises ConfigError: the ranks differ in settings, data, layout or step, and would train inconsistent models.
 
-    Otherwise they would train inconsistent models, or deadlock. If the layouts differ, DDP's broadcast, which copies
-    bytes in storage order, has already permuted the weights (NVIDIA/physicsnemo#1614).
-
-    Raises ConfigError: what differs, with the values of two ranks.
+    If the layouts differ, DDP's broadcast, which copies bytes in storage order, has already permuted the weights
+    (NVIDIA/physicsnemo#1614).
     """
     settings = to_mapping(cfg)
     for key in ("root", "workers", "prefetch", "dataset"):  # may differ between machines
         settings["data"].pop(key, None)
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
     own = {"settings": digest, "data": data.fingerprint, "layout": layout_digest(state.model)}
-    own |= {"step": str(progress.step), "epoch": str(progress.epoch)}
-    ranks = gather_objects(own, dist)
+    ranks = gather_objects(own | {"step": str(progress.step), "epoch": str(progress.epoch)}, dist)
     for rank, other in enumerate(ranks):
-        for name, first in ranks[0].items():
-            if other[name] != first:
-                raise ConfigError(
-                    f"the ranks disagree: {name} is {first} on rank 0 and {other[name]} on rank {rank}; start every "
-                    "node with the same command, code and data"
-                )
+        for name in [name for name in other if other[name] != ranks[0][name]]:
+            raise ConfigError(
+                f"the ranks disagree: {name} is {ranks[0][name]} on rank 0 and {other[name]} on rank {rank}; start "
+                "every node with the same command, code and data"
+            )
 
 
 def starting_point(
@@ -165,17 +149,16 @@ def starting_point(
 ) -> tuple[Progress, list[StepResult]]:
     """Where the run starts, with the steps that its last process had not logged yet."""
     found = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
+    records = on_main(lambda: read_records(folder), checkpoints.dist)
     if found is None:
-        if cfg.resume and checkpoints.dist.is_main and read_records(folder):
+        if cfg.resume and records and checkpoints.dist.is_main:
             log.warning("%s has no checkpoint to resume: the run begins anew and replaces its records", folder)
         return Progress(), []
     progress, unlogged_steps = found
-    if cfg.evaluate_only:
-        return progress, []
     # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
-    records = on_main(lambda: read_records(folder), checkpoints.dist)
     scores = [score_of(record) for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
-    if plan.is_epoch_end(progress) and (scores or not plan.is_due(cfg.evaluate_every, progress)):
+    is_closed = plan.is_epoch_end(progress) and (scores or not plan.is_due(cfg.evaluate_every, progress))
+    if is_closed and not cfg.evaluate_only:
         for value in scores:
             progress.is_gain(value)
         plan.close_epoch(progress)
@@ -239,25 +222,24 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
     if len(ranks_of) > 1:
         log.info("ranks: %s", "; ".join(f"{' '.join(ranks)} on {node}" for node, ranks in ranks_of.items()))
-    if dist.is_main:
-        for line in precision_warnings(precision, dist.device):
-            log.warning("%s", line)
-        if cfg.weights is not None:
-            log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
-        if cfg.data.val_split == "train" and not cfg.evaluate_only:
-            log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
+    if not dist.is_main:
+        return
+    for line in precision_warnings(precision, dist.device):
+        log.warning("%s", line)
+    if cfg.weights is not None:
+        log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
+    if cfg.data.val_split == "train" and not cfg.evaluate_only:
+        log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
 
 
 def announce_work(data: Data, plan: Plan, state: TrainState) -> None:
     """What is trained on what, and how many steps that takes."""
     cfg, parameters = plan.cfg, list(state.parts.model.parameters())
-    counts = [sum(p.numel() for p in parameters if p.requires_grad or frozen) for frozen in (True, False)]
-    log.info(
-        "%s: %s%s validation images of %d classes, %d px; %.2f M parameters%s",
-        cfg.data.name, "" if cfg.evaluate_only else f"{data.train_images:,} training and ", f"{data.val_images:,}",
-        data.num_classes, cfg.data.image_size, counts[0] / 1e6,
-        f", of which {counts[1]:,} train: freeze={cfg.freeze}" if cfg.freeze else "",
-    )  # fmt: skip
+    total, trained = (sum(p.numel() for p in parameters if p.requires_grad or frozen) for frozen in (True, False))
+    images = f"{'' if cfg.evaluate_only else f'{data.train_images:,} training and '}{data.val_images:,} validation"
+    size = f"{cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
+    frozen = f", of which {trained:,} train" if cfg.freeze else ""
+    log.info("%s: %s images of %d classes, %s%s", cfg.data.name, images, data.num_classes, size, frozen)
     if cfg.evaluate_only:
         return
     if data.num_classes == 1:

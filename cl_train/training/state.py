@@ -37,8 +37,8 @@ class TrainState:
 def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The state between two steps, as references: saving copies it. The host waits for the device (loss scale).
 
-    Weights are saved in float32 if there are master weights, and optimizer state by parameter name, so that a run in
-    another precision or layout, or with other parameter groups, can load them. `metadata`: see `check_compatible`.
+    fp32 master weights replace fp16 weights, and optimizer state is by parameter name: a run in another precision or
+    layout, or with other parameter groups, can load them. `metadata`: see `check_compatible`.
     """
     optimizer = state.parts.optimizer
     trainable = trainable_parameters(state.model, state.parts.masters)
@@ -58,11 +58,9 @@ def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[st
 
 
 def restore(saved: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    """Copy a loaded checkpoint into a run's objects and return its progress.
+    """Copy a loaded checkpoint into a run's objects, which keep their layout, dtype, device and hyperparameters.
 
-    The run's own layout, dtype, device and hyperparameters stay; optimizer state gets the strides of its parameter.
-
-    Raises CheckpointError: the weights or the optimizer do not fit.
+    Returns its progress. Raises CheckpointError: the weights or the optimizer do not fit.
     """
     restore_weights(saved, state)
     _restore_optimizer(saved["optimizer"], state)
@@ -114,16 +112,14 @@ _MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True) -> list[str]:
-    """Refuse to continue another run, or to evaluate it as another model; return notes on allowed differences.
+    """Notes on differences of metadata (the keys above, `classes`, `config`) that do not matter.
 
-    Both mappings have the keys above, `classes` and `config`, a nested dict of settings.
-
-    Raises ConfigError: the keys that differ, with both values.
+    Raises ConfigError: this is another run or, to evaluate, another model.
     """
     problems = _differences(saved, current, _MUST_MATCH if training else _MUST_MATCH[:2])
     if saved["classes"] != current["classes"]:
         other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
-        problems.append(f"other classes: {_short(other)}")
+        problems.append(f"other classes: {other!r:.120}")
     if problems:
         what, advice = "model and classes", "see its config.yaml"
         if training:
@@ -138,12 +134,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, tr
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     pairs = [(key, before.get(key), now.get(key)) for key in keys]
-    return [f"{key} was {_short(old)}, now {_short(new)}" for key, old, new in pairs if old != new]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return [f"{key} was {old!r:.120}, now {new!r:.120}" for key, old, new in pairs if old != new]
 
 
 @dataclass
@@ -164,18 +155,16 @@ class Checkpoints:
         return (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
-        """Raises ConfigError: a module's `get_extra_state` returns something else than plain types and tensors, or the
-        disk has no space for one checkpoint.
-        """
+        """Raises ConfigError: the disk has no space, or `get_extra_state` returns what cannot be saved."""
         weights = full_precision_state(self.state.model, self.state.parts.masters)
         try:
             snapshot({name: value for name, value in weights.items() if name.endswith("_extra_state")})
         except TypeError as error:
             raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
         if self.dist.is_main:
-            tensors_per_weight = 3 if self.state.ema is None else 4  # weight, two moments at most, EMA
             weight_bytes = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor))
-            for line in check_space(self.store.folder.parent, tensors_per_weight * weight_bytes, self.store.keep):
+            copies = 3 if self.state.ema is None else 4  # weights, two moments at most, EMA
+            for line in check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep):
                 log.warning("%s", line)
 
     def save(self, progress: Progress, unlogged_steps: list[StepResult], *, best: bool = False) -> None:
@@ -196,14 +185,10 @@ class Checkpoints:
             self.save(progress, unlogged_steps, best=True)
 
     def resume(self, source: str, *, training: bool = True) -> tuple[Progress, list[StepResult]] | None:
-        """Restore the checkpoint that `resume=` names; None if `resume=auto` finds none. Without `training` only the
-        weights count.
+        """Restore the checkpoint that `resume=` names, or without `training` only its weights; None: `auto` finds none.
 
         Rank 0 reads the file and sends it to the others: nodes need no shared folder, and all ranks get the same state.
-
-        Raises:
-            ConfigError: there is no such checkpoint, or it belongs to another run.
-            CheckpointError: it is damaged.
+        Raises ConfigError: there is no such checkpoint, or it is of another run. CheckpointError: it is damaged.
         """
         found = on_main(lambda: load_for_resume(source, self.store), self.dist)
         if found is None:

@@ -3,39 +3,36 @@
 import json
 from pathlib import Path
 
+from cl_train.config.schema import Config
 from cl_train.training.records import RecordWriter, finite_or_null
 from cl_train.training.trackers import Trackers
 
 
-def writer(folder: Path | None, **resumed: int) -> RecordWriter:
-    return RecordWriter(folder, Trackers([]), **resumed)
+def writer(folder: Path | None, step: int = 0) -> RecordWriter:
+    started = RecordWriter(folder, Trackers([]))
+    started.start(Config(), step=step)
+    return started
 
 
 def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_resume_drops_what_a_killed_process_left(tmp_path: Path) -> None:
+def test_a_resume_drops_what_a_killed_process_left_and_a_new_run_all(tmp_path: Path) -> None:
     first = writer(tmp_path)
     for step in (10, 20, 30):
         first.write("train", step, {"loss": float("nan")})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": null}\n{"kind": "train", "st')  # damaged; killed in mid-write
-    second = writer(tmp_path, resumed_step=20)
-    second.write("train", 30, {"loss": 2.0})
+    writer(tmp_path, step=20).write("train", 30, {"loss": 2.0})
     assert steps(tmp_path) == [10, 20, 30]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] is None
-
-
-def test_a_fresh_start_in_an_old_folder_begins_anew(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 5}\n')
     writer(tmp_path).write("train", 1, {"loss": 1.0})
     assert steps(tmp_path) == [1]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     other = writer(None)
-    other.start("", {})
     other.write("train", 1, {"loss": 1.0})
     other.finish({"steps": 1})
     assert list(tmp_path.iterdir()) == []
