@@ -29,6 +29,10 @@ def small(num_classes: int) -> nn.Sequential:
     )
 
 
+def dropout(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(0.2), small(num_classes))
+
+
 def without_batchnorm(num_classes: int) -> nn.Sequential:
     """No layer mixes the images of a batch, so a batch may be split over processes without a change."""
     layers = [layer for layer in small(num_classes) if not isinstance(layer, nn.BatchNorm2d)]

@@ -15,14 +15,9 @@ from cl_train.training.records import describe_failure
 from tests.comparison.test_odd_models import MODELS as COMPARED
 from tests.memory_format.test_odd_models import MODELS as AUDITED
 
-MODELS = {f"audited {name}": row[0] for name, row in AUDITED.items()}
-MODELS |= {f"compared {name}": row[0] for name, row in COMPARED.items()}
-REMEDIES = {
-    "audited dict": "logits",
-    "audited lazy": "one batch",
-    "audited meta": "meta device",
-    "compared view": "reshape",
-}
+MODELS = {f"{kind} {name}": row[0] for kind, rows in (("audited", AUDITED), ("compared", COMPARED))
+          for name, row in rows.items()}  # fmt: skip
+REMEDIES = {"audited dict": "logits", "audited lazy": "one batch", "audited meta": "meta", "compared view": "reshape"}
 
 chosen: Callable[[], nn.Module] = nn.Identity
 

@@ -33,16 +33,12 @@ def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -
 def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
     """The trial step runs backward on the model itself, as on a GPU; then four steps."""
     cfg = settings(folder, ddp_static_graph=True, channels_last=True)
-    precision = resolve_precision("fp32", torch.device("cpu"))
-    original = build.check_batch_fits
+    precision, original, equal = resolve_precision("fp32", torch.device("cpu")), build.check_batch_fits, []
 
-    def on_the_model(
-        model: Any, precision: Any, batch_format: Any, *, batch_size: int, num_classes: int, **_: Any
-    ) -> None:
-        preflight.trial_step(model, precision, batch_format, (batch_size, 3, 32, 32), num_classes)
+    def on_the_model(model: Any, precision: Any, form: Any, *, batch_size: int, num_classes: int, **_: Any) -> None:
+        preflight.trial_step(model, precision, form, (batch_size, 3, 32, 32), num_classes)
 
     build.check_batch_fits = on_the_model  # type: ignore[assignment]
-    equal = []
     with processes("cpu", LIMIT_S) as dist:
         torch.manual_seed(0)
         state = build.build_train_state(cfg, precision, 3, dist, lr=0.5)
@@ -87,19 +83,13 @@ def other_settings_are_refused(folder: Path) -> Any:
     return None
 
 
-def a_signal_to_rank_1_in_training(folder: Path) -> Any:
-    return train(settings(folder, model="tests.networks:terminated_in_training"), folder / "in-training")
-
-
-def a_signal_to_rank_1_in_evaluation(folder: Path) -> Any:
-    cfg = settings(folder, model="tests.networks:terminated_in_evaluation", batch_size=4)
-    return train(cfg, folder / "in-evaluation")
-
-
-def usr1_to_rank_1_saves(folder: Path) -> Any:
+def runs_with_signals_to_rank_1(folder: Path) -> Any:
     every = {"every_epochs": 0, "keep": 9}
-    cfg = settings(folder, model="tests.networks:asked_to_save", checkpoint=every, evaluate_every=-1)
-    return train(cfg, folder / "usr1")
+    in_training = settings(folder, model="tests.networks:terminated_in_training")
+    in_evaluation = settings(folder, model="tests.networks:terminated_in_evaluation", batch_size=4)
+    usr1 = settings(folder, model="tests.networks:asked_to_save", checkpoint=every, evaluate_every=-1)
+    codes = [train(in_training, folder / "in-training"), train(in_evaluation, folder / "in-evaluation")]
+    return [*codes, train(usr1, folder / "usr1")]
 
 
 def evaluation_is_eager_with_compile(folder: Path) -> Any:
@@ -115,19 +105,10 @@ CASES: list[Callable[[Path], Any]] = [
     dropout_differs,
     resume_reads_on_rank_0_alone,
     other_settings_are_refused,
-    a_signal_to_rank_1_in_training,
-    a_signal_to_rank_1_in_evaluation,
-    usr1_to_rank_1_saves,
+    runs_with_signals_to_rank_1,
     evaluation_is_eager_with_compile,
 ]
 
-
-def main(folder: Path) -> None:
-    found = {}
-    for case in CASES:
-        found[case.__name__] = case(folder)
-    (folder / f"rank-{RANK}.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    found = {case.__name__: case(Path(sys.argv[1])) for case in CASES}
+    (Path(sys.argv[1]) / f"rank-{RANK}.json").write_text(json.dumps(found))
