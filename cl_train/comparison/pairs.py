@@ -97,9 +97,6 @@ class Pair:
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
 
 
-# --- a run folder -----------------------------------------------------------------------------------------------------
-
-
 def read_run(folder: Path) -> Run:
     """A run from its files; summary.json may be missing.
 
@@ -111,13 +108,12 @@ def read_run(folder: Path) -> Run:
         windows, problems = _read_windows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
         config = _read_mapping(folder / "config.yaml", yaml.safe_load)
         summary = _read_mapping(folder / "summary.json", json.loads) if (folder / "summary.json").exists() else {}
-        _check_numbers(summary, _SUMMARY_NUMBERS, "summary.json")
+        summary = _known(summary, _SUMMARY_NUMBERS, "summary.json")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} cannot be read as a run folder: {' '.join(str(error).split())[:300]}") from None
     if not windows:
         raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
-    summary = {name: value for name, value in summary.items() if value is not None}
-    problems += [*_contradictions(summary, config), *_changes(windows)]
+    problems += _contradictions(windows, summary, config)
     faults = _faults(windows, summary)
     problems += [fault for fault, share in faults.items() if share >= FAULTY_SHARE]
     settings = config | {"nproc": summary.get("world_size", 1)}  # config.yaml has 1: torchrun starts the processes
@@ -125,8 +121,8 @@ def read_run(folder: Path) -> Run:
     if config.get("data.size_schedule") and measured:  # growing images: the speed is that of the last size
         settings["data.image_size"] = measured[-1].get("image_size")
         measured = [window for window in measured if window.get("image_size") == measured[-1].get("image_size")]
-    waits_pct = [window["data_wait_pct"] for window in measured if window.get("data_wait_pct") is not None]
-    times = [window["time"] for window in windows if window.get("time") is not None]
+    waits_pct = [window["data_wait_pct"] for window in measured if "data_wait_pct" in window]
+    times = [window["time"] for window in windows if "time" in window]
     return Run(
         folder=folder,
         settings=settings,
@@ -163,23 +159,27 @@ def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
         if not isinstance(record, dict):
             raise ValueError(f"{where} is {record!r:.80}")
         if record.get("kind", "train") == "train":
-            _check_numbers(record, _NUMBERS, where)
-            if record.get("step") is None or not record.get("images_per_s"):
+            window = _known(record, _NUMBERS, where)
+            if "step" not in window or not window.get("images_per_s"):
                 raise ValueError(f"{where} has no step or no images_per_s")
-            loss = record.get("loss")  # JSON has no NaN
-            windows.append(record | {"loss": loss if isinstance(loss, int | float) else math.nan})
+            loss = window.get("loss")  # JSON has no NaN
+            windows.append(window | {"loss": loss if isinstance(loss, int | float) else math.nan})
     return windows, problems
 
 
-def _check_numbers(document: dict[str, Any], names: Sequence[str], where: str) -> None:
-    for name in names:
-        value = document.get(name)
-        if value is not None and not (type(value) in (int, float) and 0 <= value <= 1e12):
-            raise ValueError(f"{where}: {name} is {value!r:.80}")
+def _known(document: dict[str, Any], numbers: Sequence[str], where: str) -> dict[str, Any]:
+    """The document without nulls. Raises ValueError: one of these fields is not a number from 0 to 1e12."""
+    known = {name: value for name, value in document.items() if value is not None}
+    for name in known.keys() & {*numbers}:
+        if type(known[name]) not in (int, float) or not 0 <= known[name] <= 1e12:
+            raise ValueError(f"{where}: {name} is {known[name]!r:.80}")
+    return known
 
 
-def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
-    """A run that failed or was killed, and records that contradict the settings."""
+def _contradictions(
+    windows: Sequence[dict[str, Any]], summary: dict[str, Any], config: dict[str, Any]
+) -> Iterator[str]:
+    """A run that failed, was killed, resumed in another way or written by two, and records against the settings."""
     if not summary:
         yield "no summary.json: the run was killed or has not ended"
     elif (status := summary.get("status")) not in ("completed", "interrupted", None):
@@ -191,6 +191,13 @@ def _contradictions(summary: dict[str, Any], config: dict[str, Any]) -> Iterator
             continue
         if asked not in (reported, _REQUEST_OF.get(reported)):
             yield f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}"
+    repeated = [after["step"] for before, after in pairwise(windows) if after["step"] <= before["step"]]
+    if repeated:
+        yield f"step {repeated[0]} is recorded twice or out of order"
+    for before, after in pairwise(windows):
+        for name in ("memory_format", "precision", "world_size", "device_name"):
+            if name in before and name in after and before[name] != after[name]:
+                yield f"{name} changed at step {after['step']}: {before[name]} before, {after[name]} after"
 
 
 def _faults(windows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[str, float]:
@@ -204,20 +211,6 @@ def _faults(windows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[
         f"{skipped} of {steps} updates were skipped, because gradients overflowed": skipped / max(1, steps),
         f"{skipped_images} of {images} images were skipped": skipped_images / max(1, images),
     }
-
-
-def _changes(windows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Two processes wrote at the same time, or the run was resumed in another way."""
-    repeated = [after["step"] for before, after in pairwise(windows) if after["step"] <= before["step"]]
-    if repeated:
-        yield f"step {repeated[0]} is recorded twice or out of order"
-    for before, after in pairwise(windows):
-        for name in ("memory_format", "precision", "world_size", "device_name"):
-            if name in before and name in after and before[name] != after[name]:
-                yield f"{name} changed at step {after['step']}: {before[name]} before, {after[name]} after"
-
-
-# --- pairs ------------------------------------------------------------------------------------------------------------
 
 
 def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
@@ -352,9 +345,6 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     return f"{one} ({names[0]})", f"{other} ({names[1]})"
 
 
-# --- notes of the report ----------------------------------------------------------------------------------------------
-
-
 def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> Iterator[str]:
     """Why the speeds of two sides cannot be compared, one sentence each."""
     baseline, candidate, runs = first[0], second[0], [*first, *second]
@@ -371,7 +361,8 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
         if (count := len(run.images_per_s)) < MIN_WINDOWS:
             advice = "use more steps or a smaller log_every"
             yield f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}: {advice}"
-    gap_h = max(_gap_h(one, other) for one, other in zip(first, second, strict=True))
+    times = [sorted((one.times, two.times)) for one, two in zip(first, second, strict=True) if one.times and two.times]
+    gap_h = max(((later[0] - earlier[1]) / 3600 for earlier, later in times), default=0.0)
     if gap_h > MAX_GAP_H:
         yield f"the runs are {gap_h:.0f} hours apart: repeat them on the same day"
     # On a CPU the load of other processes is measured; nothing measures who else uses a GPU.
@@ -381,14 +372,6 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
     # A GPU's speed suffers less; equal load is no problem.
     if max(one, other) >= TOO_BUSY_PCT and (on_cpu or abs(one - other) >= TOO_BUSY_PCT):
         yield f"other processes used up to {one:.0f} % ({names[0]}) and {other:.0f} % ({names[1]}) of the CPU cores"
-
-
-def _gap_h(one: Run, other: Run) -> float:
-    """Hours between the end of the earlier run and the start of the later one; 0 if unknown."""
-    if one.times is None or other.times is None:
-        return 0.0
-    earlier, later = sorted((one.times, other.times))
-    return (later[0] - earlier[1]) / 3600
 
 
 def _overlap(runs: Sequence[Run]) -> str | None:

@@ -61,8 +61,6 @@ def compare_folders(
     report = Report(pairs, failed, by, differing(runs))
     if out:
         write_report(report, out)
-    for missing in failed:
-        print("not finished: job {job} ({overrides}): {why}".format(**missing))
     where = f"Report: {out / 'comparison.md'}" if out else "For the report as files: out=FOLDER"
     print(f"{as_markdown(report)}\n{where}" if show_table else f"{verdict_sentence(report)} {where}", flush=True)
     return report
@@ -174,9 +172,6 @@ def _equal_for_all(pairs: Sequence[Pair]) -> dict[str, Any]:
     )
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
 def verdict_sentence(report: Report) -> str:
     """The outcome, for the last line on the console."""
     pairs, failed = report.pairs, len(report.failed)
@@ -280,9 +275,6 @@ def _words(verdict: str) -> str:
     return verdict.replace("_", " ")
 
 
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
-
-
 def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path) -> None:
     """A run per side and, for HParams, one per run; tags sort behind train/ and val/."""
     import numpy as np
@@ -332,8 +324,7 @@ def _write_hparams(pairs: Sequence[Pair], folder: Path) -> None:
         ratio = pair.interval.ratio if pair.interval and pair.verdict != "not_comparable" else None
         rows |= {run.folder: (run, ratio) for run in pair.candidate_runs}
         rows |= {run.folder: (run, ratio and 1.0) for run in pair.baseline_runs}
-    keys = dict.fromkeys(key for run, _ in rows.values() for key in run.settings)
-    varying = [key for key in keys if len({str(run.settings.get(key)) for run, _ in rows.values()}) > 1]
+    varying = differing([run for run, _ in rows.values()])
     for run, speed_up in rows.values():
         loss = run.losses[max(run.losses)] if run.losses else None
         metrics = {f"whole_run/{name}": value for name, value in run.results.items()}

@@ -61,12 +61,10 @@ def student_t(degrees: float) -> float:
 
 def interval_of_rounds(log_ratios: Sequence[float]) -> Interval:
     """The t interval over rounds, each log(candidate / baseline) of one round A B B A; unbounded for one round."""
-    centre = statistics.fmean(log_ratios)
-    count = len(log_ratios)
+    centre, count = statistics.fmean(log_ratios), len(log_ratios)
     if count < 2:
         return Interval(math.exp(centre), 0.0, math.inf, count)
-    half = student_t(count - 1) * statistics.stdev(log_ratios) / math.sqrt(count)
-    return _interval(centre, half, count)
+    return _interval(centre, student_t(count - 1) * statistics.stdev(log_ratios) / math.sqrt(count), count)
 
 
 def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Interval:
@@ -77,19 +75,18 @@ def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Se
     freedom, at least `SMALLEST_SPREAD`. Its error rate does not depend on the spread; drift that A B B A cancels in the
     mean only widens it. One run per side shows its own windows only: `UNKNOWN_SPREAD` is added to their variance (of
     the log medians of four segments, tripled because neighbouring segments are alike).
-
-    Raises ValueError: unequal numbers of runs, or a run with fewer than `MIN_WINDOWS` windows.
     """
-    if len(baseline) != len(candidate) or not baseline:
-        raise ValueError("both sides need the same number of runs")
-    if min(len(windows) for windows in [*baseline, *candidate]) < MIN_WINDOWS:
-        raise ValueError(f"a run needs at least {MIN_WINDOWS} windows after warm-up")
-    sides = [[_log_median(windows) for windows in runs] for runs in (baseline, candidate)]
+    assert len(baseline) == len(candidate) > 0
+    sides = [[math.log(statistics.median(windows)) for windows in runs] for runs in (baseline, candidate)]
     count, centre = len(baseline), statistics.fmean(sides[1]) - statistics.fmean(sides[0])
     if count > 1:
         spread = max(SMALLEST_SPREAD, math.sqrt(statistics.fmean(map(statistics.variance, sides))))
         return _interval(centre, student_t(2 * (count - 1)) * spread * math.sqrt(2 / count), count)
-    within = 3 * statistics.fmean(_segment_variance(windows) for windows in [*baseline, *candidate])
+    segments = []  # log medians of the four segments of each run
+    for windows in (*baseline, *candidate):
+        bounds = [len(windows) * index // SEGMENTS for index in range(SEGMENTS + 1)]
+        segments.append([math.log(statistics.median(windows[a:b])) for a, b in pairwise(bounds)])
+    within = 3 * statistics.fmean(map(statistics.variance, segments))
     variance = UNKNOWN_SPREAD**2 + within
     degrees = min(1e6, 2 * (SEGMENTS - 1) * (variance / max(within, 1e-12)) ** 2)  # Satterthwaite 1946
     return _interval(centre, student_t(degrees) * math.sqrt(2 * variance), count)
@@ -97,15 +94,6 @@ def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Se
 
 def _interval(centre: float, half: float, count: int) -> Interval:
     return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half), count)
-
-
-def _log_median(windows: Sequence[float]) -> float:
-    return math.log(statistics.median(windows))
-
-
-def _segment_variance(windows: Sequence[float]) -> float:
-    bounds = [len(windows) * index // SEGMENTS for index in range(SEGMENTS + 1)]
-    return statistics.variance([_log_median(windows[a:b]) for a, b in pairwise(bounds)])
 
 
 def verdict_of(interval: Interval) -> str:

@@ -107,9 +107,6 @@ def lines_of_log(folder: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-# --- planning ---------------------------------------------------------------------------------------------------------
-
-
 def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> Sweep:
     """The jobs of train.py's arguments, or those of the sweep that `resume_sweep=` names.
 

