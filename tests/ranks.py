@@ -1,5 +1,6 @@
 """Start train.py, or a module of the tests, in several processes under torchrun, or in one; or fork two ranks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +29,13 @@ def launch(processes: int, *program: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=LIMIT_S,
     )
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """Of the windows of a run that may still write, by step."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
 
 
 def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: Any) -> list[Run]:

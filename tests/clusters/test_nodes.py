@@ -1,6 +1,5 @@
 """Two torchrun agents, as on two nodes without a shared folder: killed and resumed."""
 
-import json
 import os
 import shlex
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY
+from tests.ranks import ENVIRONMENT, ROOT, TINY, losses
 
 pytestmark = pytest.mark.slow
 SETTINGS = (*TINY, "batch_size=16", "global_batch_size=32", "evaluate_every=-1", "rank_timeout_s=300")
@@ -22,12 +21,12 @@ needs_namespaces = pytest.mark.skipif(
 
 
 class Nodes:
-    """Two agents with one process each. The second one sees an empty run folder of its own if it is `private`.
+    """Two agents with one process each; the second one sees an empty run folder of its own.
 
     The processes wait in step 10 if the gate is not `opened`.
     """
 
-    def __init__(self, folder: Path, *words: str, private: bool = False, opened: bool = True) -> None:
+    def __init__(self, folder: Path, *words: str, opened: bool = True) -> None:
         self.run, self.gate = folder / "run", folder / "gate"
         self.logs = [folder / f"node-{node}.log" for node in range(2)]
         for new in (self.run, self.gate):
@@ -41,35 +40,25 @@ class Nodes:
         self.agents = []
         for node, log in enumerate(self.logs):
             command = f"exec {sys.executable} -m torch.distributed.run {agent}{node} {program}"
-            if node == 1 and private:
+            if node == 1:
                 mount = f"mount -t tmpfs tmpfs {shlex.quote(str(self.run))}"
                 command = f"exec unshare -m sh -c {shlex.quote(f'{mount} && {command}')}"
-            with log.open("ab") as output:
-                self.agents.append(
-                    subprocess.Popen(["sh", "-c", command], cwd=ROOT, env=environment, stdout=output, stderr=output)
-                )
+            with log.open("ab") as out:
+                shell = ["sh", "-c", command]
+                self.agents.append(subprocess.Popen(shell, cwd=ROOT, env=environment, stdout=out, stderr=out))
 
     def wait(self) -> list[int]:
         return [agent.wait(LIMIT_S) for agent in self.agents]
 
-    def wait_for_the_gate(self) -> None:
-        """Until both processes wait there."""
+    def kill_at_the_gate(self) -> None:
+        """When both processes wait there, SIGKILL to the agents and, before they notice, to these processes."""
         wait_until(lambda: len(list(self.gate.iterdir())) == 2 or self.agents[0].poll() is not None)
         assert self.agents[0].poll() is None, self.log()
-
-    def kill(self, *nodes: int) -> None:
-        """SIGKILL to the agents and, before they notice, to their training processes."""
-        for node in nodes:
-            agent = self.agents[node]
+        for agent in self.agents:
             children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
             for pid in (agent.pid, *map(int, children)):
                 os.kill(pid, signal.SIGKILL)
             agent.wait()
-
-    def losses(self) -> list[tuple[int, float]]:
-        path = self.run / "metrics.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
 
     def log(self) -> str:
         return "".join(log.read_text(errors="replace") for log in self.logs)
@@ -78,14 +67,13 @@ class Nodes:
 @needs_namespaces
 def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder: Path, tmp_path: Path) -> None:
     words = (f"data.root={image_folder}", *GATED)
-    undisturbed = Nodes(tmp_path / "undisturbed", *words, private=True)
+    undisturbed = Nodes(tmp_path / "undisturbed", *words)
     assert undisturbed.wait() == [0, 0], undisturbed.log()
-    killed = Nodes(tmp_path / "killed", *words, private=True, opened=False)
-    killed.wait_for_the_gate()
-    killed.kill(0, 1)
-    assert len(killed.losses()) == 9
-    resumed = Nodes(tmp_path / "killed", *words, "resume=auto", private=True)
+    killed = Nodes(tmp_path / "killed", *words, opened=False)
+    killed.kill_at_the_gate()
+    assert len(losses(killed.run)) == 9
+    resumed = Nodes(tmp_path / "killed", *words, "resume=auto")
     assert resumed.wait() == [0, 0], resumed.log()
     assert "resumed from" in resumed.log()
-    assert resumed.losses() == undisturbed.losses() and len(resumed.losses()) == 24
+    assert losses(resumed.run) == losses(undisturbed.run) and len(losses(resumed.run)) == 24
     assert {path.name for path in resumed.run.iterdir()} == {path.name for path in undisturbed.run.iterdir()}

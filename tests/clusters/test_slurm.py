@@ -1,30 +1,98 @@
-"""The scripts of docs/clusters.md as they stand, on a real Slurm of two virtual nodes; skipped where it is missing."""
+"""The scripts of docs/clusters.md as they stand, and `launcher=slurm`, on a real Slurm of two virtual nodes.
+
+It has its own configuration, ports and munge, and needs root; skipped where Slurm is missing.
+"""
 
 import json
 import os
+import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.clusters import slurm
-from tests.processes import LIMIT_S, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY, launch
+from cl_train.comparison.sweep_plan import problem_of, read_sweep
+from tests.processes import LIMIT_S, free_ports, wait_until
+from tests.ranks import ENVIRONMENT, ROOT, TINY, launch, losses
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not slurm.is_installed(), reason="needs slurmctld, slurmd, munge and root"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "mungekey"))),
+        reason="needs slurmctld, slurmd, munge and root",
+    ),
 ]
 SETTINGS = (*TINY, "epochs=2", "batch_size=16", "global_batch_size=32", "evaluate_every=-1")
 INTERRUPTED = (*SETTINGS, "model=tests.networks:gated", "epochs=8", "checkpoint.every_epochs=0")
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+ReturnToService=2
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdLogFile={folder}/%n.log
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+MinJobAge=600
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={port_1} CPUs=2 RealMemory=4000
+NodeName={host}-2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_2} CPUs=2 RealMemory=4000
+PartitionName=main Nodes=ALL Default=YES State=UP
+"""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with slurm.two_nodes(tmp_path_factory.mktemp("slurm")) as environment:
-        python = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
-        yield ENVIRONMENT | environment | {"PATH": python, "PROCESSES": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    """The environment in which `sbatch` and `srun` use this Slurm. The first node has this machine's host name."""
+    folder, host, (port, port_1, port_2) = tmp_path_factory.mktemp("slurm"), socket.gethostname(), free_ports(3)
+    for name in ("state", f"spool.{host}", f"spool.{host}-2"):
+        (folder / name).mkdir()
+    values = {"folder": folder, "host": host, "port": port, "port_1": port_1, "port_2": port_2}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
+    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("SLURM")}
+    python = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
+    environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": python, "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(["mungekey", "-k", folder / "munge.key"], check=True)
+    munge_files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    daemons = {
+        ("munged", "-F", "--force", f"--socket={folder}/munge.socket", *munge_files): (folder / "munge.socket").exists,
+        ("slurmctld", "-D", "-c"): lambda: "is UP" in answer("scontrol", "ping"),
+        ("slurmd", "-D", "-N", host): lambda: True,
+        ("slurmd", "-D", "-N", f"{host}-2"): lambda: answer("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2",
+    }
+    running = []
+
+    def answer(*command: str) -> str:
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    try:
+        for command, is_ready in daemons.items():
+            with (folder / "daemons.log").open("ab") as log:
+                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            wait_until(is_ready)
+        yield environment | {"PROCESSES": "1"}
+    finally:
+        answer("scancel", "--state=RUNNING")
+        wait_until(lambda: not answer("squeue", "-h", "-t", "RUNNING,COMPLETING"))
+        for daemon in reversed(running):
+            daemon.terminate()
+            daemon.wait(LIMIT_S)
 
 
 @pytest.fixture
@@ -44,26 +112,19 @@ def is_completed(folder: Path) -> bool:
     return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
-
-
 def test_each_script_trains_like_one_process(submit: Callable[..., str], image_folder: Path, tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in ("one_node", "several_nodes", "torchrun_nodes")}
-    submit("one_node", folders["one_node"], *SETTINGS, PROCESSES="2")
-    submit("several_nodes", folders["several_nodes"], *SETTINGS)
-    submit("torchrun_nodes", folders["torchrun_nodes"], *SETTINGS)
+    for name in ("one_node", "several_nodes", "torchrun_nodes"):
+        submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
     words = (f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'alone'}")
     assert launch(1, "train.py", *SETTINGS, *words).returncode == 0
     expected = losses(tmp_path / "alone")
-    assert len(expected) == 6
-    for name, folder in folders.items():
+    assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
+    for name in ("one_node", "several_nodes", "torchrun_nodes"):
+        folder = tmp_path / name
         wait_until(lambda folder=folder: is_completed(folder))
         assert json.loads((folder / "run" / "summary.json").read_text())["world_size"] == 2, name
-        for (step, loss), (expected_step, expected_loss) in zip(losses(folder / "run"), expected, strict=True):
-            assert step == expected_step
-            assert loss == pytest.approx(expected_loss, abs=1e-6), name
+        for found, one in zip(losses(folder / "run"), expected, strict=True):
+            assert found == pytest.approx(one, abs=1e-6), name
         log = (folder / "log").read_text()
         assert log.count("Epoch: [0][1/3]") == 1, "rank 0 alone writes to the console"
         assert ("ranks: 0 on" in log) == (name != "one_node"), "where each rank runs"
@@ -80,8 +141,7 @@ def test_a_requeued_job_resumes_exactly(submit: Callable[..., str], cluster: dic
     (gate / "open").touch()
     submit("several_nodes", reference, *INTERRUPTED, GATE=str(gate))
     wait_until(lambda: is_completed(folder) and is_completed(reference))
-    log = (folder / "log").read_text()
-    assert "interrupted after" in log and "resumed from" in log
+    assert "resumed from" in (folder / "log").read_text()
     assert losses(folder / "run") == losses(reference / "run")
 
 
@@ -90,13 +150,46 @@ def test_one_process_in_an_allocation_of_two_tasks_trains_alone(
 ) -> None:
     """`salloc` sets SLURM_NTASKS=2 in a shell that nobody shares."""
     words = (*SETTINGS, f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'run'}", "max_steps=1")
-    done = subprocess.run(
-        ["salloc", "--nodes=2", "--ntasks=2", "python", "train.py", *words],
-        cwd=ROOT,
-        env=cluster,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    command = ["salloc", "--nodes=2", "--ntasks=2", "python", "train.py", *words]
+    done = subprocess.run(command, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
+
+
+def test_a_sweep_survives_scancel_and_a_requeue(cluster: dict[str, str], tmp_path: Path, image_folder: Path) -> None:
+    """Two seeds form two allocations: one is cancelled, one is interrupted and requeued.
+
+    The two repeats in each are equal runs: the resumed one must match.
+    """
+    folder, gate = tmp_path / "sweep", tmp_path / "gate"
+    gate.mkdir()
+    words = [
+        *("-m", *TINY, "model=tests.networks:gated", f"data.root={image_folder}", "batch_size=16"),
+        *("epochs=8", "warmup_steps=1", "evaluate_every=-1", "seed=1,2", "repeats=2", f"hydra.sweep.dir={folder}"),
+        *("launcher=slurm", "launcher.cpus_per_task=1", "launcher.time_min=30"),
+    ]
+    environment = cluster | {"GATE": str(gate)}
+    command = [sys.executable, "train.py", *words]
+    waiting = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def slurm_command(*command: str) -> str:
+        return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    wait_until(lambda: len(list(gate.iterdir())) == 2)
+    [first, second] = sorted(slurm_command("squeue", "-h", "--array", "-o", "%i").split())
+    slurm_command("scancel", first)
+    slurm_command("scancel", "--batch", "--signal=TERM", second)
+    wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")
+    (gate / "open").touch()
+    slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now")  # Slurm would wait two minutes
+    output, _ = waiting.communicate(timeout=LIMIT_S)
+    assert waiting.returncode == 1
+    problems = [problem_of(folder / job.name) for job in read_sweep(folder).jobs]
+    assert [problem is None for problem in problems] == [False, False, True, True], output
+    failed = json.loads((folder / "comparison.json").read_text())["failed"]
+    assert [entry["job"] for entry in failed] == [0, 1]
+    assert ["interrupted" in failed[0]["why"], failed[1]["why"]] == [True, "has not run"], output
+    assert "resume_sweep=" in output
+    requeued, undisturbed = (folder / f"tests.networks.gated_contiguous_seed=2_{repeat}" for repeat in (1, 2))
+    assert "resumed from" in (requeued / "train.log").read_text()
+    assert losses(requeued) == losses(undisturbed)

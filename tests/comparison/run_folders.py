@@ -1,6 +1,5 @@
 """Run folders on disk, as training leaves them, with anything in them replaced."""
 
-import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,20 +10,18 @@ from cl_train.comparison.pairs import Run, read_run
 
 def _records(speed: float, started_at: float) -> list[dict[str, Any]]:
     """A warm-up window and twelve others, one minute each."""
-    records: list[dict[str, Any]] = []
-    for number in range(13):
-        records.append(
-            {
-                "kind": "train",
-                "step": 10 * (number + 1),
-                "loss": 3.0 / (number + 1),
-                "images_per_s": 10.0 if number == 0 else speed * (1 + 0.002 * (-1) ** number),
-                "data_wait_pct": 1.0,
-                "warmup": number == 0,
-                "time": started_at + 60 * number,
-            }
-        )
-    return records
+    return [
+        {
+            "kind": "train",
+            "step": 10 * (number + 1),
+            "loss": 3.0 / (number + 1),
+            "images_per_s": 10.0 if number == 0 else speed * (1 + 0.002 * (-1) ** number),
+            "data_wait_pct": 1.0,
+            "warmup": number == 0,
+            "time": started_at + 60 * number,
+        }
+        for number in range(13)
+    ]
 
 
 @dataclass
@@ -34,9 +31,6 @@ class Folder:
     config: Any
     summary: Any
     records: Any = field(default_factory=list)
-
-    def copy(self) -> "Folder":
-        return copy.deepcopy(self)
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

@@ -71,14 +71,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def swept(stand_in: Path, tmp_path: Path) -> Path:
-    """A completed sweep of two jobs."""
-    assert run_sweep(["-m", *LAYOUTS, f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
-    (stand_in.parent / "calls").unlink()
-    return tmp_path / "sweep"
-
-
 def calls(stand_in: Path) -> list[str]:
     return (stand_in.parent / "calls").read_text().split()
 
@@ -102,9 +94,6 @@ def launch(stand_in: Path, folder: Path, models: str) -> "subprocess.Popen[str]"
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_until((folder / "vgg16_channels_last" / "ready").exists)
     return process
-
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,11 +184,14 @@ def test_a_sweep_of_runs_that_are_too_short_is_refused(words: str) -> None:
         ("channels_last=true,false launcher.gpus=all hydra.sweep.dir={sweep}/new", "launcher.gpus"),
     ],
 )
-def test_what_is_refused(words: str, named: str, swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan_sweep(["-m", *LAYOUTS, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    planned.folder.mkdir()
+    planned.save()
     monkeypatch.setattr(sweep_module, "visible_gpus", list)
     with pytest.raises(ConfigError, match=named):
-        run_sweep(["-m", *words.format(sweep=swept).split()])
-    assert not (swept / "new").exists()
+        run_sweep(["-m", *words.format(sweep=planned.folder).split()])
+    assert not (planned.folder / "new").exists()
 
 
 def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +208,6 @@ def test_a_record_cannot_name_other_folders(tmp_path: Path, name: str) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps({"compare_by": "channels_last", "jobs": jobs}))
     with pytest.raises(ConfigError):
         read_sweep(tmp_path)
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,16 +265,17 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     assert json.loads((folder / "comparison.json").read_text())["failed"] == []
 
 
-@pytest.mark.parametrize("damage", ["deleted", "metrics.jsonl", "summary.json"])
-def test_what_is_lost_after_a_sweep_runs_again(stand_in: Path, swept: Path, damage: str) -> None:
-    lost = swept / "resnet18_contiguous"
-    if damage == "deleted":
-        shutil.rmtree(lost)
-    else:
-        (lost / damage).write_text("garbage\n{\n")
-    assert problem_of(lost) is not None
-    assert run_sweep(["-m", f"resume_sweep={swept}"]) == 0
-    assert calls(stand_in) == [lost.name] and len(pairs(swept)) == 1
+def test_what_is_lost_after_a_sweep_runs_again(stand_in: Path, tmp_path: Path) -> None:
+    folder, lost = tmp_path / "sweep", tmp_path / "sweep" / "resnet18_contiguous"
+    assert run_sweep(["-m", *LAYOUTS, f"hydra.sweep.dir={folder}"]) == 0
+    shutil.rmtree(lost)
+    for damaged in (None, "metrics.jsonl", "summary.json"):
+        if damaged:
+            (lost / damaged).write_text("garbage\n{\n")
+        assert problem_of(lost) is not None
+        (stand_in.parent / "calls").unlink()
+        assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
+        assert calls(stand_in) == [lost.name] and len(pairs(folder)) == 1
 
 
 def test_a_sweep_by_another_key(stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,9 +301,6 @@ def test_a_sweep_of_the_real_program(tmp_path: Path, image_folder: Path, fork_se
     assert (pair["baseline"], pair["candidate"]) == ("contiguous", "channels_last")
     assert abs(pair["loss_gap"]) < 1e-3, "equal weights, data and order: the layouts must learn the same"
     assert done.output().splitlines()[-1].endswith("comparison.md")
-
-
-# --- folders and processes --------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_without_axes_has_a_name_and_deletes_nothing(stand_in: Path, tmp_path: Path) -> None:
@@ -388,9 +375,6 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
     assert "rank 0 of 2" in log and "rank 1 of 2" in log
 
 
-# --- signals ----------------------------------------------------------------------------------------------------------
-
-
 def test_signals_are_noted_but_not_sighup_under_nohup() -> None:
     nohup, before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
     received: list[int] = []
@@ -430,9 +414,6 @@ def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path
     (stand_in.parent / "mended").touch()
     assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
     assert set(problems(folder).values()) == {None}
-
-
-# --- GPUs and cores ---------------------------------------------------------------------------------------------------
 
 
 def test_pairs_stay_on_one_gpu_and_alternate(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
