@@ -96,6 +96,14 @@ class Pair:
     repeats_to_decide: int | None  # runs per side that would probably decide an inconclusive pair
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
 
+    @property
+    def sides(self) -> dict[str, list[Run]]:
+        return {self.baseline: self.baseline_runs, self.candidate: self.candidate_runs}
+
+    @property
+    def words(self) -> str:
+        return self.verdict.replace("_", " ")
+
 
 def read_run(folder: Path) -> Run:
     """A run from its files; summary.json may be missing.
@@ -340,9 +348,9 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     one, other = (layouts.get(value, f"{by}={value}") for value in values)
     if one != other:
         return one, other
-    depth = -1 if first.folder.name != second.folder.name else -2
-    names = ["/".join(run.folder.absolute().parts[depth:]) for run in (first, second)]
-    return f"{one} ({names[0]})", f"{other} ({names[1]})"
+    parts = [run.folder.absolute().parts for run in (first, second)]
+    depth = next((depth for depth in range(1, len(parts[0])) if parts[0][-depth:] != parts[1][-depth:]), 1)
+    return f"{one} ({'/'.join(parts[0][-depth:])})", f"{other} ({'/'.join(parts[1][-depth:])})"
 
 
 def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> Iterator[str]:

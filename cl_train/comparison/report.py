@@ -68,23 +68,22 @@ def compare_folders(
 
 def _read_jobs(folder: Path) -> tuple[list[Run], list[dict[str, Any]], str | None]:
     """The runs of a sweep or of a folder of runs, those that cannot be compared, and the sweep's `compare_by`."""
-    runs, failed, compare_by = [], [], None
+    runs, failed, sweep = [], [], None
+    names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+    jobs = [Job(number, name, [name]) for number, name in enumerate(names)]
     if (folder / "sweep.json").is_file():
         sweep = read_sweep(folder)
-        jobs, compare_by = sweep.jobs, sweep.compare_by
-    else:
-        names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
-        if len(names) < 2:
-            raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs")
-        jobs = [Job(number, name, [name]) for number, name in enumerate(names)]
+        jobs = sweep.jobs
+    elif len(jobs) < 2:
+        raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs")
     for job in jobs:
         try:
-            if compare_by and (problem := problem_of(folder / job.name)):
+            if sweep and (problem := problem_of(folder / job.name)):
                 raise ConfigError(problem)
             runs.append(replace(read_run(folder / job.name), repeat=job.repeat))
         except ConfigError as error:
             failed.append({"job": job.number, "overrides": " ".join(job.overrides), "why": str(error)})
-    return runs, failed, compare_by
+    return runs, failed, sweep.compare_by if sweep else None
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -106,7 +105,7 @@ def write_report(report: Report, folder: Path) -> None:
     bars = []
     for label, pair in zip(labels, report.pairs, strict=True):
         reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
-        bars.append(Bar(label, pair.interval, pair.verdict, f"{_ratio(pair)} {_words(pair.verdict)}{reason}"))
+        bars.append(Bar(label, pair.interval, pair.verdict, f"{_ratio(pair)} {pair.words}{reason}"))
     sides, equal = _sides(report.pairs), _equal_for_all(report.pairs)
     facts = [str(equal[name]) for name in ("model", "precision", "device_name") if equal.get(name)]
     title = f"Training speed: {sides[1]} against {sides[0]}\n{', '.join(facts)}"
@@ -141,7 +140,7 @@ def _row(pair: Pair) -> dict[str, Any]:
 def _medians(pair: Pair, name: str, digits: int) -> dict[str, float | None]:
     """The medians of a result over the runs of both sides."""
     medians: dict[str, float | None] = {}
-    for side, runs in (("baseline", pair.baseline_runs), ("candidate", pair.candidate_runs)):
+    for side, runs in zip(("baseline", "candidate"), pair.sides.values(), strict=True):
         known = [value for run in runs if (value := run.results[name]) is not None]
         medians[f"{side}_{name}"] = round(statistics.median(known), digits) if known else None
     return medians
@@ -184,15 +183,12 @@ def verdict_sentence(report: Report) -> str:
         return f"{_pair_sentence(pairs[0])}{after}"
     parts = []
     for verdict in VERDICTS:
-        members: dict[str, list[str]] = {}  # by the reason why they are not comparable
-        for label, pair in zip(_labels(pairs), pairs, strict=True):
-            if pair.verdict == verdict == "not_comparable":
-                members.setdefault(f": {pair.notes[0]}", []).append(label)
-            elif pair.verdict == verdict and pair.interval:
-                members.setdefault("", []).append(f"{label} {pair.interval.ratio:.2f}x")
+        members = [(label, pair) for label, pair in zip(_labels(pairs), pairs, strict=True) if pair.verdict == verdict]
+        words = [f"{label} {pair.interval.ratio:.2f}x" for label, pair in members if pair.interval]
+        if verdict == "not_comparable":
+            words = [f"{label}: {pair.notes[0]}" for label, pair in members]
         if members:
-            groups = [f"{', '.join(labels)}{reason}" for reason, labels in members.items()]
-            parts.append(f"{_words(verdict)} in {sum(map(len, members.values()))} ({'; '.join(groups)})")
+            parts.append(f"{verdict.replace('_', ' ')} in {len(members)} ({'; '.join(words)})")
     baseline, candidate = _sides(pairs)
     return f"Speed of {candidate} against {baseline}, {len(pairs)} pairs: {'; '.join(parts)}.{after}"
 
@@ -217,16 +213,13 @@ def as_markdown(report: Report, *, has_chart: bool = False) -> str:
     """The page `comparison.md`."""
     pairs, labels = report.pairs, _labels(report.pairs)
     lines = ["# Comparison", "", verdict_sentence(report), ""]
-    if pairs:
-        lines += [markdown_table(_table(pairs, labels)), ""]
-        lines += ["![speed ratios with 95 % intervals](comparison.png)", ""] if has_chart else []
+    lines += [markdown_table(_table(pairs, labels)), ""] if pairs else []
+    lines += ["![speed ratios with 95 % intervals](comparison.png)", ""] if has_chart else []
     if equal := _equal_for_all(pairs):
         shown = [f"{key} {'auto' if value is None else value}" for key, value in equal.items()]
         lines += [f"Equal for all: {', '.join(shown)}.", ""]
     if len(pairs) == 1 and pairs[0].baseline_runs[0].repeat is None:  # not the jobs of a sweep
-        [pair] = pairs
-        sides = {pair.baseline: pair.baseline_runs, pair.candidate: pair.candidate_runs}
-        folders = [f"{side}: {', '.join(run.folder.name for run in runs)}" for side, runs in sides.items()]
+        folders = [f"{side}: {', '.join(run.folder.name for run in runs)}" for side, runs in pairs[0].sides.items()]
         lines += [f"Runs: {'; '.join(folders)}.", ""]
     common = [note for note in pairs[0].notes if all(note in pair.notes for pair in pairs)] if len(pairs) > 1 else []
     notes = [[note for note in pair.notes if note not in common] for pair in pairs]
@@ -256,7 +249,7 @@ def _table(pairs: Sequence[Pair], labels: Sequence[str]) -> list[dict[str, str]]
             f"images/s: {' / '.join(_sides(pairs))}": both(pair, "images_per_s", 1),
             "ratio [95 %]": _ratio(pair),
             "n": str(len(pair.baseline_runs)),
-            "verdict": f"**{_words(pair.verdict)}**",
+            "verdict": f"**{pair.words}**",
             **({"top-1 %": both(pair, "top1", 2)} if has_top1 else {}),
             "loss gap": cell(pair.loss_gap, 4),
             "peak memory GiB": both(pair, "peak_memory_gib", 2),
@@ -271,10 +264,6 @@ def _ratio(pair: Pair) -> str:
     return f"{untrusted}{pair.interval}" if pair.interval else "-"
 
 
-def _words(verdict: str) -> str:
-    return verdict.replace("_", " ")
-
-
 def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path) -> None:
     """A run per side and, for HParams, one per run; tags sort behind train/ and val/."""
     import numpy as np
@@ -285,14 +274,13 @@ def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str
     charts: dict[str, dict[str, list[object]]] = {"speed, images/s": {}, "training loss": {}}
     for label, pair in reversed(list(zip(labels, pairs, strict=True))):  # TensorBoard shows the last chart first
         ratio = f" {pair.interval.ratio:.2f}x" if pair.interval and pair.verdict in ("faster", "slower") else ""
-        titles = (f"{label}, images/s: {pair.candidate}{ratio} {_words(pair.verdict)}", f"{label}, training loss")
+        titles = (f"{label}, images/s: {pair.candidate}{ratio} {pair.words}", f"{label}, training loss")
         for chart, kind, title in zip(charts.values(), ("speed", "loss"), titles, strict=True):
             chart[title] = ["Margin", [f"versus/{kind}/{safe_name(label)}/{part}" for part in parts]]
     for side in dict.fromkeys(name for pair in pairs for name in (pair.baseline, pair.candidate)):
         with SummaryWriter(str(folder / safe_name(side))) as writer:
             for label, pair in zip(labels, pairs, strict=True):
-                runs = {pair.baseline: pair.baseline_runs, pair.candidate: pair.candidate_runs}.get(side, [])
-                for kind, step, values in _bands(runs):
+                for kind, step, values in _bands(pair.sides.get(side, [])):
                     band = statistics.median(values), min(values), max(values)
                     for part, value in zip(parts, band, strict=True):
                         writer.add_scalar(f"versus/{kind}/{safe_name(label)}/{part}", value, step)
