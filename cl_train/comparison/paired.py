@@ -31,9 +31,13 @@ from cl_train.comparison.timed_model import (
     LossFunction,
     TimedModel,
     Workload,
+    model_in_layout,
+    noise,
+    place_batch,
 )
 from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
 from cl_train.config.validation import suggest
+from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, refuse_lazy
@@ -268,12 +272,13 @@ def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float) -> 
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout that `choose_memory_format` chose, and why; `conversion` as in `memory_format.convert`."""
+    """The layout that `choose_memory_format` chose, and why; `conversion` and `select` as in `convert`."""
 
     memory_format: torch.memory_format
     conversion: str
     reason: str
     seconds: float
+    select: tuple[str, ...] = ()
     cached: bool = False
     conclusive: bool = True  # False: the measurement was too noisy, and the next run measures again
 
@@ -303,7 +308,9 @@ def choose_memory_format(
 ) -> Choice:
     """Measure contiguous, channels_last, and channels_last for convolution weights only; choose the fastest.
 
-    Contiguous unless another layout is faster beyond noise. Call it with the model built, loaded and on its device,
+    Contiguous unless another layout is faster beyond noise. Convolutions that are slower in channels_last than copies
+    at their borders are then left contiguous, if that is faster still (not for compiled models and CUDA graphs, nor
+    where a step takes more than 1 % of the time limit). Call it with the model built, loaded and on its device,
     before it is converted, wrapped or compiled. Copies are measured: `model`, its BatchNorm statistics and all random
     generators are unchanged. For a model that cannot be measured (no memory for copies, a crash of torch in
     channels_last) the choice is contiguous, with the reason.
@@ -335,7 +342,8 @@ def choose_memory_format(
         known = json.loads(path.read_text(encoding="utf-8"))
         layout = CHANNELS_LAST if known["channels_last"] else CONTIGUOUS
         reason = f"{known['reason']} (measured before: {path})"
-        return Choice(layout.memory_format, known["conversion"], reason, known["seconds"], cached=True)
+        select = tuple(known["select"])
+        return Choice(layout.memory_format, known["conversion"], reason, known["seconds"], select, cached=True)
     except (OSError, ValueError, KeyError, TypeError):  # none yet, or one that cannot be read
         log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
     started_at = time.perf_counter()
@@ -349,7 +357,7 @@ def choose_memory_format(
             torch.cuda.reset_peak_memory_stats(workload.device)  # the run's peak must not include this measurement's
     choice = replace(choice, seconds=round(time.perf_counter() - started_at, 2))
     if choice.conclusive:
-        kept = {name: getattr(choice, name) for name in ("channels_last", "conversion", "reason", "seconds")}
+        kept = {name: getattr(choice, name) for name in ("channels_last", "conversion", "select", "reason", "seconds")}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"key": key, **kept})
@@ -367,7 +375,7 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
     if workload.device.type == "cpu" and not workload.compile:
         batch_size = min(batch_size, AUTO_CPU_BATCH)
     measured = replace(workload, batch_size=batch_size)
-    done = benchmark_layouts(model, measured, layouts, time_limit_s=0.75 * time_limit_s)  # warm-up takes about the rest
+    done = benchmark_layouts(model, measured, layouts, time_limit_s=0.5 * time_limit_s)  # warm-up takes about a quarter
     baseline, *others = done.speeds
     best = max((one for one in others if one.verdict == "faster"), key=lambda one: one.images_per_s, default=baseline)
     ratios = [
@@ -387,7 +395,30 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
     if is_noisy:
         reason += "; too noisy to decide, so the next run measures again"
     layout = LAYOUTS[best.layout]
-    return Choice(layout.memory_format, layout.conversion, reason, 0.0, conclusive=not is_noisy)
+    if best.step_ms < 10 * time_limit_s and not (workload.compile or workload.cuda_graph):
+        measured = replace(measured, batch_size=done.batch_size)
+        if mixed := _mixed_layout(model, measured, time_limit_s):
+            gain = benchmark_layouts(model, measured, [layout, mixed], time_limit_s=0.25 * time_limit_s)
+            layout = mixed if gain.verdict == "faster" else layout
+            reason = f"{layout.name}: {reason.partition(': ')[2]}; channels_last but for {', '.join(mixed.select)} is "
+            reason += f"{gain.ratio.ratio:.2f}x [{gain.ratio.low:.2f}, {gain.ratio.high:.2f}] as fast as {best.layout}"
+    return Choice(layout.memory_format, layout.conversion, reason, 0.0, layout.select, conclusive=not is_noisy)
+
+
+def _mixed_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Layout | None:
+    """channels_last but for the convolutions that lose by it; None if none does."""
+    copied = model_in_layout(model, CHANNELS_LAST, workload.precision, workload.device).train()
+    images = place_batch(
+        noise((workload.batch_size, *workload.input_shape)), workload.device, workload.precision.input_dtype,
+        torch.channels_last,
+    )  # fmt: skip
+    try:
+        times = audit(copied, images, precision=workload.precision, time=True, time_limit_s=0.25 * time_limit_s).times
+    except (ConfigError, RuntimeError, MemoryError):  # the layouts above could be measured, so the run goes on
+        return None
+    assert times is not None
+    names = tuple(times.better_contiguous())
+    return Layout("mixed", torch.channels_last, "mixed", names) if names else None
 
 
 def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
@@ -395,7 +426,7 @@ def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     versions = describe_environment(workload.device)
     return {
-        "format_version": 2,
+        "format_version": 3,
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "modules": hashlib.sha256(f"{model!r} {shapes}".encode()).hexdigest()[:16],
         "batch_size": workload.batch_size,

@@ -32,6 +32,7 @@ class Layout:
     name: str
     memory_format: torch.memory_format
     conversion: str = "full"
+    select: tuple[str, ...] = ()
 
 
 CONTIGUOUS = Layout("contiguous", torch.contiguous_format)
@@ -149,7 +150,7 @@ def model_in_layout(model: nn.Module, layout: Layout, precision: Precision, devi
     copied = cast_model(copy_model(model, device), precision)
     convert(copied, memory_format=torch.contiguous_format)
     if layout.memory_format != torch.contiguous_format:
-        convert(copied, layout.conversion, memory_format=layout.memory_format)
+        convert(copied, layout.conversion, layout.select, layout.memory_format)
     return copied
 
 

@@ -91,8 +91,8 @@ def _run_problems(cfg: Config) -> Iterator[str]:
         yield f"loss={cfg.loss}: use {', '.join(LOSSES)}, or your own function as package.module:function"
     if cfg.schedule.warmup_epochs > cfg.epochs:
         yield f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}"
-    if (cfg.conversion == "select") != bool(cfg.select):
-        yield "conversion=select and select=[NAMES] must be used together"
+    if (cfg.conversion in ("select", "mixed")) != bool(cfg.select):
+        yield "conversion=select or mixed and select=[NAMES] must be used together"
     if cfg.evaluate_only and cfg.weights is None and cfg.resume is None:
         yield "evaluate_only=true needs weights=... or resume=..., else it would evaluate random weights"
     if cfg.ddp_static_graph and cfg.accumulate_steps > 1:

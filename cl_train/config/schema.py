@@ -21,7 +21,7 @@ OPTIMIZERS = {"sgd": ("momentum", "nesterov"), "adamw": ("beta1", "beta2"), "rms
 WITHOUT_FUSED_KERNEL = ("rmsprop",)
 LOSSES = ("cross_entropy", "bce")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-CONVERSIONS = ("full", "conv", "select")
+CONVERSIONS = ("full", "conv", "select", "mixed")
 LAYOUT_NAMES = {"true": "channels_last", "false": "contiguous"}  # of the values of channels_last=
 DEVICES = ("auto", "cpu", "cuda")
 BOOL_OR_AUTO = ("true", "false", "auto")
@@ -211,8 +211,10 @@ class Config:
 
     compile_mode: str = setting("default", "mode of torch.compile", choices=COMPILE_MODES)
     cuda_graph: str = setting("false", "one CUDA graph per step; auto = where it is possible", choices=BOOL_OR_AUTO)
-    conversion: str = setting("full", "convert all, only convolutions, or the modules in `select`", choices=CONVERSIONS)
-    select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
+    conversion: str = setting(
+        "full", "convert all, only convolutions, only the modules in `select`, or all others", choices=CONVERSIONS
+    )
+    select: list[str] = setting([], "conversion=select, mixed: names of modules (shell patterns)")
     accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
     global_batch_size: int | None = setting(None, "images of a step of all processes; sets accumulate_steps", minimum=1)
     freeze: list[str] = setting([], "parts that are not trained, such as layer1*; backbone = all but the classifier")

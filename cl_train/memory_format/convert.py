@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
@@ -25,7 +26,7 @@ from cl_train.memory_format.layout import (
 
 Predicate = Callable[[str, nn.Module], bool]
 
-MODES = ("full", "conv", "select", "none")
+MODES = ("full", "conv", "select", "mixed", "none")
 _DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 # The original of a parametrised tensor belongs to the parametrised module.
 _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
@@ -80,9 +81,10 @@ def convert(
         model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export` program.
         mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`; "conv", the weights of
             convolutions only, as `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", the tensors of the
-            selected modules; "none", nothing.
-        select: for mode "select": shell patterns of module names (a pattern includes the module's children), or a
-            predicate of (name, module).
+            selected modules; "mixed", every tensor but those of the selected modules, which stay contiguous and copy
+            their images at their borders, by forward hooks (not for scripted and exported models); "none", nothing.
+        select: for modes "select" and "mixed": shell patterns of module names (a pattern includes the module's
+            children), or a predicate of (name, module).
         memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
             channels_last, tensors of 5 channels_last_3d; or `contiguous_format`. Or its name.
 
@@ -104,10 +106,47 @@ def convert(
         report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
     tensors = named_tensors(model)
     _refuse_distributed(model, tensors)
+    if isinstance(model, nn.Module):
+        _remove_borders(model)
     selected = _selected(model, tensors, mode, select)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
+    if mode == "mixed":
+        _keep_contiguous(model, _chosen(model, mode, select))
     return report
+
+
+def _keep_contiguous(model: nn.Module, chosen: set[str]) -> None:
+    """The chosen modules and what they contain compute in contiguous memory, and return channels_last."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("conversion=mixed: a scripted model runs no hooks; convert it before torch.jit.script")
+    for name, module in model.named_modules():
+        if name in chosen and not any(name.startswith(f"{other}.") for other in chosen):
+            convert(module, memory_format=torch.contiguous_format)
+            module.register_forward_pre_hook(_contiguous_inputs)
+            module.register_forward_hook(_channels_last_outputs)
+
+
+def _contiguous_inputs(module: nn.Module, inputs: Any) -> Any:
+    return _images_in(torch.contiguous_format, inputs)
+
+
+def _channels_last_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return _images_in(torch.channels_last, output)
+
+
+def _images_in(memory_format: torch.memory_format, values: Any) -> Any:
+    def placed(value: torch.Tensor) -> torch.Tensor:
+        return to_memory_format(value, memory_format) if value.dim() in CHANNELS_LAST else value
+
+    return tree_map_only(torch.Tensor, placed, values)
+
+
+def _remove_borders(model: nn.Module) -> None:
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_contiguous_inputs, _channels_last_outputs)]:
+                del hooks[key]
 
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -133,20 +172,19 @@ def _selected(
         return set(tensors) if mode == "full" else set()
     if mode == "conv":
         return _convolution_weights(model)
+    chosen = _chosen(model, mode, select)
+    return {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode == "select")}
+
+
+def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
+    """Names of the modules that the predicate takes, or that match a shell pattern, with their children."""
     if isinstance(model, torch.export.ExportedProgram):
-        raise ConfigError("conversion=select: an exported program has no modules to select; use full or conv")
+        raise ConfigError(f"conversion={mode}: an exported program has no modules to select; use full or conv")
     modules = dict(model.named_modules(remove_duplicate=False))
     if callable(select):
-        chosen = {name for name, module in modules.items() if select(name, module)}
-    else:
-        chosen = _matching_modules(modules, list(select or ()))
-    return {name for name in tensors if _WITHIN_MODULE.sub("", name) in chosen}
-
-
-def _matching_modules(modules: Mapping[str, nn.Module], patterns: list[str]) -> set[str]:
-    """Names of the modules that match a shell pattern, and of their children."""
-    if not patterns:
-        raise ConfigError("conversion=select needs select=<module names>, for instance select='layer1*,layer2*'")
+        return {name for name, module in modules.items() if select(name, module)}
+    if not (patterns := list(select or ())):
+        raise ConfigError(f"conversion={mode} needs select=<module names>, for instance select='layer1*,layer2*'")
     heads = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
     if unknown := [pattern for pattern in patterns if not heads[pattern]]:
         raise ConfigError([f"select={name}: the model has no such module{suggest(name, modules)}" for name in unknown])

@@ -34,7 +34,7 @@ from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, kernel_selection, trainable_parameters
 from cl_train.step.train_step import StepParts, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
-from cl_train.system.machine import wait_for
+from cl_train.system.machine import timed_s, wait_for
 
 LAYOUTS = ("contiguous", "channels_last")
 PYTHON = "python"
@@ -143,6 +143,7 @@ class OperatorTimes:
     calls: list[TimedCall]
     step_ms: Times
     recorder_ms: float  # by which recording lengthens a step; not in the rows
+    copy_ms_per_byte: float  # of a copy into the other layout
     utilisation: dict[str, Any]  # of the faster layout, see `step.utilisation`
 
     def rows(self, key: Callable[[TimedCall], str]) -> list[Row]:
@@ -196,6 +197,20 @@ class OperatorTimes:
         losing = [row for row in operators if row.difference_ms > 0 and row.is_significant]
         return (losing or operators)[0]
 
+    def better_contiguous(self) -> list[str]:
+        """Modules whose convolution loses more in channels_last than copies of its images and gradients would cost."""
+        losing = [row for row in self.modules() if row.is_significant and row.difference_ms > 0]
+        return [row.name for row in losing if 0 < self._border_ms(row) < row.difference_ms]
+
+    def _border_ms(self, row: Row) -> float:
+        """Of copying its images and their gradients, as the backward pass names them; 0 without a convolution."""
+        calls = [call for call in row.calls if call.shape]
+        backward = [call for call in calls if call.direction == "backward"]
+        images = [image for call in backward or calls for image in call.arguments[LAYOUTS[1]][: 1 + bool(backward)]]
+        return (
+            2 * self.copy_ms_per_byte * sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in images)
+        )
+
     def summary(self) -> list[str]:
         """Three lines: where channels_last saves and loses time, the step's time, how much of it the rows explain."""
         kinds = [row for row in self.rows(lambda call: call.kind) if row.is_significant]
@@ -221,7 +236,10 @@ class OperatorTimes:
     def advice(self) -> list[str]:
         """What to do about the calls by which channels_last loses most, one line each."""
         losing = [row for row in self.operators() if row.is_significant and row.difference_ms > 0]
-        return [f"{row.name}: {_remedy(row.calls[0])}" for row in losing[:3]]
+        lines = [f"{row.name}: {_remedy(row.calls[0])}" for row in losing[:3]]
+        if names := self.better_contiguous():
+            lines.append(f"try both layouts in one model: conversion=mixed select=[{','.join(names)}]")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         tables = {"kinds": self.kinds(), "modules": self.modules(), "operators": self.operators()}
@@ -232,6 +250,7 @@ class OperatorTimes:
             "explained_pct": self.explained_pct,
             "recorder_ms": self.recorder_ms,
             "advice": self.advice(),
+            "better_contiguous": self.better_contiguous(),
             "utilisation": self.utilisation,
             **{name: [row.to_dict() for row in rows] for name, rows in tables.items()},
             "convolutions": self.convolutions(),
@@ -253,10 +272,7 @@ def _remedy(call: TimedCall) -> str:
     if call.operator == PYTHON:
         return "this is the module's own Python code, not an operator"
     if call.shape:
-        return (
-            "try another batch_size=, precision= or torch, and send the program of repro=FILE to PyTorch; "
-            "conversion=select does not help, as a convolution runs in channels_last if its image or its weight is"
-        )
+        return "try another batch_size=, precision= or torch, and send the program of repro=FILE to PyTorch"
     return "replace it if its share matters, or send the program of repro=FILE to PyTorch"
 
 
@@ -525,7 +541,11 @@ def time_operators(
         images, best_s = _batch_size(batch), float(np.median(step_s, axis=0).min())
         gflop = flops_of(lambda: forward(sides[1].batch)) / images / 1e9
         used = utilisation(gflop, images / best_s, precision, device, training=sides[1].parts is not None)
-    return OperatorTimes(paired.calls(), 1000 * np.array(step_s), 1000 * median(recording_s), used)
+        image = torch.zeros(2, 64, 64, 64, device=device)
+        copies = [timed_s(lambda: image.clone(memory_format=torch.channels_last), device) for _ in range(9)]
+    return OperatorTimes(
+        paired.calls(), 1000 * np.array(step_s), 1000 * median(recording_s), 1000 * median(copies) / image.nbytes, used
+    )
 
 
 def _batch_size(batch: Any) -> int:

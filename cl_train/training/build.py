@@ -135,7 +135,8 @@ def convert_layout(
     On a CPU the model runs in its layout once (see `check_runs`): a zoo model only in channels_last, which may crash.
     With `channels_last=auto` contiguous is chosen then. Raises ConfigError: the model does not run.
     """
-    channels_last, conversion, size = cfg.channels_last, cfg.conversion, training_sizes(cfg)[-1]
+    channels_last, conversion, select = cfg.channels_last, cfg.conversion, tuple(cfg.select)
+    size = training_sizes(cfg)[-1]
 
     def check(layout: torch.memory_format) -> None:
         if dist.device.type == "cpu":
@@ -160,11 +161,11 @@ def convert_layout(
             dist,
         )
         log.info("channels_last=auto: %s", choice.reason)
-        channels_last, conversion = str(choice.channels_last).lower(), choice.conversion
+        channels_last, conversion, select = str(choice.channels_last).lower(), choice.conversion, choice.select
     if channels_last == "true":
         for line in known_issues(model, device=dist.device):
             log.info("channels_last: %s", line)
-        log.info("channels_last: %s", convert(model, conversion, select=cfg.select or None))
+        log.info("channels_last: %s", convert(model, conversion, select))
         try:
             check(torch.channels_last)
             return torch.channels_last

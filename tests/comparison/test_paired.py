@@ -27,10 +27,10 @@ from cl_train.comparison.paired import (
     compare_layouts,
 )
 from cl_train.comparison.statistics import Interval, verdict_of
-from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, TimedModel, Workload
+from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
-from cl_train.memory_format.layout import model_memory_format
+from cl_train.memory_format.layout import classify, model_memory_format
 from cl_train.step import utilisation
 from cl_train.step.precision import resolve_precision
 
@@ -252,7 +252,7 @@ def measured(ratio: float, half: float) -> Comparison:
 @pytest.fixture
 def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Replaces the measurement: `result` is its result, `asked` what was to be measured."""
-    state: dict[str, Any] = {"result": measured(1.5, 0.01), "asked": []}
+    state: dict[str, Any] = {"result": measured(1.5, 0.01), "asked": [], "mixed": None}
 
     def benchmark(model: nn.Module, workload: Workload, layouts: Any, **_: Any) -> Comparison:
         state["asked"].append((workload, layouts))
@@ -261,8 +261,43 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return state["result"]
 
     monkeypatch.setattr(paired, "benchmark_layouts", benchmark)
+    monkeypatch.setattr(paired, "_mixed_layout", lambda *_: state["mixed"])
     monkeypatch.setattr(paired, "release_memory", lambda: None)
     return state
+
+
+@pytest.mark.slow
+def test_a_convolution_that_is_slow_in_channels_last_alone_is_left_contiguous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 0.0)
+    class Slow(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02 if classify(x) == "channels_last" else 0.0)
+            return super().forward(x)
+
+    class Fast(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02 if classify(x) == "contiguous" else 0.0)
+            return super().forward(x)
+
+    model = nn.Sequential(
+        Fast(3, 4, 3), Fast(4, 4, 3), Slow(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    )
+    first, again = choose(model, time_limit_s=10.0), choose(model)
+    assert (first.conversion, first.select, first.channels_last) == ("mixed", ("2",), True)
+    assert again.cached and again.select == ("2",) and first.reason.startswith("mixed: ")
+
+
+@pytest.mark.parametrize(("ratio", "conversion"), [(1.1, "mixed"), (1.001, "full"), (0.9, "full")])
+def test_mixed_layouts_must_be_faster_than_the_better_pure_one(
+    outcome: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ratio: float, conversion: str
+) -> None:
+    results = iter([measured(1.5, 0.01), measured(ratio, 0.005)])
+    monkeypatch.setattr(paired, "benchmark_layouts", lambda *_, **__: next(results))
+    outcome["mixed"] = Layout("mixed", torch.channels_last, "mixed", ("2",))
+    choice = choose(network(), time_limit_s=1.0)
+    assert choice.channels_last and choice.conversion == conversion and f"{ratio:.2f}x" in choice.reason
 
 
 def test_auto_leaves_the_run_as_it_was() -> None:

@@ -145,11 +145,38 @@ def test_select_by_pattern_and_predicate() -> None:
     assert classify(grouped.conv1.weight) == "channels_last"
 
 
+def test_selected_modules_of_a_mixed_model_compute_contiguous_between_copies() -> None:
+    model, seen = torchvision.models.resnet18(num_classes=5).eval(), {}
+    images = torch.randn(2, 3, 64, 64).to(memory_format=CHANNELS_LAST)
+    expected = model(images)
+    convert(model, "mixed", ["layer4", "layer1.0.conv?"])
+    model = copy.deepcopy(model)  # as an EMA or a benchmark does
+    layers = (model.layer1[0].conv2, model.layer1[1].conv2, model.layer4[0].conv1)
+    assert [classify(layer.weight) for layer in layers] == ["contiguous", "channels_last", "contiguous"]
+    for name in ("layer1.0.conv2", "layer1.1.conv2", "layer4.1", "avgpool"):
+
+        def see(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+            seen[name] = (classify(inputs[0]), classify(output))
+
+        model.get_submodule(name).register_forward_hook(see, prepend=True)
+    torch.testing.assert_close(model(images), expected)
+    assert seen.pop("avgpool")[0] == "channels_last"
+    assert seen == {
+        "layer1.0.conv2": ("contiguous", "contiguous"),
+        "layer1.1.conv2": ("channels_last", "channels_last"),
+        "layer4.1": ("contiguous", "contiguous"),
+    }
+    convert(model, memory_format=torch.contiguous_format)
+    model(images.contiguous())
+    assert {formats for name, formats in seen.items() if name != "avgpool"} == {("contiguous", "contiguous")}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"mode": "ful"}, "did you mean full"),
         ({"mode": "select"}, "needs select="),
+        ({"mode": "mixed", "select": ["layr1"]}, "no such module; did you mean layer1"),
         ({"mode": "select", "select": ["layr1"]}, "no such module; did you mean layer1"),
         ({"memory_format": torch.preserve_format}, "preserve_format"),
         ({"memory_format": "channels_lst"}, "did you mean channels_last"),

@@ -72,6 +72,19 @@ def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
     return audit(model, images(), time=True, time_limit_s=0.5, **options).times
 
 
+class SlowConvolution(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if classify(x) == "channels_last":
+            time.sleep(SLEEP_MS / 1000)
+        return super().forward(x)
+
+
+def test_a_convolution_that_loses_more_than_copies_is_better_contiguous() -> None:
+    times = times_of(model_with(SlowConvolution(8, 8, 3)))
+    assert times.better_contiguous() == ["3"]
+    assert "conversion=mixed select=[3]" in str(times)
+
+
 @pytest.mark.parametrize(
     ("planted", "direction", "sign"),
     [
@@ -130,7 +143,7 @@ def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explai
     row = Row("", [noisy])
     assert row.interval_ms == (-1, 6) and row.difference_ms == 3 and not row.is_significant
     used = {"gflop_per_image": 1.0, "tflop_per_s": 1.0, "matmul_pct": 50.0, "data_sheet_pct": None}
-    times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), 1.0, used)
+    times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), 1.0, 0.0, used)
     assert [row.name for row in times.modules()] == ["aten.certain.default", "aten.noisy.default"]
     assert times.worst().calls == [certain] and times.speed_ratio == 1.25
     assert times.explained_pct == pytest.approx(20) and "do not trust" in times.summary()[2]
