@@ -271,6 +271,7 @@ def test_a_convolution_that_is_slow_in_channels_last_alone_is_left_contiguous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 0.0)
+
     class Slow(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             time.sleep(0.02 if classify(x) == "channels_last" else 0.0)
