@@ -61,7 +61,7 @@ def test_each_precision_trains_in_each_layout(
     batch = make_batch(parts)
     losses = [train_step(parts, [batch, batch]).loss.item() for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0] and len(calls) == 20
-    assert seen == {{"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.float16)}
+    assert seen == {parts.precision.input_dtype}
     expected = (72, 1, 24, 8) if layout == torch.channels_last else (72, 9, 3, 1)
     momentum = [state["momentum_buffer"] for state in parts.optimizer.state.values()]
     assert parts.model[3].weight.stride() == expected
