@@ -229,7 +229,12 @@ def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path, fork_serve
 def test_help_shows_settings_groups_and_examples_without_torch() -> None:
     done = run_program("--help")
     assert done.returncode == 0
-    for word in ("channels_last=false", "true|false|auto", f"optim={'|'.join(sorted(OPTIMIZERS))}", "-m channels_last=true,false"):
+    for word in (
+        "channels_last=false",
+        "true|false|auto",
+        f"optim={'|'.join(sorted(OPTIMIZERS))}",
+        "-m channels_last=true,false",
+    ):
         assert word in done.stdout, word
 
 
