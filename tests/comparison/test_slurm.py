@@ -1,5 +1,6 @@
 """Sweeps on a Slurm cluster: what does not need one; tests/clusters runs them."""
 
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -52,14 +53,15 @@ def test_jobs_that_are_compared_form_one_element_of_an_array(
     assert first.number == 2
 
 
-def test_an_element_of_an_array_is_not_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("array", "name"), [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, "7_1")]
+)
+def test_an_element_of_an_array_is_not_the_array(
+    array: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SLURM_JOB_ID of the last element is the id of the array."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-    assert own_allocation() == "7"
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    assert own_allocation() == "7_1"
+    monkeypatch.setattr(os, "environ", {"SLURM_JOB_ID": "7"} | array)
+    assert own_allocation() == name
 
 
 def test_without_slurm_nothing_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
