@@ -265,7 +265,7 @@ def _ratio(pair: Pair) -> str:
 
 
 def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path) -> None:
-    """A run per side and, for HParams, one per run; tags sort behind train/ and val/."""
+    """A run per side with its medians and ranges, their charts, and the page; tags sort behind train/ and val/."""
     import numpy as np
     from PIL import Image
     from torch.utils.tensorboard import SummaryWriter
@@ -291,7 +291,6 @@ def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str
         if (folder / "comparison.png").is_file():
             with Image.open(folder / "comparison.png", formats=("PNG",)) as chart_image:
                 writer.add_image("versus/chart", np.asarray(chart_image.convert("RGB")), dataformats="HWC")
-    _write_hparams(pairs, folder)
 
 
 def _bands(runs: Sequence[Run]) -> Iterator[tuple[str, int, list[float]]]:
@@ -300,27 +299,3 @@ def _bands(runs: Sequence[Run]) -> Iterator[tuple[str, int, list[float]]]:
         yield "speed", step, [speed for run in runs for speed in run.images_per_s[max(0, index - 2) : index + 3]]
     for step in sorted(set.intersection(*(set(run.losses) for run in runs))) if runs else ():
         yield "loss", step, [run.losses[step] for run in runs]
-
-
-def _write_hparams(pairs: Sequence[Pair], folder: Path) -> None:
-    """The settings that vary and the results of each run: the same columns for all, an unknown cell is empty."""
-    from torch.utils.tensorboard import SummaryWriter
-    from torch.utils.tensorboard.summary import hparams
-
-    rows: dict[Path, tuple[Run, float | None]] = {}
-    for pair in pairs:
-        ratio = pair.interval.ratio if pair.interval and pair.verdict != "not_comparable" else None
-        rows |= {run.folder: (run, ratio) for run in pair.candidate_runs}
-        rows |= {run.folder: (run, ratio and 1.0) for run in pair.baseline_runs}
-    varying = differing([run for run, _ in rows.values()])
-    for run, speed_up in rows.values():
-        loss = run.losses[max(run.losses)] if run.losses else None
-        metrics = {f"whole_run/{name}": value for name, value in run.results.items()}
-        metrics |= {"whole_run/speed_up": speed_up, "whole_run/train_loss": loss}
-        settings = {key: str(run.settings.get(key)) for key in varying}
-        with SummaryWriter(str(folder / run.folder.name)) as writer:  # in a sweep the run's own folder
-            for part in hparams(settings, dict.fromkeys(metrics, 0.0)):
-                writer.file_writer.add_summary(part)  # add_hparams would make a run of its own
-            for name, value in metrics.items():
-                if value is not None:
-                    writer.add_scalar(name, value, max(run.steps, default=0))

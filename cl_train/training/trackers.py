@@ -32,7 +32,10 @@ LAST_RECORDS_S = 30.0  # the end of a run waits this long for trackers that are 
 # TensorBoard sorts the groups of its charts by name: what is looked at first comes first.
 _FIRST = ("train/loss", "train/top1", "train/top5", "train/images_per_s")
 _NO_RESULTS = ("step", "time", "warmup", "world_size", "images")
-_HPARAMS = ("model", "channels_last", "precision", "compile", "batch_size", "data.image_size", "optim.lr", "seed")
+_HPARAMS = (
+    *("model", "channels_last", "precision", "compile", "batch_size", "data.image_size"),
+    *("optim.name", "optim.lr", "seed"),
+)
 
 
 class Trackers:
@@ -126,8 +129,6 @@ def tensorboard(records: Iterator[Record]) -> None:
     writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in start["config"].items()))
     for record in records:
         is_end = record["kind"] == "end"
-        if is_end and start["group"] is not None:  # in a sweep the comparison writes the table
-            continue
         for tag, value in (final_metrics(record["summary"]) if is_end else numbers(record)).items():
             is_vital = tag.startswith("train/") and tag not in _FIRST
             writer.add_scalar(tag.replace("train/", "vitals/") if is_vital else tag, value, record["step"])

@@ -111,7 +111,7 @@ def test_without_matplotlib_one_table_has_pairs_that_hold_different_things_equal
     assert {"batch_size", "precision"} <= set(header.split(",")) and len(rows) == 2
 
 
-def test_tensorboard_has_one_run_per_side_the_text_the_chart_and_a_table(written: Path) -> None:
+def test_tensorboard_has_one_run_per_side_the_text_and_the_chart(written: Path) -> None:
     root = EventAccumulator(str(written)).Reload()
     assert {"custom_scalars__config__", "comparison/text_summary"} <= set(root.Tags()["tensors"])
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
@@ -122,12 +122,8 @@ def test_tensorboard_has_one_run_per_side_the_text_the_chart_and_a_table(written
         [low, high] = [events.Scalars(f"versus/speed/resnet18/{part}")[0].value for part in ("low", "high")]
         assert low <= points[0].value <= high and low < high
         assert events.Scalars("versus/loss/resnet18/median")
-    for name, speed_up in (("run1", [1.5]), ("run5", [])):  # run5 has no partner
-        run = EventAccumulator(str(written / name)).Reload()
-        assert run.Scalars("whole_run/top1")[0].value == 91.0
-        tags = run.Tags()["scalars"]
-        assert [round(run.Scalars(tag)[0].value, 1) for tag in tags if "speed_up" in tag] == speed_up
-        assert not any(tag < "train" for tag in [*tags, *root.Tags()["images"]])
+    tags = [*EventAccumulator(str(written / "contiguous")).Reload().Tags()["scalars"], *root.Tags()["images"]]
+    assert not any(tag < "train" for tag in tags)
 
 
 def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
