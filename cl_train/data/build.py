@@ -1,26 +1,30 @@
 """From the `data` settings to both splits of a data set as batches on the device: images, or synthetic data."""
 
 import logging
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.validation import load
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, MixLabels, Normalise, to_device
-from cl_train.data.folder import read_folder, read_images
+from cl_train.data.folder import EXTENSIONS, read_folder, read_images
 from cl_train.data.loader import BadImages, HostLoader, Reader, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
 from cl_train.data.sample import FIRST_RUN, ensure_imagenette, ensure_sample
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.data.source import ImageSource, Indices, Split
 from cl_train.data.transforms import ImageReader, label_mix
-from cl_train.data.user_dataset import DatasetReader, StreamReader, UserDatasets, load_datasets
+from cl_train.data.user_dataset import DatasetReader, StreamReader, load_datasets
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 
@@ -54,19 +58,14 @@ class ImageData:
         self.label_shape = self.train_loader.reader.label_shape
         if self.val_loader.reader.label_shape != self.label_shape:
             raise ConfigError("data.dataset: the labels of one split are vectors, those of the other are not")
+        if self.batch_count() == 0 and self.train_loader is not self.val_loader:
+            size, ranks = self.train_loader.batch_size, self.dist.world_size
+            what = f"{self.train_images} training images are fewer than one global batch of {size * ranks}"
+            raise ConfigError(f"{what} ({size} x {ranks}); lower batch_size")
 
     def batch_count(self) -> int:
         """Full global batches of an epoch; the remaining images are dropped."""
         return self.train_loader.batch_count()
-
-    def check_batches(self) -> None:
-        """Raises ConfigError: there are fewer training images than one batch of all ranks."""
-        if self.batch_count() == 0:
-            size, ranks = self.train_loader.batch_size, self.dist.world_size
-            raise ConfigError(
-                f"{self.train_images} training images are fewer than one global batch of {size * ranks} ({size} x"
-                f" {ranks}); lower batch_size"
-            )
 
     @property
     def times(self) -> WorkerTimes:
@@ -117,34 +116,30 @@ class SyntheticData:
         self.fingerprint = f"synthetic-{self.train_images}-{self.num_classes}-{cfg.image_size}-{seed}"
         self.bad_images, self.times = BadImages(skip=True, limit=0), WorkerTimes()
         self._sizes, self._batch_size, self._val_size = sizes, batch_size, cfg.val_size or cfg.image_size
-        self._seed, self._world_size = seed, world_size
-        self._batches: dict[tuple[DeviceFormat, int, int], Batch] = {}
+        self._world_size, self._batch = world_size, cache(partial(_noise, seed, batch_size, self.num_classes))
 
     def batch_count(self) -> int:
         return self.train_images // (self._batch_size * self._world_size)
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         for _ in range(first_batch, self.batch_count()):
-            yield self._batch(form, self._batch_size, self._sizes.image_size_at(epoch))
+            yield self._batch(form, self._sizes.image_size_at(epoch))
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
-        yield self._batch(form, self._batch_size, self._val_size)
+        yield self._batch(form, self._val_size)
 
     def validation_indices(self) -> list[int]:
         return []
 
     def close(self) -> None:
-        self._batches.clear()
+        self._batch.cache_clear()
 
-    def _batch(self, form: DeviceFormat, batch_size: int, image_size: int) -> Batch:
-        key = (form, batch_size, image_size)
-        if key not in self._batches:
-            generator = torch.Generator().manual_seed(self._seed)
-            images = torch.randn(batch_size, 3, image_size, image_size, generator=generator)
-            targets = torch.randint(self.num_classes, (batch_size,), generator=generator)
-            images = images.to(form.device, form.dtype, memory_format=form.memory_format)
-            self._batches[key] = Batch(images, targets.to(form.device))
-        return self._batches[key]
+
+def _noise(seed: int, batch_size: int, classes: int, form: DeviceFormat, image_size: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(batch_size, 3, image_size, image_size, generator=generator)
+    targets = torch.randint(classes, (batch_size,), generator=generator)
+    return Batch(images.to(form.device, form.dtype, memory_format=form.memory_format), targets.to(form.device))
 
 
 Data = ImageData | SyntheticData
@@ -163,13 +158,10 @@ def build_data(
     if cfg.name == "synthetic":
         return SyntheticData(cfg, sizes, batch_size, seed=seed, world_size=dist.world_size)
     if training and augment.repeats > batch_size * dist.world_size:
-        global_batch = f"one global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
-        raise ConfigError(f"augment.repeats={augment.repeats} is more than {global_batch}; raise batch_size")
+        global_batch = f"{batch_size * dist.world_size} ({batch_size} x {dist.world_size}) images of a global batch"
+        raise ConfigError(f"augment.repeats={augment.repeats} is more than the {global_batch}; raise batch_size")
     bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-    data = image_data(cfg, augment, batch_size, seed, dist, bad_images, training=training)
-    if training:
-        data.check_batches()
-    return data
+    return image_data(cfg, augment, batch_size, seed, dist, bad_images, training=training)
 
 
 def size_schedule(cfg: DataConfig) -> SizeSchedule:
@@ -184,19 +176,17 @@ def image_data(
     seed: int,
     dist: Dist,
     bad_images: BadImages,
-    source: ImageSource | UserDatasets | None = None,
+    source: ImageSource | None = None,
     *,
     training: bool = True,
 ) -> ImageData:
     """The images of a folder, of shards, of the user's datasets, or of `source`."""
     val_size = cfg.val_size or cfg.image_size
-    shards: tuple[Indices, ...] | None = None
     if source is None:
         is_own = cfg.name == "dataset"
         source = load_datasets(cfg.dataset, cfg.image_size, val_size) if is_own else _source(cfg, dist, training)
-    if cfg.shuffle == "shards" and isinstance(source.train, ShardSplit):
-        shards = source.train.by_shard()
-    classes = source.classes
+    classes, images = source.classes, source.train
+    shards = images.by_shard() if cfg.shuffle == "shards" and isinstance(images, ShardSplit) else None
 
     def loader(images: Any, sizes: SizeSchedule, *, training: bool) -> HostLoader:
         if isinstance(images, Split):
@@ -217,10 +207,8 @@ def image_data(
     val = loader(source.val, SizeSchedule(((0, val_size),)), training=False)
     train = loader(source.train, size_schedule(cfg), training=True) if training else val
     if training and train.is_stream and dist.is_main:
-        log.warning(
-            "data.dataset is an IterableDataset: it controls its order, which depends on data.workers; a resumed epoch"
-            " reads the skipped batches again; it must divide its samples among ranks and workers itself"
-        )
+        does = "controls its order, which depends on data.workers, and divides its samples among ranks and workers"
+        log.warning("data.dataset is an IterableDataset: it %s; a resumed epoch reads the skipped batches again", does)
     mix = label_mix(augment, len(classes), seed, dist)
     return ImageData(classes, source.fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
 
@@ -250,3 +238,124 @@ def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)
     return source
+
+
+# --- for any training loop --------------------------------------------------------------------------------------------
+
+
+class ImageLoader:
+    """Iterates over the batches of one split; created by `image_loader`.
+
+    Attributes:
+        classes: their names, in the order of the labels.
+        bad_images: names and reasons of the images that could not be read so far.
+    """
+
+    def __init__(self, data: ImageData, normalise: Normalise | None) -> None:
+        self.classes, self.bad_images = data.classes, data.bad_images
+        self._loader, self._normalise = data.train_loader, normalise
+        self._epoch = self._first_batch = 0
+
+    def __len__(self) -> int:
+        """Batches per epoch of this rank."""
+        return self._loader.batch_count()
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        """Start the next iteration at batch `first_batch` of `epoch`; later iterations are the following epochs."""
+        self._epoch, self._first_batch = epoch, first_batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self._loader.batches(self._epoch, self._first_batch)
+        self.set_epoch(self._epoch + 1)
+        if self._normalise is None:
+            for host in batches:
+                yield host.images.clone(), host.targets.clone()
+        else:
+            for batch in to_device(batches, self._normalise):
+                yield batch.images, batch.targets
+
+    def close(self) -> None:
+        """End the workers. A later iteration starts new ones."""
+        self._loader.close()
+
+    def __enter__(self) -> "ImageLoader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def image_loader(
+    root: str | Path,
+    split: str = "train",
+    *,
+    batch_size: int = 256,
+    image_size: int = 224,
+    workers: int | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.channels_last,
+    mean: Sequence[float] = (0.485, 0.456, 0.406),
+    std: Sequence[float] = (0.229, 0.224, 0.225),
+    rank: int | None = None,
+    world_size: int | None = None,
+    skip_bad_images: bool = False,
+    val_fraction: float | None = None,
+    extensions: Sequence[str] = EXTENSIONS,
+) -> ImageLoader:
+    """Batches of a folder of images, loaded as in train.py.
+
+        with image_loader("/datasets/imagenet", batch_size=256, device="cuda", dtype=torch.float16) as loader:
+            for epoch in range(90):
+                for images, targets in loader: ...
+
+    Training images get torchvision's RandomResizedCrop and horizontal flip, in an order and with random numbers that
+    depend only on `seed` and the epoch; the last, smaller batch is dropped. Validation images are resized and
+    centre-cropped, each once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes at any batch.
+
+    Args:
+        root: folder that holds `train/<class>/*` and `val/<class>/*`.
+        split: "train" or "val".
+        batch_size: images per rank.
+        workers: processes; None = usable cores / ranks of this machine, at most 16; 0 = none.
+        device: where batches go; None = uint8 batches stay on the host, not normalised.
+        dtype, memory_format, mean, std: of batches on a device: (x / 255 - mean) / std.
+        rank, world_size: None = those of `torch.distributed` if it is initialised, else 0 and 1.
+        skip_bad_images: replace (val: leave out) images that cannot be read instead of raising; see `bad_images`.
+        val_fraction, extensions: as the settings `data.val_fraction` and `data.extensions`.
+
+    Returns:
+        An iterable over (images, targets): images uint8, or `dtype` on a device, [N, 3, image_size, image_size];
+        targets int64 [N]. It has a length, and workers that `close()`, or the end of a `with` block, ends.
+
+    Raises:
+        ConfigError: (a ValueError) an argument has another type or range than the setting of its name, the folder is
+            missing, has no classes, or fewer training images than one batch of all ranks.
+        BadImageError, WorkerError: while iterating; the message names the image.
+        RuntimeError: another thread is iterating.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split={split!r}: use 'train' or 'val'")
+    if not isinstance(batch_size, int):
+        raise ValueError(f"batch_size={batch_size!r}: expected a whole number")
+    settings: dict[str, Any] = {"name": "folder", "root": str(root), "image_size": image_size, "workers": workers}
+    settings |= {"mean": list(mean), "std": list(std), "val_fraction": val_fraction, "extensions": list(extensions)}
+    cfg = load({"batch_size": batch_size, "seed": seed, "data": settings})
+    dist = _dist(rank, world_size, torch.device(device or "cpu"))
+    form = DeviceFormat(dist.device, dtype, memory_format)
+    normalise = Normalise(mean, std, form) if device is not None else None
+    augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
+    bad_images = BadImages(skip=skip_bad_images, limit=sys.maxsize)
+    data = image_data(cfg.data, augment, batch_size, seed, dist, bad_images, training=split == "train")
+    return ImageLoader(data, normalise)
+
+
+def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:
+    """Those of `torch.distributed`, or the given ones. Raises ValueError: only one is given, or the rank is no rank."""
+    if rank is None and world_size is None:
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+    if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size")
+    return Dist(rank, world_size, device)

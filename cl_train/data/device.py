@@ -91,15 +91,13 @@ class DevicePrefetcher:
         return _prepared(self._loader, self._prepare, self._normalise.format.device, self._ahead)
 
     def _prepare(self, batch: Any) -> Any:
-        form, tensors = self._normalise.format, [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-        if any(map(self._is_raw, tensors)):
-            return tree_map_only(Tensor, lambda x: self._normalise(x) if self._is_raw(x) else x, batch)
-        images = next((x for x in tensors if x.ndim == 4 and x.is_floating_point()), None)
+        form, tensors = self._normalise.format, [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 4]
+        raw = {id(x) for x in tensors if x.dtype == torch.uint8 and x.shape[1] == self._channels}
+        if raw:
+            return tree_map_only(Tensor, lambda x: self._normalise(x) if id(x) in raw else x, batch)
+        images = next((x for x in tensors if x.is_floating_point()), None)
         cast = partial(torch.Tensor.to, dtype=form.dtype, memory_format=form.memory_format)
         return tree_map_only(Tensor, lambda x: cast(x) if x is images else x, batch)
-
-    def _is_raw(self, tensor: Tensor) -> bool:
-        return tensor.ndim == 4 and tensor.dtype == torch.uint8 and tensor.shape[1] == self._channels
 
 
 class Normalise:
@@ -123,19 +121,10 @@ class Normalise:
         if images.is_floating_point():
             return images.to(form.dtype, memory_format=form.memory_format, copy=form.device.type == "cpu")
         out = torch.empty(images.shape, dtype=form.dtype, device=form.device, memory_format=form.memory_format)
-        if form.device.type == "cpu":
-            self._in_chunks(images, out)
-        else:
+        if form.device.type != "cpu":
             self.in_one_kernel(images, out)
-        return out
-
-    def in_one_kernel(self, images: Tensor, out: Tensor) -> None:
-        """uint8 in, `out`'s dtype and layout out, float32 between: on CUDA without any intermediate tensor."""
-        torch.addcmul(self._offset.view(-1, 1, 1), images, self._scale.view(-1, 1, 1), out=out)
-
-    def _in_chunks(self, images: Tensor, out: Tensor) -> None:
-        """On a CPU: chunks that fit the cache, as rows of W*C numbers. Broadcasting over C is not vectorised and
-        takes seven times as long."""
+            return out
+        # Chunks that fit the cache, as rows of W*C numbers: broadcasting over C is not vectorised, seven times slower.
         count, channels, _, width = images.shape
         scale, offset = self._scale.repeat(width), self._offset.repeat(width)
         for first in range(0, count, _CHUNK_IMAGES):
@@ -143,6 +132,11 @@ class Normalise:
             rows = chunk.reshape(-1, width * channels).to(torch.float32)
             torch.addcmul(offset, rows, scale, out=rows)
             out[first : first + _CHUNK_IMAGES].copy_(rows.view(chunk.shape).permute(0, 3, 1, 2))
+        return out
+
+    def in_one_kernel(self, images: Tensor, out: Tensor) -> None:
+        """uint8 in, `out`'s dtype and layout out, float32 between: on CUDA without any intermediate tensor."""
+        torch.addcmul(self._offset.view(-1, 1, 1), images, self._scale.view(-1, 1, 1), out=out)
 
 
 def to_device(
@@ -160,8 +154,7 @@ def to_device(
         images, targets = normalise(moved.images), moved.targets.clone() if device.type == "cpu" else moved.targets
         return mix(images, targets, moved.epoch, moved.number) if mix else (images, targets)
 
-    for images, targets in _prepared(batches, prepare, device, ahead):
-        yield Batch(images, targets)
+    return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead))
 
 
 def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int) -> Iterator[Any]:
@@ -183,9 +176,7 @@ def _on_side_stream(
     batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int
 ) -> Iterator[Any]:
     """Copy and prepare on a side stream, `ahead` batches in advance."""
-    side = _side_stream(device)
-    ready: deque[tuple[Any, torch.cuda.Event]] = deque()
-    copying: deque[torch.cuda.Event] = deque()
+    side, ready, copying = _side_stream(device), deque[tuple[Any, torch.cuda.Event]](), deque[torch.cuda.Event]()
 
     def take() -> Any:
         batch, prepared = ready.popleft()

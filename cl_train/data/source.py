@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +63,8 @@ class ImageSource:
     """
 
     classes: tuple[str, ...]
-    train: Split
-    val: Split
+    train: Any  # Split, or the user's Dataset
+    val: Any
     fingerprint: str
     notes: tuple[str, ...] = ()
 

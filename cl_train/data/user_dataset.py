@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import user_function
 from cl_train.data.decode import BadImage, Pixels
+from cl_train.data.source import ImageSource
 from cl_train.data.transforms import ImageTransform, seeded_everywhere
 from cl_train.data.workers import WorkerError, Workers
 from cl_train.system.distributed import Dist
@@ -32,14 +33,7 @@ _MOST_CLASSES = 1_000_000
 _SHOWN = 300  # characters of a message of the user's code
 
 
-class UserDatasets(NamedTuple):
-    train: Any
-    val: Any
-    classes: tuple[str, ...]
-    fingerprint: str
-
-
-def load_datasets(name: str | None, image_size: int, val_size: int) -> UserDatasets:
+def load_datasets(name: str | None, image_size: int, val_size: int) -> ImageSource:
     """The user's function is called with ("train", image_size) and with ("val", val_size).
 
     Raises ConfigError if the function is missing or fails, or its results have no length, no samples or no classes.
@@ -59,7 +53,7 @@ def load_datasets(name: str | None, image_size: int, val_size: int) -> UserDatas
             ) from error
         if count == 0:
             raise ConfigError(f"data.dataset={name}: the {split} dataset is empty")
-    return UserDatasets(built[0], built[1], classes, f"{name}-{len(built[0])}-{len(built[1])}")
+    return ImageSource(classes, built[0], built[1], f"{name}-{len(built[0])}-{len(built[1])}")
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:
