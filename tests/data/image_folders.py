@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 
 from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.build import ImageData, build_data
+from cl_train.data.build import Data, ImageData, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")
 FLOAT_CHANNELS_LAST = DeviceFormat(CPU, torch.float32, torch.channels_last)
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -48,24 +49,42 @@ def write_folder(root: Path, *, train: int, val: int, classes: int = 2) -> Path:
     return root
 
 
-def folder_data(
-    root: Path, *, batch_size: int = 4, seed: int = 0, rank: int = 0, world_size: int = 1, **settings: Any
-) -> ImageData:
-    """The data of `root` at 32 px, without workers; `settings` as in DataConfig, `augment`, `device`."""
-    augment, device = settings.pop("augment", AugmentConfig()), settings.pop("device", CPU)
-    cfg = DataConfig(name="folder", root=str(root), **{"image_size": 32, "workers": 0, **settings})
-    data = build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, world_size, device))
+def data_of(
+    *,
+    batch_size: int = 4,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device = CPU,
+    **settings: Any,
+) -> Data:
+    """Without workers; `settings` as in DataConfig, and `augment`."""
+    augment = settings.pop("augment", AugmentConfig())
+    cfg = DataConfig(**{"workers": 0, **settings})
+    return build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, world_size, device))
+
+
+def folder_data(root: Path, **settings: Any) -> ImageData:
+    """The data of `root` at 32 px."""
+    data = data_of(**{"name": "folder", "root": str(root), "image_size": 32, **settings})
     assert isinstance(data, ImageData)
     return data
 
 
-def train_batches(data: ImageData, epoch: int = 0, first_batch: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copies of an epoch's uint8 batches."""
-    batches = []
-    for host in data.train_loader.batches(epoch, first_batch):
-        batches.append((host.images.clone(), host.targets.clone()))
-    return batches
+def train_batches(data: ImageData, epoch: int = 0, first_batch: int = 0) -> Batches:
+    """Copies of an epoch's batches."""
+    return [(host.images.clone(), host.targets.clone()) for host in data.train_loader.batches(epoch, first_batch)]
 
 
-def all_pixels(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def val_count(data: ImageData) -> int:
+    return sum(len(batch.targets) for batch in data.validation(FLOAT_CHANNELS_LAST))
+
+
+def same(first: Batches, second: Batches) -> None:
+    assert len(first) == len(second) > 0
+    for (images, targets), (other_images, other_targets) in zip(first, second, strict=True):
+        assert torch.equal(images, other_images) and torch.equal(targets, other_targets)
+
+
+def all_pixels(batches: Batches) -> torch.Tensor:
     return torch.cat([images for images, _ in batches])

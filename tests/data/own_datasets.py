@@ -8,6 +8,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+NAMES = ("Tensors", "uint8", "Pictures", "Arrays")  # that can be used
+
 
 class Tensors(Dataset):
     classes = ("a", "b", "c")

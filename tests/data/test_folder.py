@@ -1,12 +1,20 @@
-"""Folders of images: which layouts are read, which are refused and how."""
+"""Folders of images: which layouts are read, which are refused and how; the stored index of a large folder."""
 
 import os
+import shutil
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.data import folder
 from cl_train.data.folder import read_folder
+from cl_train.data.source import load_index
+from cl_train.system.files import cache_folder
 from tests.data.image_folders import folder_data, jpeg, write_folder
 
 
@@ -16,156 +24,89 @@ def refused(root, **layout):
     return str(caught.value)
 
 
+def names(split):
+    return [split.name(index) for index in range(len(split))]
+
+
 def test_classes_labels_and_nested_images(tmp_path):
     root = write_folder(tmp_path, train=6, val=4, classes=3)
     (root / "train" / "class_1" / "deep" / "er").mkdir(parents=True)
     (root / "train" / "class_1" / "deep" / "er" / "x.PNG").write_bytes(b"1")
     (root / "train" / "class_1" / "notes.txt").write_text("not an image")
-    folder = read_folder(root)
-    assert folder.classes == ("class_0", "class_1", "class_2")
-    assert folder.train.labels.tolist() == [0, 0, 1, 1, 1, 2, 2]
-    assert [os.path.relpath(folder.train.name(i), root / "train") for i in (0, 4, 6)] == [
-        "class_0/0000.jpg",
-        "class_1/deep/er/x.PNG",
-        "class_2/0005.jpg",
-    ]
+    (root / "test").mkdir()  # val is preferred
+    source = read_folder(root)
+    assert source.classes == ("class_0", "class_1", "class_2") and len(source.val) == 4
+    assert source.train.labels.tolist() == [0, 0, 1, 1, 1, 2, 2]
+    found = [os.path.relpath(name, root / "train") for name in names(source.train)]
+    assert found[0] == "class_0/0000.jpg" and found[4] == "class_1/deep/er/x.PNG" and found[6] == "class_2/0005.jpg"
+    both = read_folder(root, DataConfig(val_split="train"))
+    assert names(both.val) == names(both.train) == names(source.train)
+    (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    assert read_folder(root).fingerprint != source.fingerprint
 
 
 def test_names_that_are_no_utf8_and_names_with_spaces(tmp_path):
     root = write_folder(tmp_path / "my data=1", train=2, val=2)
-    odd = os.fsencode(root / "train" / "class_0") + b"/caf\xe9 1.jpg"
-    with open(odd, "wb") as file:
+    with open(os.fsencode(root / "train" / "class_0") + b"/caf\xe9 1.jpg", "wb") as file:
         file.write(jpeg())
     data = folder_data(root, batch_size=3)
-    assert sum(len(host.targets) for host in data.train_loader.batches(0)) == 3
-    assert len(data.fingerprint) == 16
+    assert sum(len(host.targets) for host in data.train_loader.batches(0)) == 3 and len(data.fingerprint) == 16
 
 
-def test_missing_root_and_missing_splits(tmp_path):
-    assert "does not exist" in refused(tmp_path / "nowhere")
-    (tmp_path / "train.tar").write_text("")
-    message = refused(tmp_path)
-    assert "train" in message and "val" in message and "data.val_fraction" in message
-    assert "train.tar" in message and "prepare_imagenet" in message and "data=sample" in message
-    (tmp_path / "file").write_text("")
-    assert "is not a folder" in refused(tmp_path / "file")
-
-
-def test_no_classes_and_flat_val(tmp_path):
-    root = write_folder(tmp_path, train=2, val=0)
+def flat(root):
     for label in (0, 1):
-        (root / "val" / f"class_{label}").rmdir()
-    assert "has no class folders" in refused(root)
-    for number in range(3):
-        (root / "val" / f"ILSVRC2012_val_{number:08d}.JPEG").write_bytes(b"1")
-    message = refused(root)
-    assert "ILSVRC2012_val_00000000.JPEG" in message and "prepare_imagenet" in message
+        shutil.rmtree(root / "val" / f"class_{label}")
+    (root / "val" / "ILSVRC2012_val_00000001.JPEG").write_bytes(b"1")
 
 
-def test_empty_class_folders_are_named_five_at_most(tmp_path):
-    root = write_folder(tmp_path, train=1, val=9, classes=9)
-    message = refused(root)
-    assert "for 8 of 9 classes: class_1, class_2, class_3, class_4, class_5 and 3 more" in message
+def tars(root):
+    shutil.rmtree(root)
+    root.mkdir()
+    (root / "train.tar").write_text("")
 
 
-def test_different_classes_are_listed_from_both_sides(tmp_path):
-    root = write_folder(tmp_path, train=4, val=4)
+def new_classes(root):
     (root / "train" / "cat").mkdir()
     (root / "val" / "dog").mkdir()
-    message = refused(root)
-    assert "only in train: cat" in message and "only in val: dog" in message
 
 
-def test_fewer_images_than_one_global_batch(tmp_path):
-    root = write_folder(tmp_path, train=7, val=2)
-    assert folder_data(root, batch_size=7).batch_count() == 1
-    with pytest.raises(ConfigError, match=r"7 training images are fewer than one global batch of 8 \(4 x 2\)"):
-        folder_data(root, batch_size=4, world_size=2)
-
-
-def test_too_little_memory_for_the_batches(tmp_path, monkeypatch):
-    root = write_folder(tmp_path, train=8, val=2)
-    monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: 5_000)
-    with pytest.raises(ConfigError, match=r"lower batch_size or data\.prefetch=3"):
-        folder_data(root, batch_size=8)
-    monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: None)
-    assert folder_data(root, batch_size=8).batch_count() == 1
-
-
-def test_fingerprint_follows_names_and_classes(tmp_path):
-    root = write_folder(tmp_path, train=4, val=4)
-    first = read_folder(root).fingerprint
-    assert read_folder(root).fingerprint == first
-    (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
-    assert read_folder(root).fingerprint != first
-
-
-@pytest.mark.parametrize("name", ["valid", "validation", "test"])
-def test_other_names_of_the_validation_folder(tmp_path, name):
-    root = write_folder(tmp_path, train=4, val=6)
-    (root / "val").rename(root / name)
-    assert len(read_folder(root).val) == 6
-    (root / "mine").mkdir()
-    assert "has no class folders" in refused(root, val_split="mine")
-    assert len(read_folder(root, DataConfig(val_split=name)).val) == 6
-    assert "nothing" in refused(root, val_split="nothing")
-
-
-def test_val_is_preferred_to_test(tmp_path):
-    root = write_folder(tmp_path, train=4, val=6)
-    (root / "test").mkdir()
-    assert len(read_folder(root).val) == 6
-
-
-def test_the_training_images_can_be_the_validation_split_too(tmp_path):
-    root = write_folder(tmp_path, train=4, val=2)
-    source = read_folder(root, DataConfig(val_split="train"))
-    assert [source.val.name(index) for index in range(4)] == [source.train.name(index) for index in range(4)]
-
-
-@pytest.mark.parametrize("below", ["", "train"])
-def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
-    write_folder(tmp_path / "made", train=30, val=0, classes=3)
-    root = tmp_path / "data"
-    (tmp_path / "made" / "train").rename(root / below if below and not root.mkdir() else root)
-    source = read_folder(root, DataConfig(val_fraction=0.2))
-    train, val = ({split.name(index) for index in range(len(split))} for split in (source.train, source.val))
-    assert len(train) == 24 and len(val) == 6 and not train & val
-    assert source.val.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    new = os.path.join(os.path.dirname(source.train.name(0)), "zzz.jpg")
-    os.link(source.train.name(0), new)
-    again = read_folder(root, DataConfig(val_fraction=0.2))
-    assert len({again.val.name(index) for index in range(len(again.val))} ^ val) <= 2
-
-
-def test_a_fraction_beside_a_validation_folder_and_single_images_are_refused(tmp_path):
-    root = write_folder(tmp_path / "both", train=4, val=4)
-    assert "val" in refused(root, val_fraction=0.5)
-    single = write_folder(tmp_path / "single", train=3, val=0)
-    (single / "val" / "class_0").rmdir()
-    (single / "val" / "class_1").rmdir()
-    (single / "val").rmdir()
-    assert "class_1" in refused(single, val_fraction=0.5)
-
-
-def test_ignored_files_are_counted_and_named_once(tmp_path):
-    root = write_folder(tmp_path, train=4, val=4)
-    for name in ("a.webp", "b.WEBP", "notes.txt", ".hidden"):
-        (root / "train" / "class_0" / name).write_bytes(b"1")
-    source = read_folder(root)
-    (note,) = source.notes
-    assert "3 files" in note and "2 .webp" in note and "1 .txt" in note and "class_0" in note
-    assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in note
-    wider = read_folder(root, DataConfig(extensions=[".jpg", ".webp"]))
-    assert len(wider.train) == 6 and "1 .txt" in wider.notes[0] and "data.extensions" not in wider.notes[0]
-
-
-def test_a_class_of_ignored_files_names_them(tmp_path):
-    root = write_folder(tmp_path, train=4, val=4)
+def webp(root):
     for path in (root / "val" / "class_1").iterdir():
         path.rename(path.with_suffix(".webp"))
-    message = refused(root)
-    assert "class_1" in message and "2 .webp" in message and "data.extensions" in message
+
+
+def file(root):
+    shutil.rmtree(root)
+    root.write_text("")
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "words"),
+    [
+        (shutil.rmtree, {}, ["does not exist"]),
+        (file, {}, ["is not a folder"]),
+        (tars, {}, ["'train'", "'val'", "data.val_fraction", "train.tar", "prepare_imagenet", "data=sample"]),
+        (flat, {}, ["has no class folders", "ILSVRC2012_val_00000001.JPEG", "prepare_imagenet"]),
+        (lambda root: (root / "mine").mkdir(), {"val_split": "mine"}, ["has no class folders"]),
+        (lambda root: None, {"val_split": "nothing"}, ["'nothing'"]),
+        (new_classes, {}, ["only in train: cat", "only in val: dog"]),
+        (webp, {}, ["class_1", "2 .webp", "data.extensions"]),
+        (lambda root: None, {"val_fraction": 0.5}, ["/val"]),
+        (lambda root: (root / "train/class_1/0001.jpg").unlink(), {}, ["for 1 of 2 classes: class_1"]),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, change, layout, words):
+    root = write_folder(tmp_path / "data", train=2, val=4)
+    change(root)
+    message = refused(root, **layout)
+    assert all(word in message for word in words), message
+
+
+def test_empty_class_folders_are_named_five_at_most_and_single_images_are_not_divided(tmp_path):
+    root = write_folder(tmp_path, train=1, val=9, classes=9)
+    assert "for 8 of 9 classes: class_1, class_2, class_3, class_4, class_5 and 3 more" in refused(root)
+    shutil.rmtree(root / "val")
+    assert "fewer than two" in refused(root, val_fraction=0.5)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/imagenet", "gs://bucket/x", "https://host/x"])
@@ -186,3 +127,138 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, unreadable
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert f"'{root / unreadable}' cannot be read: Permission denied" in refused(root)
+
+
+def test_too_few_images_and_too_little_memory(tmp_path, monkeypatch):
+    root = write_folder(tmp_path, train=7, val=2)
+    assert folder_data(root, batch_size=7).batch_count() == 1
+    with pytest.raises(ConfigError, match=r"7 training images are fewer than one global batch of 8 \(4 x 2\)"):
+        folder_data(root, batch_size=4, world_size=2)
+    monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: 5_000)
+    with pytest.raises(ConfigError, match=r"lower batch_size or data\.prefetch=3"):
+        folder_data(root, batch_size=7)
+    monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: None)
+    assert folder_data(root, batch_size=7).batch_count() == 1
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "test"])
+def test_other_names_of_the_validation_folder(tmp_path, name):
+    root = write_folder(tmp_path, train=4, val=6)
+    (root / "val").rename(root / name)
+    assert len(read_folder(root).val) == len(read_folder(root, DataConfig(val_split=name)).val) == 6
+
+
+@pytest.mark.parametrize("below", ["", "train"])
+def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
+    write_folder(tmp_path / "made", train=30, val=0, classes=3)
+    root = tmp_path / "data"
+    (tmp_path / "made" / "train").rename(root / below if below and not root.mkdir() else root)
+    source = read_folder(root, DataConfig(val_fraction=0.2))
+    train, val = set(names(source.train)), set(names(source.val))
+    assert len(train) == 24 and len(val) == 6 and not train & val
+    assert source.val.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    os.link(source.train.name(0), os.path.join(os.path.dirname(source.train.name(0)), "zzz.jpg"))
+    again = read_folder(root, DataConfig(val_fraction=0.2))
+    assert len(set(names(again.val)) ^ val) <= 2
+
+
+def test_ignored_files_are_counted_and_named_once(tmp_path):
+    root = write_folder(tmp_path, train=4, val=4)
+    for name in ("a.webp", "b.WEBP", "notes.txt", ".hidden"):
+        (root / "train" / "class_0" / name).write_bytes(b"1")
+    (note,) = read_folder(root).notes
+    assert "3 files" in note and "2 .webp" in note and "1 .txt" in note and "class_0" in note
+    assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in note
+    wider = read_folder(root, DataConfig(extensions=[".jpg", ".webp"]))
+    assert len(wider.train) == 6 and "1 .txt" in wider.notes[0] and "data.extensions" not in wider.notes[0]
+
+
+# --- the stored index -------------------------------------------------------------------------------------------------
+
+
+def age(root):
+    for path, _, _ in os.walk(root):
+        os.utime(path, (time.time() - 100, time.time() - 100))
+
+
+def stored():
+    return list(cache_folder().glob("*.npz"))
+
+
+def loaded(path):
+    split = partial(folder.FolderSplit, folder=path)
+    return load_index(path, split, split)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder whose times lie in the past; small folders are stored too, in a cache of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(folder, "_CACHED_FROM", 1)
+    root = write_folder(tmp_path / "data", train=6, val=4)
+    (root / "train" / "class_0" / "notes.txt").write_text("")
+    age(root)
+    return root
+
+
+def test_the_stored_list_is_the_list_of_this_layout(root, monkeypatch):
+    assert len(read_folder(root, DataConfig(extensions=[".jpg", ".txt"])).train) == 7
+    listed = read_folder(root)
+    assert len(stored()) == 2
+    monkeypatch.setattr(folder, "_list", lambda *arguments: pytest.fail("listed again"))
+    again = read_folder(root)
+    assert (again.fingerprint, again.classes, again.notes) == (listed.fingerprint, listed.classes, listed.notes)
+    assert names(again.val) == names(listed.val)
+
+
+CHANGES = {
+    "added": lambda root: (root / "train" / "class_0" / "new.jpg").write_bytes(b"1"),
+    "removed": lambda root: (root / "val" / "class_0" / "0000.jpg").unlink(),
+    "class": lambda root: [shutil.copytree(root / s / "class_0", root / s / "class_9") for s in ("train", "val")],
+    "nested": lambda root: (root / "train" / "class_0" / "deep").mkdir(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_changed_folder_is_listed_again(root, tmp_path, change, linked):
+    """Class folders may be links, which os.walk does not follow."""
+    given = root
+    if linked:
+        given = tmp_path / "linked"
+        for split in ("train", "val"):
+            (given / split).mkdir(parents=True)
+            for name in ("class_0", "class_1"):
+                (given / split / name).symlink_to(root / split / name)
+        age(given)
+    read_folder(given)
+    CHANGES[change](given)
+    assert loaded(stored()[0]) is None
+    found = read_folder(given).fingerprint
+    for path in stored():
+        path.unlink()
+    assert found == read_folder(given).fingerprint
+
+
+def test_a_broken_list_is_replaced(root):
+    listed = read_folder(root)
+    (path,) = stored()
+    with np.load(path) as file:
+        arrays = dict(file)
+    whole = path.read_bytes()
+    for content in (b"", b"PK broken", whole[:300], None):
+        if content is None:
+            np.savez(path, **{key: array for key, array in arrays.items() if key != "val/labels"})
+        else:
+            path.write_bytes(content)
+        assert loaded(path) is None
+        assert read_folder(root).fingerprint == listed.fingerprint and loaded(path) is not None
+
+
+@pytest.mark.parametrize(("seconds", "lists"), [(1, 0), (3, 1)])
+def test_a_folder_that_changed_just_now_is_not_stored(root, monkeypatch, seconds, lists):
+    (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    now_ns = (root / "train" / "class_0").stat().st_mtime_ns + seconds * 10**9
+    monkeypatch.setattr(folder, "time", SimpleNamespace(time_ns=lambda: now_ns))
+    read_folder(root)
+    assert len(stored()) == lists

@@ -8,7 +8,7 @@ import torch
 from cl_train import DevicePrefetcher, image_loader
 from cl_train.config.schema import AugmentConfig
 from cl_train.data.loader import BadImageError
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
+from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, same, train_batches, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -20,23 +20,18 @@ def loader(root, split="train", **arguments):
     return image_loader(root, split, **{"batch_size": 4, "image_size": 32, "workers": 0, **arguments})
 
 
-def test_batches_are_those_of_train(root):
+def test_batches_are_those_of_train_and_an_epoch_resumes_at_any_batch(root):
     data = folder_data(root, seed=3, augment=AugmentConfig(crop_scale_min=0.08, flip=0.5))
     with loader(root, seed=3, workers=2) as batches:
         assert len(batches) == 5 and batches.classes == ("class_0", "class_1")
         for epoch in range(2):
-            for (images, targets), (expected, labels) in zip(batches, train_batches(data, epoch), strict=True):
-                assert images.dtype == torch.uint8 and images.is_contiguous(memory_format=torch.channels_last)
-                assert torch.equal(images, expected) and torch.equal(targets, labels)
-
-
-def test_an_epoch_resumes_at_any_batch_and_the_next_one_is_whole(root):
-    whole = loader(root)
-    epochs = [[images for images, _ in whole] for _ in range(3)]
-    resumed = loader(root)
+            found = list(batches)
+            same(found, train_batches(data, epoch))
+            assert all(i.dtype == torch.uint8 and i.is_contiguous(memory_format=torch.channels_last) for i, _ in found)
+    resumed = loader(root, seed=3)
     resumed.set_epoch(1, first_batch=3)
-    assert torch.equal(torch.stack([images for images, _ in resumed]), torch.stack(epochs[1][3:]))
-    assert torch.equal(torch.stack([images for images, _ in resumed]), torch.stack(epochs[2]))
+    same(list(resumed), train_batches(data, 1, first_batch=3))
+    same(list(resumed), train_batches(data, 2))
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -77,7 +72,6 @@ def test_bad_images_are_named(tmp_path):
         ({"split": "test"}, "train"),
         ({"root": "/nowhere"}, "nowhere"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": -4}, "batch_size=-4"),
         ({"batch_size": 2.5}, "batch_size=2.5"),
         ({"batch_size": "auto"}, "batch_size='auto'"),
         ({"batch_size": 1000}, "22 training images are fewer than one global batch of 1000"),
@@ -95,7 +89,6 @@ def test_bad_images_are_named(tmp_path):
         ({"rank": 0.5, "world_size": 2}, "rank=0.5"),
         ({"rank": 0, "world_size": 0}, "world_size=0"),
         ({"device": "cpu", "dtype": torch.int8}, "int8"),
-        ({"device": "cpu", "dtype": torch.uint8}, "uint8"),
         ({"device": "cpu", "dtype": torch.float8_e4m3fn}, "float8"),
         ({"device": "cpu", "memory_format": torch.channels_last_3d}, "channels_last_3d"),
         ({"mean": (0.5,), "std": (0.5,)}, "three numbers"),

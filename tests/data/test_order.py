@@ -4,38 +4,21 @@ import numpy as np
 import pytest
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from cl_train.data.order import batch_generator, permutation, rank_share, repeated, sample_generator
+from cl_train.data.order import batch_generator, permutation, rank_share, repeated, sample_generator, shard_permutation
 
 
-def test_permutation_is_a_permutation_that_depends_on_seed_and_epoch():
-    orders = [permutation(seed, epoch, 1000) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    for order in orders:
-        assert sorted(order.tolist()) == list(range(1000))
-    assert not np.array_equal(orders[0], orders[1])
-    assert not np.array_equal(orders[0], orders[2])
-
-
-def test_permutation_stays_the_same_between_releases():
+def test_the_order_depends_on_seed_and_epoch_and_stays_the_same_between_releases():
     """A resumed run of an older version must see the same order."""
     assert permutation(0, 0, 8).tolist() == [7, 4, 2, 6, 5, 0, 1, 3]
+    orders = {tuple(permutation(seed, epoch, 1000)) for seed, epoch in ((0, 0), (0, 1), (1, 0))}
+    assert len(orders) == 3 and all(sorted(order) == list(range(1000)) for order in orders)
 
 
 def test_streams_of_order_samples_and_batches_do_not_share_numbers():
-    first = [
-        np.random.Generator(np.random.Philox(key=[3, 5], counter=[0, 0, 0, 1])).random(64),
-        sample_generator(3, 5, 0).random(64),
-        batch_generator(3, 5, 0).random(64),
-        sample_generator(3, 5, 1).random(64),
-    ]
-    numbers = np.concatenate(first)
+    order = np.random.Generator(np.random.Philox(key=[3, 5], counter=[0, 0, 0, 1]))
+    streams = [order, sample_generator(3, 5, 0), batch_generator(3, 5, 0), sample_generator(3, 5, 1)]
+    numbers = np.concatenate([stream.random(64) for stream in streams])
     assert len(np.unique(numbers)) == len(numbers)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_ranks_together_hold_the_same_global_batch_for_any_world_size(world_size):
-    order = permutation(7, 2, 100)
-    shares = [rank_share(order, 3, 12 // world_size, rank, world_size) for rank in range(world_size)]
-    assert np.concatenate(shares).tolist() == order[36:48].tolist()
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
@@ -46,10 +29,11 @@ def test_repeated_augmentation_gives_each_rank_the_images_of_timms_sampler(repea
     assert len(np.unique(order)) == len(order)
     for rank in range(repeats):
         sampler = RepeatAugSampler(range(count), repeats, rank, shuffle=False, num_repeats=repeats, selected_round=0)
-        theirs = list(sampler)
-        for batch in range(len(order) // (batch_size * repeats)):
-            ours = rank_share(order, batch, batch_size, rank, repeats) % count
-            assert ours.tolist() == theirs[batch * batch_size : (batch + 1) * batch_size]
+        shares = [
+            rank_share(order, batch, batch_size, rank, repeats) for batch in range(count // batch_size // repeats)
+        ]
+        ours = (np.concatenate(shares) % count).tolist()
+        assert ours == list(sampler)[: len(ours)]
 
 
 @pytest.mark.parametrize(("repeats", "batch_size"), [(1, 8), (3, 8), (4, 6), (4, 8), (5, 3)])
@@ -61,5 +45,16 @@ def test_repeated_batches_have_equal_sizes_for_any_number_of_repeats(repeats, ba
         shown, copies = np.unique(batch, return_counts=True)
         assert len(shown) == -(-batch_size // repeats) and copies.max() <= repeats
         assert batch_size % repeats or copies.min() == repeats
-    if repeats == 1:
-        assert order.tolist() == permuted[: len(order)].tolist()
+    assert repeats > 1 or order.tolist() == permuted[: len(order)].tolist()
+
+
+def test_the_order_by_shards_is_a_permutation_that_stays_near_the_shards():
+    shards = tuple(np.array_split(np.random.default_rng(0).permutation(1000), 10))
+    order = shard_permutation(0, 3, shards, window=50)
+    assert sorted(order) == list(range(1000))
+    assert np.array_equal(order, shard_permutation(0, 3, shards, window=50))
+    assert not np.array_equal(order, shard_permutation(0, 4, shards, window=50))
+    shard_of = np.empty(1000, int)
+    for number, shard in enumerate(shards):
+        shard_of[shard] = number
+    assert max(len(set(shard_of[order[start : start + 50]])) for start in range(0, 1000, 50)) <= 3

@@ -6,26 +6,28 @@ from contextlib import closing
 
 import pytest
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import ConfigError
 from cl_train.data import workers as data_workers
-from cl_train.data.build import build_data
 from cl_train.data.loader import BadImageError
 from cl_train.data.workers import WorkerError
-from cl_train.system.distributed import Dist
+from tests.data import image_folders
 from tests.data import wrong_datasets as wrong
-from tests.data.image_folders import CPU, FLOAT_CHANNELS_LAST
+from tests.data.image_folders import FLOAT_CHANNELS_LAST, val_count
 
 KINDS = pytest.mark.parametrize("kind", [wrong.Samples, wrong.Stream])
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
-def data_of(monkeypatch, train, val=None, **settings):
+def sound(size):
+    return wrong.Samples(size, {})
+
+
+def data_of(monkeypatch, train, val=sound, **settings):
     """The data of these functions of the image size."""
-    by_split = {"train": train, "val": val or (lambda size: wrong.Samples(size, {}))}
-    monkeypatch.setattr(wrong, "current", lambda split, size: by_split[split](size))
-    settings = {"image_size": 16, "workers": 0, "worker_timeout_s": 0.4, "max_bad_images": 1000, **settings}
-    cfg = DataConfig(name="dataset", dataset="tests.data.wrong_datasets:built", **settings)
-    return build_data(cfg, AugmentConfig(), batch_size=4, seed=0, dist=Dist(0, 1, CPU))
+    monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
+    monkeypatch.setattr(wrong, "current", lambda split, size: {"train": train, "val": val}[split](size))
+    settings = {"image_size": 16, "worker_timeout_s": 0.4, "max_bad_images": 1000, **settings}
+    return image_folders.data_of(name="dataset", dataset="tests.data.wrong_datasets:built", **settings)
 
 
 def epoch_of(data):
@@ -45,9 +47,8 @@ def test_every_wrong_sample_is_named_with_its_reason(monkeypatch, kind, workers)
     assert all(not images.any() and targets.tolist() == [1] * 4 for images, targets in batches)
     found = {}
     for name, reason in data.bad_images.reasons.items():
-        index, worker = map(
-            int, re.fullmatch(r"sample (\d+) of the train dataset(?: in worker (\d))?", name).groups("0")
-        )
+        parts = re.fullmatch(r"sample (\d+) of the train dataset(?: in worker (\d))?", name).groups("0")
+        index, worker = map(int, parts)
         found[index * workers + worker if workers and kind is wrong.Stream else index] = reason
     for index, (case, (_, pattern)) in zip(bad, wrong.BAD_SAMPLES.items(), strict=True):
         assert re.search(pattern, found[index]) and "\n" not in found[index], f"{case}: {found[index]}"
@@ -55,10 +56,15 @@ def test_every_wrong_sample_is_named_with_its_reason(monkeypatch, kind, workers)
 
 @WORKERS
 @KINDS
-def test_a_wrong_sample_ends_the_run_by_default(monkeypatch, kind, workers):
-    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.BAD_SAMPLES["int64"][0]}), workers=workers)
+def test_a_wrong_sample_ends_the_run_by_default_and_an_evaluation_can_leave_it_out(monkeypatch, kind, workers):
+    make = wrong.BAD_SAMPLES["int64"][0]
+    data = data_of(monkeypatch, lambda size: kind(size, {6: make}), workers=workers)
     with pytest.raises(BadImageError, match=r"^'sample [36] of the train dataset.*int64"):
         epoch_of(data)
+    bad = dict.fromkeys((1, 6, 11), make)
+    data = data_of(monkeypatch, sound, lambda size: kind(size, bad), workers=workers, on_bad_image="skip")
+    with closing(data):
+        assert val_count(data) == 9 and data.bad_images.skipped == 3
 
 
 @KINDS
@@ -66,11 +72,11 @@ def test_a_wrong_sample_ends_the_run_by_default(monkeypatch, kind, workers):
 def test_a_wrong_first_sample_is_refused_before_the_training(monkeypatch, kind, case):
     make, pattern = wrong.BAD_SAMPLES[case]
     with pytest.raises(ConfigError, match=f"sample 0 of the val dataset.*{pattern}"):
-        data_of(monkeypatch, lambda size: kind(size, {}), lambda size: kind(size, {0: make}))
+        data_of(monkeypatch, sound, lambda size: kind(size, {0: make}))
 
 
 @KINDS
-@pytest.mark.parametrize("case", ["exit 0", "killed", "sleep"])
+@pytest.mark.parametrize("case", ["exit 0", *(pytest.param(c, marks=pytest.mark.slow) for c in ("killed", "sleep"))])
 def test_a_first_sample_that_ends_or_stops_its_process_is_refused(monkeypatch, kind, case):
     make = {**wrong.FATAL_SAMPLES, **wrong.HANGS}[case]
     with pytest.raises(ConfigError, match="sample 0 of the train dataset"):
@@ -117,7 +123,7 @@ def test_a_stream_that_is_longer_than_its_length(monkeypatch, kind, workers):
     data = data_of(monkeypatch, lambda size: kind(size, {}), lambda size: kind(size, {}), workers=workers)
     assert len(list(data.train(0, FLOAT_CHANNELS_LAST))) == 3
     with closing(data), pytest.raises(WorkerError, match="more than the 12 samples of its length"):
-        list(data.validation(FLOAT_CHANNELS_LAST))
+        val_count(data)
 
 
 class RaisingStream(wrong.Stream):
@@ -131,29 +137,19 @@ class RaisingStream(wrong.Stream):
 
 @WORKERS
 def test_a_stream_that_raises_is_named_also_if_bad_samples_are_skipped(monkeypatch, workers):
-    data = data_of(monkeypatch, lambda size: RaisingStream(size, {}), workers=workers)
-    with pytest.raises(BadImageError, match=r"sample 2 of the train dataset.*the connection was lost"):
-        epoch_of(data)
-    data = data_of(monkeypatch, lambda size: RaisingStream(size, {}), workers=workers, on_bad_image="skip")
-    with pytest.raises(WorkerError, match=r"ended after \d of 3 batches.*the connection was lost"):
-        epoch_of(data)
-
-
-@KINDS
-def test_an_evaluation_leaves_bad_samples_out(monkeypatch, kind):
-    bad = dict.fromkeys((1, 6, 11), wrong.BAD_SAMPLES["int64"][0])
-    sound = lambda size: kind(size, {})  # noqa: E731
-    for workers in (0, 2):
-        data = data_of(monkeypatch, sound, lambda size: kind(size, bad), workers=workers, on_bad_image="skip")
-        with closing(data):
-            assert sum(len(batch.targets) for batch in data.validation(FLOAT_CHANNELS_LAST)) == 9
-            assert data.bad_images.skipped == 3
+    for action, error, words in (
+        ("error", BadImageError, r"sample 2 of the train dataset.*the connection was lost"),
+        ("skip", WorkerError, r"ended after \d of 3 batches.*the connection was lost"),
+    ):
+        data = data_of(monkeypatch, lambda size: RaisingStream(size, {}), workers=workers, on_bad_image=action)
+        with pytest.raises(error, match=words):
+            epoch_of(data)
 
 
 @pytest.mark.parametrize("attributes", wrong.ATTRIBUTES, ids=str)
 def test_wrong_classes_are_refused(monkeypatch, attributes):
     def train(size):
-        dataset = wrong.Samples(size, {})
+        dataset = sound(size)
         vars(dataset).update({"num_classes": None, **attributes})
         return dataset
 
@@ -164,10 +160,9 @@ def test_wrong_classes_are_refused(monkeypatch, attributes):
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("length", wrong.LENGTHS)
 def test_wrong_lengths_are_refused_before_the_training(monkeypatch, split, length):
-    sound = lambda size: wrong.Samples(size, {})  # noqa: E731
-    unsound = lambda size: wrong.Samples(size, {}, length)  # noqa: E731
+    functions = {"train": sound, "val": sound, split: lambda size: wrong.Samples(size, {}, length)}
     with pytest.raises(ConfigError, match=r"length|empty|order of 1000000000000 samples"):
-        data_of(monkeypatch, unsound if split == "train" else sound, unsound if split == "val" else sound)
+        data_of(monkeypatch, **functions)
 
 
 @pytest.mark.parametrize("make", [lambda size: None, lambda size: wrong.sys.exit(0), lambda size: iter([1])])

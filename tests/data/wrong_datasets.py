@@ -1,8 +1,11 @@
 """Wrong Datasets of a user: each function breaks one promise, in the sample, the target, the length or the process."""
 
 import os
+import queue
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -147,48 +150,26 @@ def busy(size):
 
 
 def locked(size):
-    import threading
-
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
-def pipe(size):
-    return os.read(os.pipe()[0], 1)
-
-
 def joined(size):
-    import threading
-
     thread = threading.Thread(target=sleep, args=(0,), daemon=True)
     thread.start()
     thread.join()
 
 
-def child(size):
-    import subprocess
-
-    subprocess.run(["sleep", "10000"], check=True)
-
-
-def swallowing(size):
-    while True:
-        try:
-            time.sleep(10_000)
-        except OSError:
-            raise RuntimeError("gave up") from None
-
-
-def queue(size):
-    import queue as queues
-
-    return queues.Queue().get()
-
-
-HANGS = {"sleep": sleep, "busy": busy, "locked": locked, "pipe": pipe, "joined": joined, "child": child, "queue": queue}
-
-
+HANGS = {
+    "sleep": sleep,
+    "busy": busy,
+    "locked": locked,
+    "pipe": lambda size: os.read(os.pipe()[0], 1),
+    "joined": joined,
+    "child": lambda size: subprocess.run(["sleep", "10000"], check=True),
+    "queue": lambda size: queue.Queue().get(),
+}
 ATTRIBUTES = (
     {"classes": 5},
     {"classes": "cats"},

@@ -1,0 +1,196 @@
+"""Crops, pixels and augmentations against torchvision, Pillow and timm."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
+from timm.data.mixup import mixup_target
+from torchvision.transforms import RandomResizedCrop, v2
+from torchvision.transforms.v2 import functional as F
+
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.data import transforms
+from cl_train.data.folder import read_folder
+from cl_train.data.order import sample_generator
+from cl_train.data.transforms import (
+    ImageReader,
+    image_augment,
+    label_mix,
+    random_resized_crop,
+    seeded,
+    seeded_everywhere,
+)
+from cl_train.system.distributed import Dist
+from tests.data.image_folders import encoded, noise
+
+MEAN = [0.485, 0.456, 0.406]
+IMAGE = torch.randint(0, 256, (3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+AUGMENT = AugmentConfig(crop_scale_min=0.08, flip=0.5)
+DRAWS = 3000
+
+
+# --- crops ------------------------------------------------------------------------------------------------------------
+
+
+def boxes(height, width, augment=AUGMENT, count=DRAWS):
+    numbers = (sample_generator(0, 0, index).random(22).tolist() for index in range(count))
+    return np.array([random_resized_crop(height, width, augment, uniform) for uniform in numbers], dtype=float)
+
+
+def torchvisions(height, width, least=0.08, count=DRAWS):
+    image = torch.empty(3, height, width, dtype=torch.uint8)
+    torch.manual_seed(0)
+    drawn = [RandomResizedCrop.get_params(image, [least, 1.0], [3 / 4, 4 / 3]) for _ in range(count)]
+    return np.array(drawn, dtype=float)
+
+
+def are_alike(first, second):
+    """Two-sample Kolmogorov-Smirnov at p = 0.001: 1.95 * sqrt(2 / n) = 0.0503 for n = 3000."""
+    points = np.concatenate([first, second])
+    below = [np.searchsorted(np.sort(sample), points, side="right") / len(sample) for sample in (first, second)]
+    return np.abs(below[0] - below[1]).max() < 1.95 * np.sqrt(2 / DRAWS)
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (120, 400)])
+def test_area_ratio_and_position_have_torchvisions_distribution(height, width):
+    ours, theirs = boxes(height, width), torchvisions(height, width)
+    for name, of in {
+        "area": lambda b: b[:, 2] * b[:, 3],
+        "ratio": lambda b: b[:, 3] / b[:, 2],
+        "top": lambda b: b[:, 0] / np.maximum(1, height - b[:, 2]),
+        "left": lambda b: b[:, 1] / np.maximum(1, width - b[:, 3]),
+    }.items():
+        assert are_alike(of(ours), of(theirs)), name
+    other = boxes(height, width, AugmentConfig(crop_scale_min=0.2))
+    assert not are_alike(ours[:, 2] * ours[:, 3], other[:, 2] * other[:, 3]), "another distribution is noticed"
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 500), (500, 1), (33, 500), (500, 33), (5000, 4000)])
+def test_boxes_lie_in_their_image_and_long_images_take_torchvisions_central_crop(height, width):
+    for top, left, box_height, box_width in boxes(height, width, count=100):
+        assert 0 <= top <= height - box_height < height and 0 <= left <= width - box_width < width
+    if not 1 / 2 < width / height < 2:
+        ours = boxes(height, width, AugmentConfig(crop_scale_min=0.99), count=1)
+        assert ours.tolist() == torchvisions(height, width, 0.99, 1).tolist()
+
+
+@pytest.mark.parametrize("size", [(375, 500), (500, 375), (500, 333), (257, 256), (1, 500), (2592, 3888), (33, 500)])
+def test_evaluation_has_torchvisions_sizes_and_centre(size):
+    """Every pixel holds its own place, so equal crops are equal tensors."""
+    height, width = transforms.resized_size(*size, 64)
+    assert v2.Resize(64)(torch.empty(3, *size, dtype=torch.uint8)).shape[1:] == (height, width)
+    places = torch.arange(height * width).view(1, height, width)
+    box = transforms.centre(height, width, 56)
+    ours = places[:, box.top : box.top + box.height, box.left : box.left + box.width]
+    assert torch.equal(F.center_crop(places, [56, 56]), ours)
+
+
+# --- pixels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pixels")
+    for split in ("train", "val"):
+        (root / split / "a").mkdir(parents=True)
+        for number, (height, width) in enumerate([(375, 500), (97, 61), (150, 600), (900, 1200)]):
+            (root / split / "a" / f"{number}.jpg").write_bytes(encoded(noise(height, width, number), quality=92))
+    return read_folder(root)
+
+
+def pixels_of(split, index, epoch=0, *, training=True, **settings):
+    row = torch.empty(96, 96, 3, dtype=torch.uint8).permute(2, 0, 1)
+    reader = ImageReader(split, DataConfig(**settings), AUGMENT, seed=0, training=training)
+    assert reader.read(row, index, epoch, random_index=index) == 0
+    return row.permute(1, 2, 0).numpy().astype(float)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder, interpolation):
+    flips = 0
+    for index in range(len(folder.train)):
+        for epoch in range(6):
+            image = Image.open(folder.train.name(index)).convert("RGB")
+            uniform = sample_generator(0, epoch, index).random(transforms.RANDOM_NUMBERS).tolist()
+            box = random_resized_crop(image.height, image.width, AUGMENT, uniform[1:])
+            image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+            expected = np.asarray(image.resize((96, 96), Image.Resampling[interpolation.upper()]), dtype=float)
+            if uniform[0] < 0.5:
+                flips += 1
+                expected = expected[:, ::-1]
+            difference = np.abs(pixels_of(folder.train, index, epoch, interpolation=interpolation) - expected)
+            assert difference.mean() < 0.5 and difference.max() <= 2
+    assert 0 < flips < 24
+
+
+def test_evaluation_pixels_are_torchvisions_and_both_decoders_agree_within_one_level(folder):
+    reference = v2.Compose([v2.Resize(110), v2.CenterCrop(96)])
+    for index in range(len(folder.val)):
+        expected = np.asarray(reference(Image.open(folder.val.name(index)).convert("RGB")), dtype=float)
+        assert np.abs(pixels_of(folder.val, index, training=False) - expected).mean() < 0.5
+        slow = pixels_of(folder.train, index, decoder="pillow")
+        assert np.abs(pixels_of(folder.train, index) - slow).mean() < 1
+
+
+# --- augmentation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "source"),
+    [
+        ("autoaugment", v2.AutoAugment()),
+        ("augmix", v2.AugMix()),
+        ("trivialaugment", v2.TrivialAugmentWide()),
+        ("randaugment", v2.RandAugment(2, 9)),
+    ],
+)
+def test_policies_are_torchvisions(policy, source):
+    augment = image_augment(AugmentConfig(policy=policy), MEAN)
+    for seed in range(5):
+        with seeded(seed):
+            expected = source(IMAGE)
+        assert torch.equal(augment(IMAGE.clone(), seed), expected)
+
+
+def test_timms_policy_is_timms():
+    name = "rand-m7-mstd0.5-inc1"
+    augment = image_augment(AugmentConfig(policy="timm", timm_policy=name), MEAN)
+    theirs = rand_augment_transform(name, {"translate_const": int(48 * 0.45), "img_mean": (124, 116, 104)})
+    for seed in range(8):
+        with seeded_everywhere(seed, 0, 0):
+            expected = F.pil_to_tensor(theirs(F.to_pil_image(IMAGE)))
+        assert torch.equal(augment(IMAGE.clone(), seed), expected)
+    with pytest.raises(ConfigError, match="nonsense"):
+        image_augment(AugmentConfig(policy="timm", timm_policy="nonsense-m9"), MEAN)
+
+
+def test_three_augment_turns_a_third_of_the_images_grey():
+    augment = image_augment(AugmentConfig(policy="three_augment"), MEAN)
+    results = [augment(IMAGE.clone(), seed) for seed in range(60)]
+    grey = sum(torch.equal(result[0], result[1]) and torch.equal(result[0], result[2]) for result in results)
+    smooth = sum(float(result.float().diff(dim=2).abs().mean()) < 40 for result in results)
+    assert 10 < grey < 30 and smooth > 5
+
+
+def test_mixup_is_timms():
+    """Two images: torchvision's neighbour is timm's mirrored place."""
+    mix = label_mix(AugmentConfig(mixup=0.8), 4, 0, Dist(0, 1, torch.device("cpu")))
+    images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
+    mixed, targets = mix(images, labels, 0, 0)
+    share = float(targets[0, 1])
+    assert 0 < share < 1
+    torch.testing.assert_close(targets, mixup_target(labels, 4, lam=share))
+    torch.testing.assert_close(mixed, share * images + (1 - share) * images.flip(0))
+
+
+def test_all_generators_are_restored():
+    before = (random.getstate(), np.random.get_state()[2], torch.get_rng_state())
+    with seeded_everywhere(3, 1, 2):
+        first = (random.random(), np.random.rand(), torch.rand(()).item())
+    with seeded_everywhere(3, 1, 2):
+        assert first == (random.random(), np.random.rand(), torch.rand(()).item())
+    assert random.getstate() == before[0] and np.random.get_state()[2] == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
