@@ -82,13 +82,9 @@ def predict(settings: PredictSettings, file: Path) -> str:
     source = (settings.model, None, settings.weights) if is_name else (settings.weights, settings.model, None)
     formats = {None: None, True: torch.channels_last, False: torch.contiguous_format}
     model, card, memory_format = load_saved(*source, memory_format=formats[settings.channels_last])
-    preprocessing = card.preprocessing
-    if preprocessing is None and settings.image_size is not None:
-        preprocessing = Preprocessing.of(DataConfig(image_size=settings.image_size))
-    if preprocessing is None:
-        raise ConfigError(
-            f"weights={settings.weights} record no preprocessing: give data.image_size=224 for ImageNet's"
-        )
+    if card.preprocessing is None and settings.image_size is None:
+        raise ConfigError(f"weights={settings.weights} record no preprocessing: data.image_size=224 is ImageNet's")
+    preprocessing = card.preprocessing or Preprocessing.of(DataConfig(image_size=settings.image_size or 224))
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision or card.precision or "auto", device).for_fp32_weights
     cfg = DataConfig(
@@ -98,7 +94,6 @@ def predict(settings: PredictSettings, file: Path) -> str:
     data = images_of_folder(cfg, card.classes, settings.batch_size, Dist(0, 1, device))
     form = DeviceFormat(device, precision.input_dtype, memory_format)
     rows: list[Any] = []
-    correct = labelled = 0
     with (
         kernel_selection(tf32=precision.tf32, autotune=False),
         progress_bar("images", data.val_images, shown=True) as bar,
@@ -108,8 +103,6 @@ def predict(settings: PredictSettings, file: Path) -> str:
             labels, best = labels_and_top5(logits, targets)
             shares = logits.softmax(1).gather(1, best)
             check_evaluation({"loss": float(shares.sum())})
-            correct += int((labels == best[:, 0]).sum())
-            labelled += int((labels >= 0).sum())
             rows += zip(labels.tolist(), best.tolist(), shares.tolist(), strict=True)
             bar.update(len(labels))
     bad = data.bad_images.reasons
@@ -125,6 +118,6 @@ def predict(settings: PredictSettings, file: Path) -> str:
             found = [value for number, share in pairs for value in (names[number], f"{share:.6f}")]
             writer.writerow([data.validation_name(index), names[label] if label >= 0 else "", *found])
     data.close()
-    left_out = f"; {len(bad)} left out: {first_reasons(bad)}" if bad else ""
-    accuracy = f", {100 * correct / labelled:.3f} % of {labelled} with a label are correct" if labelled else ""
-    return f"{len(rows)} images{accuracy}{left_out}"
+    correct = [label == classes[0] for label, classes, _ in rows if label >= 0]
+    share = f", {100 * sum(correct) / len(correct):.3f} % of {len(correct)} with a label are correct" if correct else ""
+    return f"{len(rows)} images{share}" + (f"; {len(bad)} left out: {first_reasons(bad)}" if bad else "")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +58,18 @@ def embedded(count: int) -> list[dict[str, Any]]:
     return [{"bytes": jpeg(20, 30, seed=number), "path": f"{number}.jpg"} for number in range(count)]
 
 
-def test_the_hubs_files_become_a_folder_with_the_official_names(tmp_path: Path) -> None:
+def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_path: Path) -> None:
     images = write_parquet(tmp_path / "data")
     for _ in range(2):
-        assert unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=2) == {"train": 9, "val": 4}
-    found = {f"{p.parent.name}/{p.stem}": p.read_bytes() for p in (tmp_path / "out").rglob("*.JPEG")}
-    assert found == images
-    assert read_folder(tmp_path / "out").classes == WNIDS
-
-
-def test_the_hubs_files_become_shards(tmp_path: Path) -> None:
-    images = write_parquet(tmp_path / "data")
-    assert main(["parquet", f"data.root={tmp_path / 'data'}", f"out={tmp_path / 'out'}", "to=shards"]) == 0
-    source = read_shards(tmp_path / "out")
+        assert unpack_parquet(tmp_path, tmp_path / "folder", to="folder", workers=2) == {"train": 9, "val": 4}
+    found = {f"{p.parent.name}/{p.stem}": p.read_bytes() for p in (tmp_path / "folder").rglob("*.JPEG")}
+    assert found == images and read_folder(tmp_path / "folder").classes == WNIDS
+    assert main(["parquet", f"data.root={tmp_path / 'data'}", f"out={tmp_path / 'shards'}", "to=shards"]) == 0
+    source = read_shards(tmp_path / "shards")
     assert source.classes == WNIDS and (len(source.train), len(source.val)) == (9, 4)
-    found = {split.read(index) for split in (source.train, source.val) for index in range(len(split))}
-    assert found == set(images.values())
-    assert json.loads((tmp_path / "out/shards.json").read_text())["images"]["data-train-000001.tar"] == 4
+    contents = {split.read(index) for split in (source.train, source.val) for index in range(len(split))}
+    assert contents == set(images.values())
+    assert json.loads((tmp_path / "shards/shards.json").read_text())["images"]["data-train-000001.tar"] == 4
 
 
 @pytest.mark.parametrize("to", ["folder", "shards"])
@@ -127,19 +123,15 @@ def test_wrong_tables_are_refused_at_once(
 
 
 def test_incomplete_and_damaged_sets_are_named_and_leave_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no files"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder")
-    write_parquet(tmp_path / "data", labels=(0, 0))
-    with pytest.raises(ConfigError, match="label 0"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
-    write_parquet(tmp_path / "data")
-    first = tmp_path / "data/train-00000-of-00002.parquet"
-    first.rename(tmp_path / "kept")
-    with pytest.raises(ConfigError, match="1 of 2 train"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
-    (tmp_path / "kept").rename(first)
-    damaged = tmp_path / "data/train-00001-of-00002.parquet"
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="train-00001"):
-        unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
+    data, first, second = tmp_path / "data", *(tmp_path / f"data/train-0000{n}-of-00002.parquet" for n in (0, 1))
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("no files", lambda: None),
+        ("label 0", lambda: write_parquet(data, labels=(0, 0))),
+        ("1 of 2 train", lambda: (write_parquet(data), first.unlink())),
+        ("train-00001", lambda: (write_parquet(data), second.write_bytes(second.read_bytes()[:-100]))),
+    ]
+    for message, change in changes:
+        change()
+        with pytest.raises(ConfigError, match=message):
+            unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
     assert not (tmp_path / "out").exists()

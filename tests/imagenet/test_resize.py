@@ -47,6 +47,8 @@ def test_layout_names_sizes_and_content(source, tmp_path):
             assert image.format == "JPEG" and image.mode == "RGB"
     small = "train/a/small.jpg"
     assert (tmp_path / "copy" / small).read_bytes() == (source / small).read_bytes(), "not compressed twice"
+    resize_folder(source, tmp_path / "short", short_side=80, workers=1)
+    assert sizes(tmp_path / "short") | {"large.JPEG": (133, 80), "tall.jpg": (80, 400)} == sizes(tmp_path / "short")
     name = "train/a/large.JPEG"
     assert np.abs(thumbnail(tmp_path / "copy" / name) - thumbnail(source / name)).mean() < 1.5
 
@@ -57,29 +59,18 @@ def thumbnail(path):
         return np.asarray(image.convert("L").resize((40, 24), Image.Resampling.BOX), dtype=float)
 
 
-def test_short_side(source, tmp_path):
-    resize_folder(source, tmp_path / "copy", short_side=80, workers=1)
-    assert sizes(tmp_path / "copy")["large.JPEG"] == (133, 80)
-    assert sizes(tmp_path / "copy")["tall.jpg"] == (80, 400)
-
-
-def test_a_second_run_continues_and_leaves_finished_copies_alone(source, tmp_path):
+def test_a_second_run_continues_and_bad_images_are_left_out(source, tmp_path):
     copy = tmp_path / "copy"
     resize_folder(source, copy, max_side=200, workers=1)
     kept = (copy / "train/a/large.JPEG").stat().st_mtime_ns
     (copy / "val/a/large.JPEG").unlink()
     (copy / "val/a/tall.jpg").rename(copy / "val/a/.tall.jpg.part")  # as a killed run leaves it
+    (source / "train/a/broken.jpg").write_bytes(jpeg()[:300])
     report = resize_folder(source, copy, max_side=200, workers=2)
     assert report.startswith("2 images written, 8 existed already")
-    assert (copy / "train/a/large.JPEG").stat().st_mtime_ns == kept
-    assert not list(copy.rglob(".*.part"))
-
-
-def test_bad_images_are_reported_and_left_out(source, tmp_path):
-    (source / "train/a/broken.jpg").write_bytes(jpeg()[:300])
-    report = resize_folder(source, tmp_path / "copy", workers=1)
     assert f"1 images cannot be decoded and were not copied:\n{source / 'train/a/broken.jpg'}: " in report
-    assert not (tmp_path / "copy/train/a/broken.jpg").exists()
+    assert (copy / "train/a/large.JPEG").stat().st_mtime_ns == kept
+    assert not list(copy.rglob(".*.part")) and not (copy / "train/a/broken.jpg").exists()
 
 
 def test_wrong_use_is_refused(source, tmp_path):
