@@ -6,6 +6,7 @@ Hydra's own message for a typo advises `+key`, which would train with the defaul
 """
 
 import argparse
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -133,13 +134,12 @@ def _checked_overrides(
     words: Iterable[str], folders: Sequence[Path], multirun: bool = False
 ) -> tuple[list[Override], list[str]]:
     """The words that are right, as Hydra reads them, and the problems of the others."""
-    parser = OverridesParser.create()
     valid, problems = [], []
     for word in words:
         if word.startswith("launcher.gpus=") and "[" not in word:
             word = f"launcher.gpus=[{word.partition('=')[2]}]"  # 0,1,2 is a list here, not a sweep
         try:
-            override = parser.parse_override(word)
+            override = _parsed(word)
         except HydraException:
             hint = "" if "=" in word else "; settings are written key=value"
             problems.append(f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')")
@@ -148,6 +148,11 @@ def _checked_overrides(
         problems += found
         valid += [] if found else [override]
     return valid, problems
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(word: str) -> Override:
+    return OverridesParser.create().parse_override(word)
 
 
 def _override_problems(override: Override, word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
@@ -313,14 +318,15 @@ def _start_words(typed: Mapping[str, Any], folders: Sequence[Path]) -> list[str]
 
 def _composed(words: Sequence[str], folders: Sequence[Path]) -> Composed:
     """The settings that the words and the files in `folders` give. The file of `config=` is between them."""
-    typed = {override.key_or_group: override.value() for override in OverridesParser.create().parse_overrides([*words])}
+    typed = {override.key_or_group: override.value() for override in map(_parsed, words)}
     try:
         raw = _compose_files([*_start_words(typed, folders), *words], folders)
-        settings = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
-        plain = OmegaConf.to_container(settings, resolve=True)
+        plain = {str(key): raw[key] for key in raw if key != "hydra"}
+        for key, value in plain.items():
+            plain[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
-    composed = Composed(load(plain), raw, frozenset(typed))  # type: ignore[arg-type]  # a dict
+    composed = Composed(load(plain), raw, frozenset(typed))
     for key in typed.keys() & {*HYDRA_KEYS}:
         composed.folder(key.split(".")[1])
     return composed
@@ -336,18 +342,19 @@ def _compose_files(words: Sequence[str], folders: Sequence[Path]) -> DictConfig:
         SourcesRegistry.instance().register(source)
     setup_globals()
     version.setbase("1.3")
-    # `conf/config.yaml` starts from the defaults: plain values, because Hydra would stop at the first wrong type of a
-    # typed node, and `load` reports all.
-    ConfigStore.instance().store(name="schema", node=to_mapping(Config()))
+    ConfigStore.instance().store(name="schema", node={})  # the defaults are added below: Hydra copies its nodes often
     path = ConfigSearchPathImpl()
     for folder in folders[:-1]:
         path.append("user", f"{UserFiles.scheme()}://{folder}")
     path.append("main", f"file://{folders[-1]}")
     path.append("schema", "structured://")
     loader = ConfigLoaderImpl(path)
-    files, overrides = CachingConfigRepository(loader.repository), OverridesParser.create().parse_overrides([*words])
+    files, overrides = CachingConfigRepository(loader.repository), [*map(_parsed, words)]
     defaults = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
-    raw = loader._compose_config_from_defaults_list(defaults.defaults, files)
+    given = loader._compose_config_from_defaults_list(defaults.defaults, files)
+    # Plain values, because Hydra would stop at the first wrong type of a typed node, and `load` reports all.
+    raw = OmegaConf.unsafe_merge(to_mapping(Config()), given)
+    assert isinstance(raw, DictConfig)
     OmegaConf.set_struct(raw, True)
     loader._apply_overrides_to_config(defaults.config_overrides, raw)
     return raw
