@@ -50,11 +50,27 @@ class Process:
         return bool(int(status.partition(f"{mask}:")[2].split()[0], 16) >> (signum - 1) & 1)
 
     def _fields(self) -> list[str]:
-        """Of /proc/PID/stat from the state on; empty if the process is gone."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            return []
+        return fields_of(self.pid)
+
+
+def fields_of(pid: int) -> list[str]:
+    """State, parent, group, session, ... of /proc/PID/stat; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def running_processes() -> dict[int, list[str]]:
+    """The fields of all that have not ended."""
+    found = {int(path.name): fields_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    return {pid: fields for pid, fields in found.items() if fields[:1] not in ([], ["Z"])}
+
+
+def children_of(pid: int) -> list[int]:
+    """In the order of their start."""
+    found = {child: int(fields[19]) for child, fields in running_processes().items() if fields[1] == str(pid)}
+    return sorted(found, key=found.__getitem__)
 
 
 def send_and_wait(pid: int, signum: int) -> None:

@@ -35,22 +35,17 @@ def hostile_archives(bench: Bench) -> Outcome:
             sandbox.mkdir(parents=True)
             (sandbox / "train.tar").write_bytes(make())
             before = contents(folder)
-            problems = []
-            try:
-                unpack(sandbox / "out", sandbox / "train.tar", None, None)
-                problems.append(f"{name}: accepted")
-            except ConfigError as error:
-                if "train.tar" not in str(error):
-                    problems.append(f"{name}: the message does not name the archive")
-            after = contents(folder)
-            stray = [
-                path for path in after if path not in before and not (folder / path).is_relative_to(sandbox / "out")
-            ]
-            if stray or any(after.get(path) != digest for path, digest in before.items()):
-                problems.append(f"{name}: touched {stray or 'files that were there'}")
-            if any(path.is_symlink() or not (path.is_file() or path.is_dir()) for path in (sandbox / "out").rglob("*")):
-                problems.append(f"{name}: made something else than files and folders")
-            outcome.check(*problems)
+            with outcome.attempt():
+                try:
+                    unpack(sandbox / "out", sandbox / "train.tar", None, None)
+                    raise AssertionError(f"{name}: accepted")
+                except ConfigError as error:
+                    assert "train.tar" in str(error), f"{name}: the message does not name the archive"
+                after, out = contents(folder), sandbox / "out"
+                stray = [path for path in after if path not in before and not (folder / path).is_relative_to(out)]
+                assert not stray and after | before == after, f"{name}: touched {stray or 'files that were there'}"
+                odd = [path for path in out.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
+                assert not odd, f"{name}: made something else than files and folders: {odd}"
     return outcome
 
 
@@ -88,23 +83,18 @@ def kill_while_unpacking_imagenet(bench: Bench, kills: int) -> Outcome:
             run.send(signal.SIGKILL)
             outcome.counts["finished before the kill"] += run.wait() == 0
             outcome.counts["kills that left images"] += any(out.rglob("*.JPEG"))
-            outcome.check(*problems_of_state(out))
+            cut = [
+                path.name
+                for path in out.glob("train/n*")
+                if sum(1 for file in path.glob("*.JPEG") if file.stat().st_size) != 60
+            ]
+            outcome.check(f"what has its final name is not whole: {cut}" if cut else "")
             if len(list(out.glob("val/*/*.JPEG"))) == 600:
                 shutil.rmtree(out)  # start again, so that all kills hit work
         code = bench.server.call("archive_faults:run_prepare", arguments, log).wait()
         _, problems = verify(out, deep=True, expect="any", workers=1)
-        outcome.check(
-            "" if code == 0 else f"the last run ended with {code}",
-            "" if contents(out) == contents(folder / "reference") else "another folder than without kills",
-            *problems,
-        )
+        with outcome.attempt():
+            assert code == 0, f"the last run ended with {code}"
+            assert contents(out) == contents(folder / "reference"), "another folder than without kills"
+            assert not problems, problems
     return outcome
-
-
-def problems_of_state(out: Path) -> list[str]:
-    """After a kill: what has its final name must be whole."""
-    problems = []
-    for path in out.glob("train/n*"):
-        if sum(1 for file in path.glob("*.JPEG") if file.stat().st_size) != 60:
-            problems.append(f"{path.name} is not whole")
-    return problems

@@ -46,14 +46,19 @@ class Bench:
             self._references[key] = run
         return self._references[key]
 
-    def compare(self, run: Path, reference: Path) -> list[str]:
+    def check_resumed(self, run: Path, reference: Path, **settings: Any) -> None:
+        """`run` completes as if nothing had happened."""
+        again = self.start(run, **settings)
+        assert again.wait() == 0, f"{run.name} did not resume: {again.output()[-500:]}"
+        self.check_equal(run, reference)
+
+    def check_equal(self, run: Path, reference: Path) -> None:
         """The final state and every logged number, bit by bit."""
         problems = tiny.differences(tiny.final_state(run), tiny.final_state(reference))
+        assert not problems, f"{run.name}: {problems[:3]}"
         ours, theirs = tiny.records(run), tiny.records(reference)
-        if ours != theirs:
-            odd = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
-            problems.append(f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {odd}")
-        return [f"{run.name}: {problem}" for problem in problems[:3]]
+        odd = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
+        assert ours == theirs, f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {odd}"
 
     def limit_s(self, seconds: float) -> float:
         return self.patience * seconds

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from bench import Bench
 from outcome import Outcome
@@ -52,41 +53,40 @@ def kill_while_writing_checkpoint(bench: Bench, count: int) -> Outcome:
             time.sleep(rng.uniform(0.0, 0.2))
             run.send(signal.SIGKILL)
             run.wait()
-            outcome.check(*problems_of_store(run_folder, outcome))
+            with outcome.attempt():
+                check_store(run_folder, outcome)
             shutil.rmtree(run_folder, ignore_errors=True)
             run_folder.with_suffix(".confirmed").unlink(missing_ok=True)
     return outcome
 
 
-def problems_of_store(folder: Path, outcome: Outcome) -> list[str]:
+def check_store(folder: Path, outcome: Outcome) -> None:
     confirmed_file = folder.with_suffix(".confirmed")
     confirmed = [0, *map(int, confirmed_file.read_text().split())][-1] if confirmed_file.exists() else 0
+    assert folder.exists() or not confirmed, "the folder is gone"
     if not folder.exists():
-        return ["the folder is gone"] if confirmed else []
-    problems = []
+        return
     for path in folder.glob("*.pt"):
-        try:
-            state = load(path)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        step = state["progress"]["step"]
-        if not torch.equal(state["values"], torch.full((EIGHT_MB,), float(step))):
-            problems.append(f"{path}: values of another step")
+        state = loaded(path)
+        step = float(state["progress"]["step"])
+        assert torch.equal(state["values"], torch.full((EIGHT_MB,), step)), f"{path}: values of another step"
     temporary = [path.name for path in folder.iterdir() if not path.name.endswith(".pt")]
     outcome.counts["left a temporary file"] += bool(temporary)
-    if len(temporary) > 1:
-        problems.append(f"{len(temporary)} temporary files")
+    assert len(temporary) <= 1, f"{len(temporary)} temporary files"
     store = CheckpointStore(folder, keep=3, background=False)
     found = store.newest()
     newest = found[1]["progress"]["step"] if found else 0
     outcome.counts["checkpoints found"] += found is not None
-    if newest < confirmed:
-        problems.append(f"step {confirmed} was saved, but the newest is {newest}")
+    assert newest >= confirmed, f"step {confirmed} was saved, but the newest is {newest}"
     store.save({"values": torch.zeros(1)}, newest + 1)
-    if any(not path.name.endswith(".pt") for path in folder.iterdir()):
-        problems.append("the next start left the temporary file")
-    return problems
+    assert all(path.name.endswith(".pt") for path in folder.iterdir()), "the next start left the temporary file"
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    try:
+        return load(path)
+    except CheckpointError as error:
+        raise AssertionError(str(error)) from None
 
 
 @contextmanager
@@ -142,31 +142,28 @@ def disk_full_while_writing_checkpoint(bench: Bench, count: int) -> Outcome:
             size = (here / "step-00000001.pt").stat().st_size
             kind = rng.choice(["EFBIG", "ENOSPC", "EIO"])
             outcome.counts[kind] += 1
-            outcome.check(*problems_of_failure(store, here, state, kind, rng.randrange(size)))
+            with outcome.attempt():
+                check_failure(store, here, state, kind, rng.randrange(size))
             shutil.rmtree(here)
     return outcome
 
 
-def problems_of_failure(store: CheckpointStore, folder: Path, state: Any, kind: str, at_byte: int) -> list[str]:
-    problems = []
-    try:
-        with failing_disk(kind, at_byte):
-            for step in (2, 3):
-                store.save(state, step)
-                store.wait()
-            found = store.newest()
-            if found is None or found[0].name != "step-00000001.pt" or not torch.equal(found[1]["w"], state["w"]):
-                problems.append("the previous checkpoint is not the newest")
-            if sorted(os.listdir(folder)) != ["step-00000001.pt"]:
-                problems.append(f"left {os.listdir(folder)}")
-            with unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0):
+def check_failure(store: CheckpointStore, folder: Path, state: Any, kind: str, at_byte: int) -> None:
+    with failing_disk(kind, at_byte):
+        for step in (2, 3):
+            store.save(state, step)
+            store.wait()
+        found = store.newest()
+        is_first = found is not None and found[0].name == "step-00000001.pt" and torch.equal(found[1]["w"], state["w"])
+        assert is_first, "the previous checkpoint is not the newest"
+        assert os.listdir(folder) == ["step-00000001.pt"], f"left {os.listdir(folder)}"
+        with unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0):
+            try:
                 store.save(state, 4)
                 store.wait()
-        problems.append("failures for too long did not stop")
-    except CheckpointError as error:
-        if "no checkpoint could be written" not in str(error):
-            problems.append(str(error))
-    return problems
+                raise AssertionError("failures for too long did not stop")
+            except CheckpointError as error:
+                assert "no checkpoint could be written" in str(error), str(error)
 
 
 def sample_checkpoint(path: Path) -> dict[str, Any]:
@@ -192,20 +189,20 @@ def truncated_checkpoint(bench: Bench, count: int) -> Outcome:
         for number in range(count):
             length = number if number < 10 else len(whole) - number + 9 if number < 20 else rng.randrange(len(whole))
             bad.write_bytes(whole[:length])
-            outcome.check(*problems_of_fallback(store, bad, good))
+            with outcome.attempt():
+                check_fallback(store, bad, good)
     return outcome
 
 
-def problems_of_fallback(store: CheckpointStore, bad: Path, good: Path) -> list[str]:
+def check_fallback(store: CheckpointStore, bad: Path, good: Path) -> None:
     try:
         load(bad)
-        return [f"{bad} was loaded"]
+        raise AssertionError(f"{bad} was loaded")
     except CheckpointError as error:
-        problems = [] if str(bad) in str(error) else ["the message does not name the file"]
+        assert str(bad) in str(error), "the message does not name the file"
     found = store.newest()
-    if found is None or found[0] != good or not (found[2] and str(bad) in found[2][0]):
-        problems.append("the one before it was not used, or the bad one not named")
-    return problems
+    is_used = found is not None and found[0] == good and found[2] and str(bad) in found[2][0]
+    assert is_used, "the one before it was not used, or the bad one not named"
 
 
 def bit_flip_in_checkpoint(bench: Bench, count: int) -> Outcome:
@@ -226,23 +223,12 @@ def bit_flip_in_checkpoint(bench: Bench, count: int) -> Outcome:
             whole[bit // 8] ^= 1 << bit % 8
             bad.write_bytes(whole)
             try:
-                is_same = equal(load(bad), load(source))
+                is_same = not tiny.differences(load(bad), load(source))
                 outcome.counts["harmless"] += is_same
                 outcome.check("" if is_same else f"bit {bit} of {source.name} changed a value")
             except CheckpointError as error:
                 outcome.check("" if str(bad) in str(error) else "the message does not name the file")
     return outcome
-
-
-def equal(first: Any, second: Any) -> bool:
-    """Equal values, types and shapes in nested containers."""
-    if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, dict):
-        return isinstance(second, dict) and [*first] == [*second] and all(equal(first[k], second[k]) for k in first)
-    if isinstance(first, list):
-        return isinstance(second, list) and len(first) == len(second) and all(map(equal, first, second))
-    return bool(first == second)
 
 
 class Evil:

@@ -50,36 +50,18 @@ def wrong_setting_values(bench: Bench, limit: int | None) -> Outcome:
     with Outcome("a setting with a wrong value", bench.seed) as outcome:
         for key, value in cases[:limit]:
             outcome.check(problem_of([f"{key}={value}"], key))
-        for words in HOSTILE_WORDS:
-            outcome.check(problem_of(words, ""))
+        for word in HOSTILE_WORDS:
+            outcome.check(problem_of([word], ""))
     return outcome
 
 
-HOSTILE_WORDS = [
-    ["+model._target_=os.system"],
-    ["++optim._target_=os.system"],
-    ["model._target_=os.system"],
-    ["+optim={_target_:os.system,command:id}"],
-    ["optim={_target_:os.system}"],
-    ["=3"],
-    ["epochs"],
-    ["epochs="],
-    ["~epochs"],
-    ["epochs=1,2"],
-    ["data=nonsense"],
-    ["experiment=../../etc/passwd"],
-    ["data=/etc/passwd"],
-    ["batch_size=${oc.env:NO_SUCH_VARIABLE}"],
-    ["batch_size=${nonsense}"],
-    ["batch_size=${batch_size}"],
-    ["epochs={"],
-    ["\x00=1"],
-    ["epochs=\u0661\u0662"],
-    ["é=1"],
-    ["a" * 5000 + "=1"],
-    ["--epochs=3"],
-    ["--config-name=nothing"],
-]
+HOSTILE_WORDS = (
+    "+model._target_=os.system", "++optim._target_=os.system", "model._target_=os.system",
+    "+optim={_target_:os.system,command:id}", "optim={_target_:os.system}", "=3", "epochs", "epochs=", "~epochs",
+    "epochs=1,2", "data=nonsense", "experiment=../../etc/passwd", "data=/etc/passwd",
+    "batch_size=${oc.env:NO_SUCH_VARIABLE}", "batch_size=${nonsense}", "batch_size=${batch_size}", "epochs={",
+    "\x00=1", "epochs=\u0661\u0662", "é=1", "a" * 5000 + "=1", "--epochs=3", "--config-name=nothing",
+)  # fmt: skip
 
 
 def problem_of(words: list[str], must_name: str) -> str:

@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,71 +20,67 @@ from bench import Bench, wait_for
 from outcome import Outcome
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-GOOD = (0,)
-REFUSED = (2,)
-
 
 def odd_folders_and_environments(bench: Bench) -> Outcome:
     """success, or one message and exit code 2; never a traceback."""
-    here = bench.folder / "odd"
+    here, c_locale = bench.folder / "odd", {"TERM": "", "LANG": "C", "LC_ALL": "C"}
     here.mkdir()
     (here / "file").write_text("")
+    rows: list[tuple[Path, int, str, dict[str, str]]] = [
+        (here / "with space and = sign", 0, "", {}),
+        (here / "ünï ☃", 0, "", {}),
+        (here / "file/run", 2, "cannot write|Not a directory", {}),
+        (Path("/proc/nowhere"), 2, "cannot write|No such file", {}),
+        (here / "clock", 0, "", {}),
+        (here / "home", 0, "", {"HOME": ""} | c_locale),
+        (here / "home2", 0, "", {"HOME": "/nonexistent", "COLUMNS": "0"}),
+        (here / "secret", 0, "", {"API_TOKEN": "s3cr3t-value"}),
+    ]
     with Outcome("odd surroundings", bench.seed) as outcome:
-        outcome.check(expect(bench, here / "with space and = sign", GOOD))
-        outcome.check(expect(bench, here / "ünï ☃", GOOD))
-        outcome.check(expect(bench, here / "file/run", REFUSED, "cannot write|Not a directory"))
-        outcome.check(expect(bench, Path("/proc/nowhere"), REFUSED, "cannot write|No such file"))
-        outcome.check(expect(bench, here / "clock", GOOD, hook="plants:clock_jumps_back"))
-        outcome.check(
-            expect(bench, here / "home", GOOD, environment={"HOME": "", "TERM": "", "LANG": "C", "LC_ALL": "C"})
-        )
-        outcome.check(expect(bench, here / "home2", GOOD, environment={"HOME": "/nonexistent", "COLUMNS": "0"}))
-        outcome.check(expect(bench, here / "secret", GOOD, environment={"API_TOKEN": "s3cr3t-value"}))
-        outcome.check(*leaked(here / "secret", b"s3cr3t-value"))
-        small_disks(bench, here, outcome)
+        for run, code, said, environment in rows:
+            with outcome.attempt():
+                hook = "plants:clock_jumps_back" if run.name == "clock" else ""
+                check_end(bench, run, (code,), said, hook, environment)
+                for path in run.rglob("*"):  # configurations and summaries must not hold the environment
+                    assert not (path.is_file() and b"s3cr3t-value" in path.read_bytes()), f"{path.name} holds a secret"
+        for name, options, codes in (  # real file systems
+            ("full", "size=64k", (1, 2)),
+            ("no-inodes", "size=8m,nr_inodes=2", (2,)),
+            ("read-only", "size=8m,ro", (2,)),
+        ):
+            (here / name).mkdir()
+            with mounted(here / name, options, outcome) as is_mounted:
+                if is_mounted:
+                    with outcome.attempt():
+                        check_end(bench, here / name / "run", codes, hook="plants:short_retries")
     return outcome
 
 
-def expect(
+def check_end(
     bench: Bench,
     run: Path,
     codes: tuple[int, ...],
     said: str = "",
     hook: str = "",
     environment: dict[str, str] | None = None,
-) -> str:
-    import re
-
-    log = bench.folder / f"odd-{len(list(bench.folder.glob('odd-*.log')))}.log"
-    running = bench.server.start(tiny.words(bench.images, run), log, environment, hook)
+) -> None:
+    running = bench.server.start(tiny.words(bench.images, run), bench.log(), environment, hook)
     code, output = running.wait(), running.output()
-    if code not in codes or "Traceback" in output:
-        return f"{run}: exit code {code}: {output[-600:]}"
-    return "" if re.search(said, output) else f"{run}: says {output[-300:]}"
+    assert code in codes and "Traceback" not in output, f"{run}: exit code {code}: {output[-600:]}"
+    assert re.search(said, output), f"{run}: says {output[-300:]}"
 
 
-def leaked(run: Path, secret: bytes) -> list[str]:
-    """Files of a run that hold an environment variable's value: configurations and summaries must not."""
-    return [f"{path.name} holds a secret" for path in run.rglob("*") if path.is_file() and secret in path.read_bytes()]
-
-
-def small_disks(bench: Bench, here: Path, outcome: Outcome) -> None:
-    """Real file systems: full, without inodes, read-only. Needs root; elsewhere the rows are left out, and counted."""
-    for name, options, codes in (
-        ("full", "size=64k", (1, 2)),
-        ("no inodes", "size=8m,nr_inodes=2", REFUSED),
-        ("read-only", "size=8m,ro", REFUSED),
-    ):
-        mount = here / f"mount-{name.replace(' ', '-')}"
-        mount.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount)], capture_output=True)
-        if mounted.returncode != 0:
-            outcome.counts["left out: cannot mount"] += 1
-            continue
-        try:
-            outcome.check(expect(bench, mount / "run", codes, hook="plants:short_retries"))
-        finally:
-            subprocess.run(["umount", "-l", str(mount)], check=False)
+@contextlib.contextmanager
+def mounted(folder: Path, options: str, outcome: Outcome) -> Iterator[bool]:
+    """A small file system. It needs root; elsewhere the rows are left out, and counted."""
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    is_mounted = subprocess.run(command, capture_output=True).returncode == 0
+    outcome.counts["left out: cannot mount"] += not is_mounted
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 def disk_full_for_a_while(bench: Bench, rounds: int, full_s: float) -> Outcome:
@@ -91,29 +89,24 @@ def disk_full_for_a_while(bench: Bench, rounds: int, full_s: float) -> Outcome:
     step_ms, epoch_s = 100, 0.1 * tiny.STEPS_PER_EPOCH
     epochs = int((full_s + 3) / epoch_s) + 2
     settings = {"epochs": epochs}
-    with Outcome(f"the run's file system full for {full_s:g} s", bench.seed) as outcome:
-        mount = bench.new_folder()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], check=False).returncode:
-            outcome.counts["left out: cannot mount"] += 1
-            outcome.check()
-            return outcome
-        try:
-            reference = bench.reference(**settings)
-            for number in range(rounds):
-                run = mount / f"full-for-a-while-{number}"
-                running = bench.start(run, "plants:slow_steps", {"PLANT_MS": str(step_ms)}, **settings)
-                wait_for(run / "metrics.jsonl", content="train")
-                time.sleep(rng.uniform(0, 1.5))
-                fill(mount / "ballast")
-                time.sleep(full_s)
-                (mount / "ballast").unlink()
-                code = running.wait()
-                problems = [] if code == 0 else [f"{run.name}: exit code {code}: {running.output()[-500:]}"]
-                problems += bench.compare(run, reference) if code == 0 else []
-                outcome.check(*problems)
-                shutil.rmtree(run)
-        finally:
-            subprocess.run(["umount", "-l", str(mount)], check=False)
+    mount = bench.new_folder()
+    with (
+        Outcome(f"the run's file system full for {full_s:g} s", bench.seed) as outcome,
+        mounted(mount, "size=8m", outcome) as is_mounted,
+    ):
+        outcome.tried += not is_mounted
+        for number in range(rounds if is_mounted else 0):
+            run, reference = mount / f"full-for-a-while-{number}", bench.reference(**settings)
+            running = bench.start(run, "plants:slow_steps", {"PLANT_MS": str(step_ms)}, **settings)
+            wait_for(run / "metrics.jsonl", content="train")
+            time.sleep(rng.uniform(0, 1.5))
+            fill(mount / "ballast")
+            time.sleep(full_s)
+            (mount / "ballast").unlink()
+            with outcome.attempt():
+                assert running.wait() == 0, f"{run.name}: exit code {running.wait()}: {running.output()[-500:]}"
+                bench.check_equal(run, reference)
+            shutil.rmtree(run)
     return outcome
 
 
@@ -129,61 +122,57 @@ def fill(ballast: Path) -> None:
 def shared_or_moved_run_folder(bench: Bench) -> Outcome:
     """a second run in the same folder, TensorBoard reading along, a folder that moves between kill and resume."""
     with Outcome("two runs in one folder; read while written; moved", bench.seed) as outcome:
-        outcome.check(*second_run(bench))
-        outcome.check(*read_along(bench))
-        outcome.check(*moved(bench))
+        for row in (second_run, read_along, moved):
+            with outcome.attempt():
+                row(bench)
     return outcome
 
 
-def second_run(bench: Bench) -> list[str]:
+def second_run(bench: Bench) -> None:
     run, hold = bench.folder / "shared-shared", bench.folder / "shared-shared.hold"
     first = bench.start(run, "plants:hold_step", {"PLANT_HOLD": str(hold)})
     wait_for(hold)
     second = bench.server.start(tiny.words(bench.images, run), bench.folder / "shared-second.log")
     code, output = second.wait(), second.output()
     hold.unlink()
-    problems = [] if code == 2 and f"process {first.pid}" in output else [f"the second run: {code}: {output[-400:]}"]
-    problems += [] if first.wait() == 0 else ["the first run did not end well"]
-    return problems + bench.compare(run, bench.reference())
+    assert code == 2 and f"process {first.pid}" in output, f"the second run: {code}: {output[-400:]}"
+    assert first.wait() == 0, "the first run did not end well"
+    bench.check_equal(run, bench.reference())
 
 
-def read_along(bench: Bench) -> list[str]:
+def read_along(bench: Bench) -> None:
     """Killed and resumed, with a reader of its events throughout: no error, and no step twice."""
-    run, problems = bench.folder / "shared-read", []
+    run = bench.folder / "shared-read"
     for kill in (True, False):
         running = bench.start(run, "plants:slow_steps", {"PLANT_MS": "30"}, checkpoint__every_steps=3)
         wait_for(run / "checkpoints", content=".pt")
         deadline = time.monotonic() + (0.15 if kill else 20)
         while time.monotonic() < deadline and running.wait(0) is None:
-            problems += steps_twice(run, final=False)
+            check_events(run)
         if kill:
             running.send(signal.SIGKILL)
         running.wait()
-    return problems + steps_twice(run, final=True)
+    assert "train/loss" in check_events(run), "no train/loss in the events"
 
 
-def steps_twice(run: Path, final: bool) -> list[str]:
+def check_events(run: Path) -> list[str]:
+    """Every tag has each step once; returns the tags."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         events = EventAccumulator(str(run), purge_orphaned_data=True).Reload()
-    problems = []
-    for tag in events.Tags()["scalars"]:
+    tags: list[str] = events.Tags()["scalars"]
+    for tag in tags:
         steps = [event.step for event in events.Scalars(tag)]
-        if steps != sorted(set(steps)):
-            problems.append(f"{tag}: steps {steps}")
-    if final and "train/loss" not in events.Tags()["scalars"]:
-        problems.append("no train/loss in the events")
-    return problems[:1]
+        assert steps == sorted(set(steps)), f"{tag}: steps {steps}"
+    return tags
 
 
-def moved(bench: Bench) -> list[str]:
+def moved(bench: Bench) -> None:
     run, elsewhere = bench.folder / "shared-here", bench.folder / "shared-moved"
     environment = {"PLANT_STEP": "5", "PLANT_SIGNAL": str(int(signal.SIGKILL))}
     bench.start(run, "plants:signal_after_save", environment).wait()
     shutil.move(run, elsewhere)
-    if bench.start(elsewhere).wait() != 0:
-        return ["the moved folder did not resume"]
-    return bench.compare(elsewhere, bench.reference())
+    bench.check_resumed(elsewhere, bench.reference())
 
 
 def long_run_stays_bounded(bench: Bench, steps: int) -> Outcome:
@@ -206,16 +195,14 @@ def long_run_stays_bounded(bench: Bench, steps: int) -> Outcome:
         checkpoints = len(list((run / "checkpoints").glob("*.pt")))
         outcome.counts.update({"MiB of growth": growth, "open files": max(files), "event KiB": events // 1024})
         outcome.counts.update({"checkpoints at the end": checkpoints, "MiB at the end": rss[-1]})
-        outcome.check(
-            "" if running.wait() == 0 else f"exit code {running.wait()}: {running.output()[-400:]}",
-            "" if growth < 50 else f"memory grew by {growth} MiB",
-            "" if more_files <= 12 else f"{more_files} more open files than in the first third",
-            "" if events < 200 * steps + 500_000 else f"{events} bytes of events",
-            "" if checkpoints <= 4 else f"{checkpoints} checkpoints",
-            ""
-            if json.loads((run / "summary.json").read_text())["steps"] == epochs * tiny.STEPS_PER_EPOCH
-            else "steps are missing",
-        )
+        with outcome.attempt():
+            assert running.wait() == 0, f"exit code {running.wait()}: {running.output()[-400:]}"
+            assert growth < 50, f"memory grew by {growth} MiB"
+            assert more_files <= 12, f"{more_files} more open files than in the first third"
+            assert events < 200 * steps + 500_000, f"{events} bytes of events"
+            assert checkpoints <= 4, f"{checkpoints} checkpoints"
+            taken = json.loads((run / "summary.json").read_text())["steps"]
+            assert taken == epochs * tiny.STEPS_PER_EPOCH, "steps are missing"
     return outcome
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -162,11 +163,7 @@ def fork(question: dict[str, Any]) -> int:
 
 def leave(code: int) -> None:
     """End as the interpreter would: wait for threads that are no daemons (a checkpoint being written), and flush."""
-    import threading
-
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,6 @@
 """Kills and signals outside of training steps: in preparation, in evaluation, of a sweep's launcher."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -22,44 +21,29 @@ from rank_faults import finish, start_ranks
 
 from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.imagenet.resize import resize_folder
-from tests.processes import LIMIT_S, wait_until
+from tests.processes import LIMIT_S, running_processes, wait_until
 
 ORPHAN_S = 5.0  # how long a killed program's children may live
 STOP_S = 2.0  # from a signal to the end, beside one validation batch
 EVAL_MS = 200  # per validation batch
 
 
-def running(session: int) -> list[int]:
-    """Processes of a session that have not ended."""
-    return [pid for pid in processes() if fields_of(pid)[3:4] == [str(session)]]
+def running_in_session(session: int) -> list[int]:
+    return [pid for pid, fields in running_processes().items() if fields[3] == str(session)]
 
 
-def running_in(folder: Path) -> list[int]:
+def running_in_folder(folder: Path) -> list[int]:
     """Processes whose command line names the folder, in any session."""
     found = []
-    for pid in processes():
+    for pid in running_processes():
         with contextlib.suppress(OSError):
             if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
 
-def processes() -> list[int]:
-    """All that have not ended."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if fields_of(pid)[:1] not in ([], ["Z"])]
-
-
-def fields_of(pid: int) -> list[str]:
-    """State, parent, group, session, ... of /proc/PID/stat; empty if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def orphans(running: Callable[[], list[int]], outcome: Outcome, limit_s: float) -> list[str]:
-    """Wait for the children of a killed program to end; kill and name those that do not."""
+def check_orphans(running: Callable[[], list[int]], outcome: Outcome, limit_s: float) -> None:
+    """Wait for the children of a killed program to end; kill those that do not."""
     started = time.monotonic()
     while (left := running()) and time.monotonic() - started < limit_s:
         time.sleep(0.01)
@@ -67,7 +51,7 @@ def orphans(running: Callable[[], list[int]], outcome: Outcome, limit_s: float) 
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return [f"{len(left)} processes still ran after {limit_s} s"] if left else []
+    assert not left, f"{len(left)} processes still ran after {limit_s} s"
 
 
 # --- preparation ------------------------------------------------------------------------------------------------------
@@ -86,29 +70,23 @@ def resize_images(source: str, folder: str) -> None:
 def kill_while_generating_sample(bench: Bench, kills: int) -> Outcome:
     """The first thing that a newcomer interrupts: the next command generates the same sample and never hangs."""
     folder = bench.new_folder()
-
-    def prepare(number: int) -> Run:
-        return bench.server.call("interrupt_faults:generate_sample", [str(folder / f"sample-{number}")], bench.log())
-
-    return kill_preparation(bench, "generation of the sample killed", prepare, folder, "sample", kills)
+    return kill_preparation(bench, "generation of the sample killed", "generate_sample", [], folder, kills)
 
 
 def kill_while_resizing_images(bench: Bench, kills: int) -> Outcome:
     """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same folder."""
     folder = bench.new_folder()
     source = tiny.write_images(folder / "images", per_class=300)
+    return kill_preparation(bench, "resizing of a data set killed", "resize_images", [str(source)], folder, kills)
+
+
+def kill_preparation(bench: Bench, what: str, function: str, arguments: list[str], folder: Path, kills: int) -> Outcome:
+    rng, name = random.Random(bench.seed), "out"
 
     def prepare(number: int) -> Run:
-        arguments = [str(source), str(folder / f"small-{number}")]
-        return bench.server.call("interrupt_faults:resize_images", arguments, bench.log())
+        target = str(folder / f"{name}-{number}")
+        return bench.server.call(f"interrupt_faults:{function}", [*arguments, target], bench.log())
 
-    return kill_preparation(bench, "resizing of a data set killed", prepare, folder, "small", kills)
-
-
-def kill_preparation(
-    bench: Bench, what: str, prepare: Callable[[int], Run], folder: Path, name: str, kills: int
-) -> Outcome:
-    rng = random.Random(bench.seed)
     with Outcome(what, bench.seed) as outcome:
         assert prepare(0).wait() == 0
         started = time.monotonic()
@@ -119,13 +97,14 @@ def kill_preparation(
             time.sleep(rng.uniform(0.0, duration))
             run.send((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3])
             outcome.counts["finished before the kill"] += run.wait(bench.limit_s(ORPHAN_S)) == 0
-            problems = orphans(partial(running, run.pid), outcome, bench.limit_s(ORPHAN_S))
-            again = prepare(number)
-            code = again.wait(bench.limit_s(10 * duration + 20))
-            again.kill_group()
-            problems += [] if code == 0 else [f"the next command: {code}: {again.output()[-400:]}"]
-            same = contents(folder / f"{name}-{number}") == contents(folder / f"{name}-0")
-            outcome.check(*problems, "" if same else "another folder than without kills")
+            with outcome.attempt():
+                check_orphans(partial(running_in_session, run.pid), outcome, bench.limit_s(ORPHAN_S))
+                again = prepare(number)
+                code = again.wait(bench.limit_s(10 * duration + 20))
+                again.kill_group()
+                assert code == 0, f"the next command: {code}: {again.output()[-400:]}"
+                same = contents(folder / f"{name}-{number}") == contents(folder / f"{name}-0")
+                assert same, "another folder than without kills"
     return outcome
 
 
@@ -163,7 +142,8 @@ def kill_in_evaluation(bench: Bench, kills: int) -> Outcome:
             running.send(signal.SIGKILL)
             running.wait()
             outcome.counts[f"in the evaluation of the {'EMA' if of_ema else 'model'}"] += 1
-            outcome.check(*resumed(bench, run, reference, 1, f"kill {number}"))
+            with outcome.attempt():
+                check_resumed(bench, run, reference, 1)
     return outcome
 
 
@@ -191,20 +171,21 @@ def stop_signal_in_evaluation(bench: Bench, rounds: int) -> Outcome:
                     continue
                 stopped += 1
                 outcome.slowest(f"exit with {ranks} ranks", seconds)
-                problems = [] if codes == [128 + signum] * ranks else [f"{run.name}: {codes} {runs[0].output()[-400:]}"]
-                problems += [f"{run.name}: {seconds:.1f} s"] if seconds > bench.limit_s(STOP_S + EVAL_MS / 1000) else []
-                outcome.check(*problems, *resumed(bench, run, reference, ranks, run.name))
+                with outcome.attempt():
+                    assert codes == [128 + signum] * ranks, f"{run.name}: {codes} {runs[0].output()[-400:]}"
+                    assert seconds <= bench.limit_s(STOP_S + EVAL_MS / 1000), f"{run.name}: {seconds:.1f} s"
+                    check_resumed(bench, run, reference, ranks)
     return outcome
 
 
-def resumed(bench: Bench, run: Path, reference: Path, ranks: int, name: str) -> list[str]:
+def check_resumed(bench: Bench, run: Path, reference: Path, ranks: int) -> None:
     """The first epoch's checkpoint is there, and the run completes as if nothing had happened."""
     epoch_end = run / f"checkpoints/step-{tiny.STEPS_PER_EPOCH:08d}.pt"
-    problems = [] if epoch_end.is_file() else [f"{name}: the epoch was not saved before its evaluation"]
+    assert epoch_end.is_file(), f"{run.name}: the epoch was not saved before its evaluation"
     runs = start(bench, run, ranks)
-    if finish(runs) != [0] * ranks:
-        return [*problems, f"{name} did not resume: {runs[0].output()[-500:]}"]
-    return problems + tiny.unloadable(run) + bench.compare(run, reference)
+    assert finish(runs) == [0] * ranks, f"{run.name} did not resume: {runs[0].output()[-500:]}"
+    tiny.check_loadable(run)
+    bench.check_equal(run, reference)
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -228,34 +209,26 @@ def kill_sweep_launcher(bench: Bench, kills: int) -> Outcome:
                 time.sleep(rng.uniform(0, 0.4))
             launcher.kill()
             launcher.wait()
-            problems = orphans(partial(running_in, folder), outcome, bench.limit_s(ORPHAN_S))
-            log = bench.folder / f"launcher-{number}-resumed.log"
-            code = start_program(["-m", f"resume_sweep={folder}"], log).wait(LIMIT_S)
-            problems += [] if code == 0 else [f"resume_sweep: {code}: {log.read_text()[-500:]}"]
-            outcome.check(*problems, *(steps_recorded_twice(folder) if code == 0 else []))
+            with outcome.attempt():
+                check_orphans(partial(running_in_folder, folder), outcome, bench.limit_s(ORPHAN_S))
+                log = bench.folder / f"launcher-{number}-resumed.log"
+                code = start_program(["-m", f"resume_sweep={folder}"], log).wait(LIMIT_S)
+                assert code == 0, f"resume_sweep: {code}: {log.read_text()[-500:]}"
+                check_steps(folder)
     return outcome
 
 
 def start_program(words: list[str], log: Path, slow_ms: int = 0) -> "subprocess.Popen[bytes]":
     environment = os.environ | {"PYTHONPATH": f"{HERE}:{tiny.REPOSITORY}", "OMP_NUM_THREADS": "1"}
+    environment |= {"PLANT_MS": str(slow_ms)}
     command = [sys.executable, str(tiny.REPOSITORY / "train.py"), *words]
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command,
-            cwd=tiny.REPOSITORY,
-            env=environment | {"PLANT_MS": str(slow_ms)},
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        options: dict[str, Any] = {"stdout": file, "stderr": file, "start_new_session": True}
+        return subprocess.Popen(command, cwd=tiny.REPOSITORY, env=environment, **options)
 
 
-def steps_recorded_twice(folder: Path) -> list[str]:
-    """Every job has a record of each window once."""
-    problems = []
-    for path in folder.glob("*/metrics.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        steps = [line["step"] for line in lines if line["kind"] == "train"]
-        if steps != list(range(2, tiny.STEPS + 1, 2)):
-            problems.append(f"{path.parent.name}: records of steps {steps}")
-    return problems if len(list(folder.glob("*/metrics.jsonl"))) == 2 else [*problems, "not two jobs"]
+def check_steps(folder: Path) -> None:
+    """Both jobs have a record of each window once."""
+    jobs = [path.parent for path in folder.glob("*/metrics.jsonl")]
+    found = {job.name: list(tiny.losses(job)) for job in jobs}
+    assert len(found) == 2 and set(map(tuple, found.values())) == {tuple(range(2, tiny.STEPS + 1, 2))}, found

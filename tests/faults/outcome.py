@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 
 @dataclass
@@ -21,13 +22,20 @@ class Outcome:
         self._started = time.monotonic()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.seconds = time.monotonic() - self._started
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """One more try, which is lost by the first assertion in the block that fails."""
+        self.tried += 1
+        try:
+            yield
+        except AssertionError as error:
+            self.lost.append(str(error))
+
     def check(self, *problems: str) -> None:
-        """Count one more try; it survived if no problem is given."""
+        """One more try; it survived if no problem is given."""
         self.tried += 1
         if any(problems):
             self.lost.append("; ".join(problem for problem in problems if problem))

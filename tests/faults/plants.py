@@ -6,6 +6,7 @@ Parameters come in environment variables: PLANT_STEP (1-based step of this proce
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +37,34 @@ def short_retries() -> None:
     cl_train.system.files.RETRY_S = 1.0
 
 
-def slow_steps() -> None:
-    """Each step takes PLANT_MS milliseconds more, so that a signal from outside finds the run at work."""
-    original = cl_train.training.build.train_step
+def before_step(act: Callable[[int, Any, Any], None]) -> None:
+    """Call `act(number of the step, its parts, its batches)` before each step."""
+    original, calls = cl_train.training.build.train_step, [0]
 
-    def train_step(*arguments: Any) -> Any:
-        time.sleep(number("MS", 20) / 1000)
-        return original(*arguments)
+    def train_step(parts: Any, micro_batches: Any) -> Any:
+        calls[0] += 1
+        act(calls[0], parts, micro_batches)
+        return original(parts, micro_batches)
 
     cl_train.training.build.train_step = train_step
+
+
+def slow_steps() -> None:
+    """Each step takes PLANT_MS milliseconds more, so that a signal from outside finds the run at work."""
+    before_step(lambda *_: time.sleep(number("MS", 20) / 1000))
     cl_train.system.distributed.ANSWER_S = number("ANSWER_S", 3)
 
 
 def hold_step() -> None:
     """Step PLANT_STEP makes the file PLANT_HOLD and waits until somebody deletes it."""
-    original, calls, hold = cl_train.training.build.train_step, [0], Path(os.environ["PLANT_HOLD"])
+    hold = Path(os.environ["PLANT_HOLD"])
 
-    def train_step(*arguments: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == number("STEP", 3):
+    def wait(step: int, *_: Any) -> None:
+        if step == number("STEP", 3):
             hold.touch()
             wait_until(lambda: not hold.exists())
-        return original(*arguments)
 
-    cl_train.training.build.train_step = train_step
+    before_step(wait)
 
 
 def signal_after_save() -> None:
@@ -94,35 +99,28 @@ def bad_loss() -> None:
 
 def bad_gradient() -> None:
     """One gradient of steps PLANT_STEP to ... holds PLANT_VALUE, on rank PLANT_RANK, before ranks exchange them."""
-    original, calls = cl_train.training.build.train_step, [0]
     first, last = number("STEP"), number("STEP") + number("COUNT", 1)
+    step = [0]
 
-    def train_step(parts: Any, micro_batches: Any) -> Any:
-        calls[0] += 1
-        if here() and first <= calls[0] < last:
-            parameter = next(iter(parts.model.parameters()))
-            handle = parameter.register_hook(lambda gradient: gradient.fill_(float(os.environ["PLANT_VALUE"])))
-            try:
-                return original(parts, micro_batches)
-            finally:
-                handle.remove()
-        return original(parts, micro_batches)
+    def plant(now: int, parts: Any, micro_batches: Any) -> None:
+        step[0] = now
+        if here() and now == first:
+            next(iter(parts.model.parameters())).register_hook(spoil)
 
-    cl_train.training.build.train_step = train_step
+    def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
+        return gradient.fill_(float(os.environ["PLANT_VALUE"])) if step[0] < last else None
+
+    before_step(plant)
 
 
 def bad_images() -> None:
     """The images of step PLANT_STEP are NaN: loss, gradients and BatchNorm's statistics go bad together."""
-    original, calls = cl_train.training.build.train_step, [0]
 
-    def train_step(parts: Any, micro_batches: Any) -> Any:
-        calls[0] += 1
-        if here() and calls[0] == number("STEP"):
-            for batch in micro_batches:
-                batch.images.fill_(float("nan"))
-        return original(parts, micro_batches)
+    def spoil(step: int, parts: Any, micro_batches: Any) -> None:
+        for batch in micro_batches if here() and step == number("STEP") else ():
+            batch.images.fill_(float("nan"))
 
-    cl_train.training.build.train_step = train_step
+    before_step(spoil)
 
 
 def full_disk() -> None:
@@ -144,48 +142,47 @@ def full_disk() -> None:
     cl_train.system.checkpoints.os.fsync = fsync  # type: ignore[assignment]
 
 
-def worker_raises() -> None:
-    """Reading a training image raises something unforeseen, PLANT_STEP images into a worker's life."""
+def at_image(act: Callable[[], None]) -> None:
+    """Call `act` when a process reads its image PLANT_STEP."""
     original, calls = cl_train.data.transforms.ImageReader.read, [0]
 
     def read(self: Any, *arguments: Any, **named: Any) -> int:
         calls[0] += 1
         if calls[0] == number("STEP"):
-            raise MemoryError("planted")
+            act()
         return original(self, *arguments, **named)
 
     cl_train.data.transforms.ImageReader.read = read  # type: ignore[method-assign]
+
+
+def worker_raises() -> None:
+    """Reading a training image raises something unforeseen, PLANT_STEP images into a worker's life."""
+
+    def fail() -> None:
+        raise MemoryError("planted")
+
+    at_image(fail)
 
 
 def worker_exits() -> None:
     """A worker leaves by os._exit, as a decoder that calls exit() would."""
-    original, calls, parent = cl_train.data.transforms.ImageReader.read, [0], os.getpid()
-
-    def read(self: Any, *arguments: Any, **named: Any) -> int:
-        calls[0] += 1
-        if calls[0] == number("STEP") and os.getpid() != parent:
-            os._exit(3)
-        return original(self, *arguments, **named)
-
-    cl_train.data.transforms.ImageReader.read = read  # type: ignore[method-assign]
+    parent = os.getpid()
+    at_image(lambda: os._exit(3) if os.getpid() != parent else None)
 
 
 def check_layout() -> None:
     """Each step: 4-D weights have the strides of PLANT_FORMAT, and optimizer state those of its weight."""
-    original = cl_train.training.build.train_step
 
-    def train_step(parts: Any, micro_batches: Any) -> Any:
+    def check(step: int, parts: Any, micro_batches: Any) -> None:
         layout = getattr(torch, os.environ["PLANT_FORMAT"])
         for parameters in parts.optimizer.param_groups:
             for parameter in parameters["params"]:
-                if parameter.dim() == 4:
-                    assert parameter.is_contiguous(memory_format=layout), parameter.stride()
+                assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=layout), parameter.stride()
                 for value in parts.optimizer.state.get(parameter, {}).values():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         assert value.stride() == parameter.stride(), (value.stride(), parameter.stride())
-        return original(parts, micro_batches)
 
-    cl_train.training.build.train_step = train_step
+    before_step(check)
 
 
 def clock_jumps_back() -> None:

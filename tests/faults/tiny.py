@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,17 @@ CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wa
 def model(num_classes: int) -> nn.Module:
     """Convolutions, BatchNorm (buffers), dropout (random numbers): all that a checkpoint must carry."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=2),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(0.3),
-        nn.Linear(16, num_classes),
+        *(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=2), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(16, num_classes)),
     )
 
 
 def plain_model(num_classes: int) -> nn.Module:
     """No BatchNorm and no dropout: what it learns does not depend on how a global batch is shared out."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=4, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32, num_classes),
+        *(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, num_classes)),
     )
 
 
@@ -86,20 +77,10 @@ class Slow(nn.Module):
         return self.body(images)
 
 
-def slow_model(num_classes: int) -> nn.Module:
-    return Slow(num_classes)
-
-
-def raising_model(num_classes: int) -> nn.Module:
-    return Failing(num_classes, "raise")
-
-
-def killed_model(num_classes: int) -> nn.Module:
-    return Failing(num_classes, "kill")
-
-
-def out_of_memory_model(num_classes: int) -> nn.Module:
-    return Failing(num_classes, "memory")
+slow_model = Slow
+raising_model = partial(Failing, how="raise")
+killed_model = partial(Failing, how="kill")
+out_of_memory_model = partial(Failing, how="memory")
 
 
 def write_images(root: Path, per_class: int = 17, val_per_class: int = 5) -> Path:
@@ -121,24 +102,11 @@ def write_images(root: Path, per_class: int = 17, val_per_class: int = 5) -> Pat
 def words(images: Path, run: Path, **settings: Any) -> list[str]:
     """The command line of a tiny run; `settings` with `__` for the dot of a key."""
     values: dict[str, Any] = {
-        "model": "tiny:model",
-        "data": "folder",
-        "data.root": f"'{images}'",
-        "data.image_size": 32,
-        "data.workers": 0,
-        "batch_size": 8,
-        "epochs": EPOCHS,
-        "precision": "fp32",
-        "device": "cpu",
-        "ema_decay": 0.9,
-        "log_every": 2,
-        "warmup_steps": 2,
-        "optim.lr": 0.5,
-        "checkpoint.every_steps": 1,
-        "checkpoint.keep": 3,
-        "resume": "auto",
+        "model": "tiny:model", "data": "folder", "data.root": f"'{images}'", "data.image_size": 32, "data.workers": 0,
+        "batch_size": 8, "epochs": EPOCHS, "precision": "fp32", "device": "cpu", "ema_decay": 0.9, "log_every": 2,
+        "warmup_steps": 2, "optim.lr": 0.5, "checkpoint.every_steps": 1, "checkpoint.keep": 3, "resume": "auto",
         "hydra.run.dir": f"'{run}'",
-    }
+    }  # fmt: skip
     values |= {key.replace("__", "."): value for key, value in settings.items()}
     return [f"{key}={value}" for key, value in values.items() if value is not None]
 
@@ -146,11 +114,20 @@ def words(images: Path, run: Path, **settings: Any) -> list[str]:
 def records(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock says, and without the notes of resumes."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in CLOCK_FIELDS}
-        for line in lines
-        if line["kind"] != "resume"
-    ]
+    kept = [line for line in lines if line["kind"] != "resume"]
+    return [{key: value for key, value in line.items() if key not in CLOCK_FIELDS} for line in kept]
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(run) if record["kind"] == "train"}
+
+
+def check_losses(run: Path, reference: Path, tolerance: float) -> None:
+    """The same steps, and losses that differ by at most `tolerance`, relative."""
+    ours, theirs = losses(run), losses(reference)
+    assert ours.keys() == theirs.keys(), f"{run.name}: steps {sorted(ours)}"
+    gap = max(abs(ours[step] - theirs[step]) / theirs[step] for step in ours)
+    assert gap <= tolerance, f"{run.name}: losses differ by {gap:.1e}"
 
 
 def final_state(run: Path) -> dict[str, Any]:
@@ -175,20 +152,15 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
     if isinstance(ours, list):
         if len(ours) != len(theirs):
             return [f"{where}: {len(ours)} and {len(theirs)} items"]
-        return [
-            line
-            for i, pair in enumerate(zip(ours, theirs, strict=True))
-            for line in differences(*pair, f"{where}[{i}]")
-        ]
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [line for index, pair in pairs for line in differences(*pair, f"{where}[{index}]")]
     return [] if ours == theirs else [f"{where}: {ours!r} and {theirs!r}"]
 
 
-def unloadable(run: Path) -> list[str]:
-    """Checkpoints of the run folder that cannot be loaded, with the reason. Only whole files may have that name."""
-    problems = []
-    for path in sorted((run / "checkpoints").glob("*.pt")) if (run / "checkpoints").is_dir() else []:
+def check_loadable(run: Path) -> None:
+    """Only whole checkpoints may have their names."""
+    for path in sorted((run / "checkpoints").glob("*.pt")):
         try:
             load(path)
         except RuntimeError as error:
-            problems.append(str(error))
-    return problems
+            raise AssertionError(str(error)) from None
