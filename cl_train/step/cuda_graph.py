@@ -35,7 +35,10 @@ class RecordingError(RuntimeError):
     """Work cannot be recorded as a CUDA graph; the message has the reason."""
 
 
-_stream = cache(torch.cuda.Stream)  # one per device: the allocator reuses memory on the same stream only
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device: the allocator reuses memory on the same stream only, and recordings share theirs."""
+    return torch.cuda.Stream(device)
 
 
 class Recorder:
