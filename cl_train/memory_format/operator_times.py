@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -24,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from cl_train.config.schema import OptimConfig
 from cl_train.memory_format.audit_report import markdown_table, short_name
 from cl_train.memory_format.layout import model_memory_format, named_tensors, to_memory_format
-from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder, strided_tensors
+from cl_train.memory_format.model_call import tensors_in
+from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, kernel_selection, trainable_parameters
 from cl_train.step.train_step import StepParts, update_weights
@@ -38,25 +38,18 @@ from cl_train.system.machine import timed_s, wait_for
 
 LAYOUTS = ("contiguous", "channels_last")
 PYTHON = "python"
+COPY_KIND = "layout copies"
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
 _EXPLAINED_PCT = 90
 _SHOWN = 12  # rows of a table
-_USUAL = 0.75  # quantile of the times between two events that counts as the recorder's own
+_USUAL = 0.75  # quantile of the times between two events that counts as the recorder's own: few modules compute there
 
 Times = np.ndarray[Any, Any]  # milliseconds, [rounds, layouts]
+Weights = list[tuple[torch.Tensor, torch.Tensor]]  # each with its data
+Key = tuple[str, str, str, int]  # phase, module, operator and which of equal calls
 
 
-@dataclass(frozen=True)
-class Argument:
-    """The shape of a tensor argument, in place of its values."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: str
-
-
-@dataclass
+@dataclass(eq=False)
 class TimedCall:
     """One operator call, in both layouts; absent from one, its time there is 0 and it has no arguments."""
 
@@ -66,7 +59,7 @@ class TimedCall:
     module_type: str
     kind: str
     source: str
-    arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # by layout, tensors as Argument
+    arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # by layout; tensors are on the meta device
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
 
     @property
@@ -76,64 +69,54 @@ class TimedCall:
         if "convolution" not in self.operator or len(arguments) < 9:
             return {}
         first = 1 if "backward" in self.operator else 0
-        image, weight, stride, groups = (arguments[first + index] for index in (0, 1, 3, 8))
-        shape = {"input": "x".join(map(str, image.shape)), "out": weight.shape[0], "kernel": weight.shape[2:]}
-        if arguments[first + 6]:
-            shape["out"] = weight.shape[1] * groups
-        shape["kernel"] = "x".join(map(str, weight.shape[2:]))
-        return {**shape, "stride": "x".join(map(str, stride)), "groups": groups, "dtype": image.dtype}
+        image, weight, stride, is_transposed, groups = (arguments[first + index] for index in (0, 1, 3, 6, 8))
+        return {
+            "input": "x".join(map(str, image.shape)),
+            "out": weight.shape[1] * groups if is_transposed else weight.shape[0],
+            "kernel": "x".join(map(str, weight.shape[2:])),
+            "stride": "x".join(map(str, stride)),
+            "groups": groups,
+            "dtype": str(image.dtype).removeprefix("torch."),
+        }
+
+    def __str__(self) -> str:
+        what, shape = "", self.shape
+        if shape:
+            kernel, groups, channels = shape["kernel"], shape["groups"], shape["input"].split("x")[1]
+            what = f" ({f'{groups} groups, ' * (groups > 1)}{kernel}, {channels} to {shape['out']} channels)"
+            if str(groups) == channels:
+                what = f" (depthwise {kernel}, {channels} channels)"
+        direction = "" if self.direction == "update" else f" {self.direction}"
+        return f"{short_name(self.operator)}{direction} of `{self.module or '(top)'}`{what}"
+
+    def remedy(self) -> str:
+        if self.kind == COPY_KIND:
+            place = self.source or "the operator before it"
+            return f"remove the copy at {place}, or keep four dimensions where it reshapes"
+        if self.operator == PYTHON:
+            return "this is the module's own Python code, not an operator"
+        other = "try another batch_size=, precision= or torch" if self.shape else "replace it if its share matters"
+        return f"{other}, or send the program of repro=FILE to PyTorch"
 
 
-@dataclass(frozen=True)
 class Row:
     """The calls of a kind, a module or a shape. `difference_ms`: what channels_last costs more, median over rounds."""
 
-    name: str
-    calls: Sequence[TimedCall]
-
-    @cached_property
-    def ms(self) -> Times:
-        return np.sum([call.ms for call in self.calls], axis=0)
-
-    @property
-    def contiguous_ms(self) -> float:
-        return float(np.median(self.ms[:, 0]))
-
-    @property
-    def channels_last_ms(self) -> float:
-        return float(np.median(self.ms[:, 1]))
-
-    @property
-    def difference_ms(self) -> float:
-        return float(np.median(self.ms[:, 1] - self.ms[:, 0]))
-
-    @cached_property
-    def interval_ms(self) -> tuple[float, float]:
-        """95 % interval of the median difference, by ranks; with fewer than six rounds their whole range."""
-        ordered = sorted(self.ms[:, 1] - self.ms[:, 0])
+    def __init__(self, name: str, calls: Sequence[TimedCall]) -> None:
+        self.name, self.calls = name, calls
+        self.ms: Times = np.sum([call.ms for call in calls], axis=0)
+        self.contiguous_ms, self.channels_last_ms = np.median(self.ms, axis=0).tolist()
+        ordered = np.sort(self.ms[:, 1] - self.ms[:, 0]).tolist()
+        self.difference_ms: float = median(ordered)
+        # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole range
         count = len(ordered)
         outside = sum(p <= 0.025 for p in accumulate(math.comb(count, i) / 2**count for i in range(count)))
-        return float(ordered[max(outside, 1) - 1]), float(ordered[-max(outside, 1)])
-
-    @property
-    def is_significant(self) -> bool:
-        low, high = self.interval_ms
-        return low > 0 or high < 0
+        self.interval_ms: tuple[float, float] = ordered[max(outside, 1) - 1], ordered[-max(outside, 1)]
+        self.is_significant = self.interval_ms[0] > 0 or self.interval_ms[1] < 0
 
     def to_dict(self) -> dict[str, Any]:
         names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms")
         return {"name": self.name, "calls": len(self.calls), **{name: getattr(self, name) for name in names}}
-
-    def cells(self, step_ms: float) -> dict[str, Any]:
-        """For a table, in milliseconds."""
-        low, high = self.interval_ms
-        return {
-            "calls": len(self.calls),
-            "contiguous": self.contiguous_ms,
-            "channels_last": self.channels_last_ms,
-            "difference": f"{self.difference_ms:+.3g} [{low:.3g}, {high:.3g}]",
-            "% of step": 100 * self.contiguous_ms / step_ms,
-        }
 
 
 @dataclass
@@ -146,12 +129,13 @@ class OperatorTimes:
     copy_ms_per_byte: float  # of a copy into the other layout
     utilisation: dict[str, Any]  # of the faster layout, see `step.utilisation`
 
-    def rows(self, key: Callable[[TimedCall], str]) -> list[Row]:
-        """Calls grouped by `key`, what channels_last costs or gains most first."""
-        groups: dict[str, list[TimedCall]] = defaultdict(list)
+    def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
+        """Calls grouped by `key`: differences beyond noise first, the largest of them at the top."""
+        groups: dict[object, list[TimedCall]] = defaultdict(list)
         for call in self.calls:
             groups[key(call)].append(call)
-        return _by_difference([Row(name, calls) for name, calls in groups.items()])
+        rows = [Row(str(name), calls) for name, calls in groups.items()]
+        return sorted(rows, key=lambda row: (not row.is_significant, -abs(row.difference_ms)))
 
     def kinds(self) -> list[Row]:
         """Those that take most of the step first."""
@@ -163,7 +147,7 @@ class OperatorTimes:
 
     def operators(self) -> list[Row]:
         """One row for each call."""
-        return _by_difference([Row(_described(call), [call]) for call in self.calls])
+        return self.rows(lambda call: call)
 
     def convolutions(self) -> list[dict[str, Any]]:
         """Per shape: the milliseconds of one call, forward and backward, in both layouts."""
@@ -173,11 +157,9 @@ class OperatorTimes:
                 continue
             shown = {**row.calls[0].shape, "calls": sum(call.direction == "forward" for call in row.calls)}
             for direction in ("forward", "backward"):
-                of_direction = [call for call in row.calls if call.direction == direction]
-                one = Row("", of_direction) if of_direction else None
-                for side, layout in enumerate(LAYOUTS):
-                    each = float(np.median(one.ms[:, side])) / len(of_direction) if one else None
-                    shown[f"{direction}, {layout}"] = each
+                ms = [call.ms for call in row.calls if call.direction == direction]
+                each = (np.median(np.sum(ms, axis=0), axis=0) / len(ms)).tolist() if ms else (None, None)
+                shown |= {f"{direction}, {layout}": one for layout, one in zip(LAYOUTS, each, strict=True)}
             found.append({**shown, "difference of all": row.difference_ms})
         return found
 
@@ -189,13 +171,16 @@ class OperatorTimes:
     def explained_pct(self) -> float:
         """The sum of all rows as a share of the step, of the layout that is explained worse."""
         rows = np.sum([call.ms for call in self.calls], axis=0)
-        return min(float(value) for value in 100 * np.median(rows / self.step_ms, axis=0))
+        return float(np.median(100 * rows / self.step_ms, axis=0).min())
+
+    def losses(self) -> list[Row]:
+        """The calls by which channels_last loses, beyond noise, the worst first."""
+        return [row for row in self.operators() if row.is_significant and row.difference_ms > 0]
 
     def worst(self) -> Row:
         """The operator call by which channels_last loses most; if it loses none, the call that differs most."""
-        operators = [row for row in self.operators() if row.calls[0].operator != PYTHON]
-        losing = [row for row in operators if row.difference_ms > 0 and row.is_significant]
-        return (losing or operators)[0]
+        rows = [*self.losses(), *self.operators()]
+        return next(row for row in rows if row.calls[0].operator != PYTHON)
 
     def better_contiguous(self) -> list[str]:
         """Modules whose convolution loses more in channels_last than copies of its images and gradients would cost."""
@@ -207,18 +192,15 @@ class OperatorTimes:
         calls = [call for call in row.calls if call.shape]
         backward = [call for call in calls if call.direction == "backward"]
         images = [image for call in backward or calls for image in call.arguments[LAYOUTS[1]][: 1 + bool(backward)]]
-        return (
-            2 * self.copy_ms_per_byte * sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in images)
-        )
+        return 2 * self.copy_ms_per_byte * sum(image.nbytes for image in images)
 
     def summary(self) -> list[str]:
         """Three lines: where channels_last saves and loses time, the step's time, how much of it the rows explain."""
         kinds = [row for row in self.rows(lambda call: call.kind) if row.is_significant]
         gains = [f"{-row.difference_ms:.2g} ms in {row.name}" for row in kinds if row.difference_ms < 0]
-        losing = [row for row in self.operators() if row.is_significant and row.difference_ms > 0]
-        losing = [row for row in losing if row.calls[0].kind != "layout copies"]
-        losses = [f"{row.difference_ms:.2g} ms in {row.name}" for row in losing[:2]]
-        losses += [f"{row.difference_ms:.2g} ms in {row.name}" for row in kinds if row.name == "layout copies"]
+        lossy = [row for row in self.losses() if row.calls[0].kind != COPY_KIND][:2]
+        lossy += [row for row in kinds if row.name == COPY_KIND]
+        losses = [f"{row.difference_ms:.2g} ms in {row.name}" for row in lossy]
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
         explained = f"the rows explain {self.explained_pct:.0f} % of the step"
         if self.explained_pct < _EXPLAINED_PCT:
@@ -235,8 +217,7 @@ class OperatorTimes:
 
     def advice(self) -> list[str]:
         """What to do about the calls by which channels_last loses most, one line each."""
-        losing = [row for row in self.operators() if row.is_significant and row.difference_ms > 0]
-        lines = [f"{row.name}: {_remedy(row.calls[0])}" for row in losing[:3]]
+        lines = [f"{row.name}: {row.calls[0].remedy()}" for row in self.losses()[:3]]
         if names := self.better_contiguous():
             lines.append(f"try both layouts in one model: conversion=mixed select=[{','.join(names)}]")
         return lines
@@ -258,39 +239,22 @@ class OperatorTimes:
 
     def __str__(self) -> str:
         step_ms = float(np.median(self.step_ms[:, 0]))
+
+        def cells(title: str, row: Row) -> dict[str, Any]:
+            low, high = row.interval_ms
+            return {
+                f"{title} (ms)": row.name,
+                "calls": len(row.calls),
+                "contiguous": row.contiguous_ms,
+                "channels_last": row.channels_last_ms,
+                "difference": f"{row.difference_ms:+.3g} [{low:.3g}, {high:.3g}]",
+                "% of step": 100 * row.contiguous_ms / step_ms,
+            }
+
         parts = [*self.summary(), describe(self.utilisation), *(f"- {line}" for line in self.advice())]
         for title, rows in (("operators", self.kinds()), ("module", self.modules()), ("call", self.operators())):
-            parts += ["", markdown_table([{f"{title} (ms)": row.name, **row.cells(step_ms)} for row in rows[:_SHOWN]])]
+            parts += ["", markdown_table([cells(title, row) for row in rows[:_SHOWN]])]
         return "\n".join([*parts, "", markdown_table(self.convolutions()[:_SHOWN])])
-
-
-def _remedy(call: TimedCall) -> str:
-    if call.kind == "layout copies":
-        return (
-            f"remove the copy at {call.source or 'the operator before it'}, or keep four dimensions where it reshapes"
-        )
-    if call.operator == PYTHON:
-        return "this is the module's own Python code, not an operator"
-    if call.shape:
-        return "try another batch_size=, precision= or torch, and send the program of repro=FILE to PyTorch"
-    return "replace it if its share matters, or send the program of repro=FILE to PyTorch"
-
-
-def _by_difference(rows: list[Row]) -> list[Row]:
-    """Differences beyond noise first, the largest of them at the top."""
-    return sorted(rows, key=lambda row: (not row.is_significant, -abs(row.difference_ms)))
-
-
-def _described(call: TimedCall) -> str:
-    shape = call.shape
-    what = ""
-    if shape:
-        kernel, channels = shape["kernel"], shape["input"].split("x")[1]
-        grouping = f"{shape['groups']} groups, " if shape["groups"] > 1 else ""
-        what = f" (depthwise {kernel}, {channels} channels)" if str(shape["groups"]) == channels else ""
-        what = what or f" ({grouping}{kernel}, {channels} to {shape['out']} channels)"
-    direction = "" if call.direction == "update" else f" {call.direction}"
-    return f"{short_name(call.operator)}{direction} of `{call.module or '(top)'}`{what}"
 
 
 # --- recording --------------------------------------------------------------------------------------------------------
@@ -321,35 +285,36 @@ class _Clock:
 
 
 class TimeRecorder(OriginRecorder):
-    """Times the operators, and on a CPU what runs between them. `phase`: the part of the step, set by its caller."""
+    """Times the operators of a step, and on a CPU what runs between them.
 
-    def __init__(self, device: torch.device, clock: _Clock) -> None:
+    `calls`, those of `layout` that are described already, gets the others: describing takes more time than recording.
+    """
+
+    def __init__(self, layout: str, device: torch.device, clock: _Clock, calls: dict[Key, TimedCall]) -> None:
         super().__init__()
-        self._clock = clock
+        self._layout, self._clock, self._calls, self._on_gpu = layout, clock, calls, device.type == "cuda"
         self.phase = "forward"
-        self.calls: dict[tuple[Any, ...], TimedCall] = {}
-        self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[tuple[Any, ...], Any, Any]] = []
-        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._spans: list[tuple[Key, Any, Any]] = []
+        self._seen: Counter[tuple[str, str, str]] = Counter()
         self._in_backward = ("", "")  # the module whose backward pass runs
-        self._gaps: dict[tuple[str, str], list[tuple[Any, float]]] = defaultdict(list)
+        self._gaps: dict[tuple[str, str], list[tuple[Key, float]]] = defaultdict(list)
         self._last = self._clock()
 
     def start(self, phase: str) -> None:
+        """A part of the step begins: forward, backward or update."""
         self._close("operator")
         self.phase = phase
-        self._last = self._clock()
         self._in_backward = ("", "")
+        self._last = self._clock()
 
-    def seconds(self) -> dict[tuple[Any, ...], float]:
+    def seconds(self) -> dict[Key, float]:
         """Seconds of each call, less what recording it takes. Waits for the device."""
-        found: dict[tuple[Any, ...], float] = defaultdict(float)
         if self._on_gpu:
             self._spans[-1][2].synchronize()
             return {key: start.elapsed_time(stop) / 1000 for key, start, stop in self._spans}
         idle = [stop - start for key, start, stop in self._spans if "aten.detach.default" in key]  # these do no work
-        for key, start, stop in self._spans:
-            found[key] = max(0.0, stop - start - (median(idle) if idle else 0.0))
+        recording_s = median(idle) if idle else 0.0
+        found = defaultdict(float, {key: max(0.0, stop - start - recording_s) for key, start, stop in self._spans})
         for gaps in self._gaps.values():
             usual = float(np.quantile([seconds for _, seconds in gaps], _USUAL))
             for key, seconds in gaps:
@@ -364,16 +329,16 @@ class TimeRecorder(OriginRecorder):
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._close("leave")
         entry = self.running[-1] if self.running else ("", "")
-        super().leave(module, inputs, output)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._enter_backward(entry))
-        self._last = self._clock()
 
-    def _enter_backward(self, entry: tuple[str, str]) -> None:
-        """The gradient of a module's output is complete: the module's backward pass begins."""
-        self._close("enter")
-        self._in_backward = entry
+        def enter_backward(gradient: torch.Tensor) -> None:  # complete: the module's backward pass begins
+            self._close("enter")
+            self._in_backward = entry
+            self._last = self._clock()
+
+        super().leave(module, inputs, output)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(enter_backward)
         self._last = self._clock()
 
     def _close(self, event: str) -> None:
@@ -383,8 +348,8 @@ class TimeRecorder(OriginRecorder):
             return
         current = self._in_backward if self.phase == "backward" else (self.running or [("", "")])[-1]
         key = (self.phase, current[0], PYTHON, 0)
-        if key not in self.calls:
-            self.calls[key] = TimedCall(PYTHON, self.phase, *current, "Python", "")
+        if key not in self._calls:
+            self._calls[key] = TimedCall(PYTHON, self.phase, *current, "Python", "")
         self._gaps[self.phase, event].append((key, now - self._last))
 
     def __torch_dispatch__(
@@ -400,23 +365,21 @@ class TimeRecorder(OriginRecorder):
         same = (self.phase, module[0], str(function))
         self._seen[same] += 1
         key = (*same, self._seen[same])
-        before = strided_tensors(args)[-1:] if function._schema.name in COPIES else []
-        strides = [tensor.stride() for tensor in before]
-        if key not in self.calls:
-            arguments = tree_map_only(torch.Tensor, _argument, (args, kwargs or {}))
-            call = TimedCall(str(function), self.phase, *module, "", origin.source)
-            call.arguments = {"": (*arguments[0], arguments[1])}
-            self.calls[key] = call
+        call, copied = self._calls.get(key), None
+        if call is None:
+            positional, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
+            call = TimedCall(str(function), self.phase, *module, _kind(function, self.phase), origin.source)
+            call.arguments[self._layout] = (*positional, options)
+            self._calls[key] = call
+            if function._schema.name in COPIES:
+                copied = next((value for value in reversed(positional) if isinstance(value, torch.Tensor)), None)
         start = self._now()
         result = function(*args, **(kwargs or {}))
         stop = self._now()
-        call = self.calls[key]
-        if not call.kind:
-            is_permuting = any(
-                isinstance(result, torch.Tensor) and result.shape == tensor.shape and _permutes(tensor, stride, result)
-                for tensor, stride in zip(before, strides, strict=True)
-            )
-            call.kind = "layout copies" if is_permuting else _kind(function, self.phase)
+        if copied is not None and copied.shape == result.shape:
+            sizes = zip(copied.shape, copied.stride(), result.stride(), strict=True)
+            if any(size > 1 and stride != other for size, stride, other in sizes):
+                call.kind = COPY_KIND
         self._spans.append((key, start, stop))
         self._last = self._clock()
         return result
@@ -429,13 +392,10 @@ class TimeRecorder(OriginRecorder):
         return event
 
 
-def _permutes(source: torch.Tensor, strides: tuple[int, ...], copy: torch.Tensor) -> bool:
-    return any(size > 1 and one != other for size, one, other in zip(source.shape, strides, copy.stride(), strict=True))
-
-
-def _argument(tensor: torch.Tensor) -> Argument:
-    strides = tensor.stride() if tensor.layout == torch.strided else ()
-    return Argument(tuple(tensor.shape), strides, str(tensor.dtype).removeprefix("torch."), tensor.device.type)
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """The shape, strides and dtype of an argument."""
+    strides = tensor.stride() if tensor.layout == torch.strided else torch.empty(tensor.shape, device="meta").stride()
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
 
 
 def _kind(function: Any, phase: str) -> str:
@@ -460,27 +420,26 @@ def _kind(function: Any, phase: str) -> str:
 class _Side:
     """The model's tensors, its batch and an optimizer in one layout. The model itself is shared."""
 
-    def __init__(self, model: nn.Module, batch: Any, memory_format: torch.memory_format | None) -> None:
+    def __init__(self, model: nn.Module, weights: Weights, batch: Any, memory_format: torch.memory_format | None):
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             copied = tensor.detach().clone()  # keeps the strides
             return to_memory_format(copied, memory_format) if memory_format and tensor.dim() in (4, 5) else copied
 
-        self._weights = [(tensor, placed(tensor)) for tensor in _weights(model)]
+        self._model, self._weights = model, [(tensor, placed(data)) for tensor, data in weights]
         self.batch = tree_map_only(torch.Tensor, placed, batch)
         self.parts: StepParts | None = None
+
+    def build_optimizer(self, precision: Precision, device: torch.device) -> None:
+        self.apply()
+        masters = MasterWeights(self._model) if precision.master_weights else None
+        if parameters := trainable_parameters(self._model, masters):
+            optimizer = build_optimizer(OptimConfig(), self._model, parameters, lr=1e-4)
+            scaler = build_scaler(precision, device)
+            self.parts = StepParts(self._model, optimizer, scaler, precision, device, masters=masters)
 
     def apply(self) -> None:
         for tensor, data in self._weights:
             tensor.data = data
-
-    def build_optimizer(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
-        self.apply()
-        masters = MasterWeights(model) if precision.master_weights else None
-        if parameters := trainable_parameters(model, masters):
-            optimizer = build_optimizer(OptimConfig(), model, parameters, lr=1e-4)
-            self.parts = StepParts(
-                model, optimizer, build_scaler(precision, device), precision, device, masters=masters
-            )
 
     def step(self, forward: Callable[[Any], torch.Tensor | None], recorder: TimeRecorder | None = None) -> None:
         start = recorder.start if recorder else lambda phase: None
@@ -510,92 +469,75 @@ def time_operators(
         time_limit_s: for all rounds, of which there are at least 4 and at most 40.
     """
     own = torch.channels_last if model_memory_format(model) == "contiguous" else None
-    autotune = not torch.are_deterministic_algorithms_enabled()
-    selection = kernel_selection(tf32=precision.tf32, autotune=autotune)
-    with _weights_restored(model), selection, closing(_Clock()) as clock:
-        sides = [_Side(model, batch, memory_format) for memory_format in (torch.contiguous_format, own)]
+    selection = kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled())
+    with _weights_restored(model) as weights, selection, closing(_Clock()) as clock:
+        sides = [_Side(model, weights, batch, to) for to in (torch.contiguous_format, own)]
+        calls: tuple[dict[Key, TimedCall], dict[Key, TimedCall]] = ({}, {})
 
-        def block(side: _Side) -> tuple[float, float, TimeRecorder]:
+        def block(index: int) -> tuple[float, float, dict[Key, float]]:
+            side = sides[index]
             side.apply()
             plain_s = clock.seconds_of(lambda: side.step(forward), device)
-            recorder = TimeRecorder(device, clock)
+            recorder = TimeRecorder(LAYOUTS[index], device, clock, calls[index])
             with recorder.module_hooks(), recorder:
                 recorded_s = clock.seconds_of(lambda: side.step(forward, recorder), device)
-            return plain_s, recorded_s, recorder
+            return plain_s, recorded_s - plain_s, recorder.seconds()
 
         for side in sides:
-            side.build_optimizer(model, precision, device)
+            side.build_optimizer(precision, device)
             side.step(forward)
-        paired = _Paired([block(side)[2].calls for side in sides])
-        started_at, step_s, recording_s = time.perf_counter(), [], []
+        block(0)
+        block(1)
+        paired = _paired(*calls)
+        started_at, rounds = time.perf_counter(), []
         while True:
-            blocks = [block(sides[index]) for index in (0, 1, 1, 0)]
-            paired.add([blocks[0][2], blocks[3][2]], [blocks[1][2], blocks[2][2]])
-            plain_s = [block[0] for block in blocks]
-            step_s.append([(plain_s[0] + plain_s[3]) / 2, (plain_s[1] + plain_s[2]) / 2])
-            recording_s.append(sum(recorded_s - plain_s for plain_s, recorded_s, _ in blocks) / 4)
-            seconds = time.perf_counter() - started_at
-            count = len(step_s)
+            blocks = [block(index) for index in (0, 1, 1, 0)]
+            rows = [[*seconds, *(spent.get(key, 0.0) for key in paired)] for *seconds, spent in blocks]
+            rounds.append(np.add(rows[:2], rows[:1:-1]) / 2)  # the mean of both blocks of a layout
+            seconds, count = time.perf_counter() - started_at, len(rounds)
             if count >= _MAX_ROUNDS or (count >= _MIN_ROUNDS and seconds * (count + 1) / count > time_limit_s):
                 break
-        images, best_s = _batch_size(batch), float(np.median(step_s, axis=0).min())
+        ms = 1000 * np.array(rounds)  # [rounds, layouts, step and recording and calls]
+        for call, times in zip(paired.values(), ms.T[2:], strict=True):
+            call.ms = times.T
+        images, best_s = _batch_size(batch), np.median(ms[:, :, 0], axis=0).min() / 1000
         gflop = flops_of(lambda: forward(sides[1].batch)) / images / 1e9
         used = utilisation(gflop, images / best_s, precision, device, training=sides[1].parts is not None)
         image = torch.zeros(2, 64, 64, 64, device=device)
         copies = [timed_s(lambda: image.clone(memory_format=torch.channels_last), device) for _ in range(9)]
-    return OperatorTimes(
-        paired.calls(), 1000 * np.array(step_s), 1000 * median(recording_s), 1000 * median(copies) / image.nbytes, used
-    )
+    recorder_ms, copy_ms_per_byte = float(np.median(ms[:, :, 1].mean(axis=1))), 1000 * median(copies) / image.nbytes
+    return OperatorTimes(list(paired.values()), ms[:, :, 0], recorder_ms, copy_ms_per_byte, used)
 
 
 def _batch_size(batch: Any) -> int:
     """Images of the first tensor [N,...]; a list of images [C,H,W] has one each."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 2]
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 2]
     return len(tensors[0]) if tensors[0].dim() > 3 else sum(tensor.dim() == 3 for tensor in tensors)
 
 
-class _Paired:
-    """The calls of both layouts by module, operator and order, and their seconds in each round."""
-
-    def __init__(self, recorded: list[dict[tuple[Any, ...], TimedCall]]) -> None:
-        self._calls = {key: call for calls in reversed(recorded) for key, call in calls.items()}
-        for layout, calls in zip(LAYOUTS, recorded, strict=True):
-            for key, call in calls.items():
-                self._calls[key].arguments[layout] = call.arguments.pop("", ())
-                if call.kind == "layout copies":
-                    self._calls[key].kind = call.kind
-        self._rounds: list[dict[tuple[Any, ...], list[float]]] = []
-
-    def add(self, *sides: list[TimeRecorder]) -> None:
-        """One round: the recorders of each layout."""
-        seconds = [[recorder.seconds() for recorder in recorders] for recorders in sides]
-        means = [
-            [sum(block.get(key, 0.0) for block in blocks) / len(blocks) for blocks in seconds] for key in self._calls
-        ]
-        self._rounds.append(dict(zip(self._calls, means, strict=True)))
-
-    def calls(self) -> list[TimedCall]:
-        for key, call in self._calls.items():
-            call.ms = 1000 * np.array([one[key] for one in self._rounds])
-        return list(self._calls.values())
-
-
-def _weights(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters, each once, and the buffers that have a layout."""
-    named = named_tensors(model).values()
-    strided = [tensor for tensor in named if tensor.layout == torch.strided]
-    kept = [tensor for tensor in strided if isinstance(tensor, nn.Parameter) or tensor.dim() in (4, 5)]
-    return list({id(tensor): tensor for tensor in kept}.values())
+def _paired(contiguous: dict[Key, TimedCall], channels_last: dict[Key, TimedCall]) -> dict[Key, TimedCall]:
+    """The calls of both layouts by module, operator and order."""
+    paired = {**channels_last, **contiguous}
+    for key, call in channels_last.items():
+        paired[key].arguments |= call.arguments
+        if call.kind == COPY_KIND:
+            paired[key].kind = COPY_KIND
+    return paired
 
 
 @contextmanager
-def _weights_restored(model: nn.Module) -> Iterator[None]:
-    """Steps change copies of the weights. No garbage collection meanwhile, which would fall on some operator."""
-    before = [(tensor, tensor.data) for tensor in _weights(model)]
+def _weights_restored(model: nn.Module) -> Iterator[Weights]:
+    """The parameters, each once, and the buffers that have a layout, with their data, which steps leave as they are.
+
+    No garbage collection meanwhile, which would fall on some operator.
+    """
+    strided = [tensor for tensor in named_tensors(model).values() if tensor.layout == torch.strided]
+    kept = [tensor for tensor in strided if isinstance(tensor, nn.Parameter) or tensor.dim() in (4, 5)]
+    before = [(tensor, tensor.data) for tensor in {id(tensor): tensor for tensor in kept}.values()]
     gc.collect()
     gc.disable()
     try:
-        yield
+        yield before
     finally:
         gc.enable()
         for tensor, data in before:

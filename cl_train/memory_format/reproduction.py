@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from cl_train.memory_format.operator_times import Argument, Row
+from cl_train.memory_format.operator_times import Row
 
 _PROGRAM = '''"""{title}
 
@@ -68,8 +68,8 @@ def reproduction(row: Row, model: str, device: str) -> str:
 
 
 def _source(value: Any) -> str:
-    if isinstance(value, Argument):
-        return f"tensor({value.shape}, {value.strides}, torch.{value.dtype})"
+    if isinstance(value, torch.Tensor):
+        return f"tensor({tuple(value.shape)}, {value.stride()}, {value.dtype})"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_source, value))}]"
     if isinstance(value, dict):

@@ -24,15 +24,9 @@ CPU = torch.device("cpu")
 SLEEP_MS = 20.0
 
 
-class SleepForward(nn.Module):
-    def __init__(self, layout: str) -> None:
-        super().__init__()
-        self.layout = layout
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if classify(x) == self.layout:
-            time.sleep(SLEEP_MS / 1000)
-        return x * 1
+def sleep_if(tensor: torch.Tensor, layout: str) -> None:
+    if classify(tensor) == layout:
+        time.sleep(SLEEP_MS / 1000)
 
 
 class _SleepInBackward(torch.autograd.Function):
@@ -42,95 +36,81 @@ class _SleepInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if classify(gradient) == "channels_last":
-            time.sleep(SLEEP_MS / 1000)
+        sleep_if(gradient, "channels_last")
         return gradient
 
 
-class SleepBackward(nn.Module):
+class Planted(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _SleepInBackward.apply(x)
+        return self.function(x)
 
 
-class Contiguous(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.contiguous()
-
-
-def model_with(planted: nn.Module) -> nn.Module:
+def model_with(*planted: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), planted, nn.Conv2d(8, 8, 3))
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *map(Planted, planted), nn.Conv2d(8, 8, 3))
+    model = nn.Sequential(*layers)
     convert(model)
     return model
 
 
-def images(size: int = 12) -> torch.Tensor:
-    return torch.randn(2, 3, size, size).to(memory_format=torch.channels_last)
-
-
 def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
-    return audit(model, images(), time=True, time_limit_s=0.5, **options).times
+    """In this process: what changes the model is seen."""
+    images = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    return audit.__wrapped__(model, images, time=True, time_limit_s=0.2, **options).times
+
+
+def test_planted_sleeps_are_the_first_rows_with_their_time_and_the_model_is_unchanged() -> None:
+    model = model_with(
+        lambda x: sleep_if(x, "channels_last") or x * 1,
+        lambda x: sleep_if(x, "contiguous") or x * 1,
+        _SleepInBackward.apply,
+    )
+    state = {name: (value.clone(), value.stride()) for name, value in model.state_dict().items()}
+    times = times_of(model)
+    for rows in (times.modules(), times.operators()):
+        planted = {row.calls[0].module: row for row in rows[:3]}
+        for module, sign in (("3", 1), ("4", -1), ("5", 1)):
+            row = planted[module]
+            assert sign * row.difference_ms == pytest.approx(SLEEP_MS, rel=0.1) and row.is_significant
+    calls = {row.calls[0].module: row.calls[0] for row in times.operators()[:3]}
+    assert {call.operator for call in calls.values()} == {"python"}
+    assert [calls[module].direction for module in "345"] == ["forward", "forward", "backward"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name][0]) and value.stride() == state[name][1]
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class SlowConvolution(nn.Conv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if classify(x) == "channels_last":
-            time.sleep(SLEEP_MS / 1000)
+        sleep_if(x, "channels_last")
         return super().forward(x)
 
 
 def test_a_convolution_that_loses_more_than_copies_is_better_contiguous() -> None:
-    times = times_of(model_with(SlowConvolution(8, 8, 3)))
-    assert times.better_contiguous() == ["3"]
-    assert "conversion=mixed select=[3]" in str(times)
-
-
-@pytest.mark.parametrize(
-    ("planted", "direction", "sign"),
-    [
-        (SleepForward("channels_last"), "forward", 1),
-        (SleepForward("contiguous"), "forward", -1),
-        (SleepBackward(), "backward", 1),
-    ],
-)
-def test_a_planted_sleep_is_the_first_row_with_its_time(planted: nn.Module, direction: str, sign: int) -> None:
-    times = times_of(model_with(planted))
-    for row in (times.modules()[0], times.operators()[0]):
-        assert sign * row.difference_ms == pytest.approx(SLEEP_MS, rel=0.1) and row.is_significant
-    assert times.modules()[0].name == "3"
-    (call,) = times.operators()[0].calls
-    assert (call.operator, call.module, call.direction) == ("python", "3", direction)
+    times = times_of(nn.Sequential(model_with(), SlowConvolution(8, 8, 3)).to(memory_format=torch.channels_last))
+    assert times.better_contiguous() == ["1"]
+    assert "conversion=mixed select=[1]" in str(times)
 
 
 def test_copies_are_a_row_and_convolutions_a_table() -> None:
-    model = nn.Sequential(model_with(Contiguous()), nn.Conv2d(8, 8, 3, padding=1, groups=2))
+    model = nn.Sequential(model_with(lambda x: x.contiguous()), nn.Conv2d(8, 8, 3, padding=1, groups=2))
     convert(model)
-    times = times_of(model)
+    times = times_of(model, loss=lambda output: output.sum())
     copies = {row.name: row for row in times.kinds()}["layout copies forward"]
     assert copies.contiguous_ms == 0 < copies.channels_last_ms and len(copies.calls) == 1
     shapes = times.convolutions()
     assert [(shape["calls"], shape["dtype"]) for shape in shapes] == [(1, "float32")] * 3
     grouped = next(shape for shape in shapes if shape["groups"] == 2)
     assert (grouped["input"], grouped["out"], grouped["kernel"]) == ("2x8x8x8", 8, "3x3")
-    assert all(grouped[f"{way}, {layout}"] > 0 for way in ("forward", "backward") for layout in ("contiguous",))
+    assert grouped["forward, contiguous"] > 0 and grouped["backward, contiguous"] > 0
     assert len(str(times).splitlines()[1]) < 130 and times.utilisation["gflop_per_image"] > 0
     assert json.loads(json.dumps(times.to_dict()))["rounds"] >= 4
-
-
-def test_the_model_is_afterwards_what_it_was() -> None:
-    model = model_with(nn.Identity())
-    state = {name: (value.clone(), value.stride()) for name, value in model.state_dict().items()}
-    times_of(model)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name][0]) and value.stride() == state[name][1]
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("options", [{"backward": False}, {"loss": lambda output: output.sum()}])
-def test_inference_and_own_losses(options: Any) -> None:
-    times = times_of(model_with(nn.Identity()), **options)
-    phases = {call.direction for call in times.calls}
-    assert phases == ({"forward"} if "backward" in options else {"forward", "backward", "update"})
+    assert {call.direction for call in times.calls} == {"forward", "backward", "update"}
+    assert {call.direction for call in times_of(model, backward=False).calls} == {"forward"}
 
 
 def call_of(ms: list[tuple[float, float]], name: str = "aten.relu.default") -> TimedCall:
