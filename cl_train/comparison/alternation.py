@@ -4,12 +4,11 @@ Blocks run in the order A B B A (A B C C B A for three), which is one round: lin
 users) cancels within a round, so rounds are nearly independent.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from cl_train.comparison.statistics import Interval, interval_of_rounds
 
@@ -32,12 +31,13 @@ class Alternation:
 
     def speed_ratios(self) -> list[Interval]:
         """Speed of each variant / speed of the first one, with a 95 % interval over the rounds."""
-        return [interval_of_rounds(np.log(self.round_ratios(variant)).tolist()) for variant in range(len(self.blocks))]
+        return [interval_of_rounds(list(map(math.log, self.round_ratios(index)))) for index in range(len(self.blocks))]
 
     def round_ratios(self, variant: int) -> list[float]:
         """Speed of a variant / speed of the first one in each round; their median ignores outliers."""
-        log_s = np.log([self.blocks[0], self.blocks[variant]]).reshape(2, -1, 2).mean(2)
-        return [float(ratio) for ratio in np.exp(log_s[0] - log_s[1])]
+        blocks = zip(self.blocks[0], self.blocks[variant], strict=True)
+        ratios = [first / other for first, other in blocks]
+        return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
 
 
 def alternate(

@@ -336,6 +336,11 @@ def choose_memory_format(
     )  # fmt: skip
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(torch.contiguous_format, "full", "contiguous: the model has no convolutions", 0.0)
+    return _remembered_choice(model, workload, time_limit_s)
+
+
+def _remembered_choice(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
+    """The choice from the cache, else measured and cached."""
     key = _cache_key(model, workload)
     path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
@@ -377,7 +382,8 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
     measured = replace(workload, batch_size=batch_size)
     done = benchmark_layouts(model, measured, layouts, time_limit_s=0.5 * time_limit_s)  # warm-up takes about a quarter
     baseline, *others = done.speeds
-    best = max((one for one in others if one.verdict == "faster"), key=lambda one: one.images_per_s, default=baseline)
+    faster = [one for one in others if one.verdict == "faster"]
+    best = max(faster, key=lambda one: one.images_per_s, default=baseline)
     ratios = [
         f"{one.layout} is {one.ratio.ratio:.2f}x [{one.ratio.low:.2f}, {one.ratio.high:.2f}]"
         if one.ratio.width < 1
@@ -388,7 +394,7 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
     reason = (
         f"{best.layout}: {' and '.join(ratios)} as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
     )
-    is_noisy = best is baseline and any(
+    is_noisy = not faster and any(
         one.verdict == "not_comparable" or (one.verdict == "inconclusive" and one.ratio.width > NOISY_WIDTH)
         for one in others
     )
