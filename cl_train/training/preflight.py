@@ -134,6 +134,8 @@ def trial_step(
                 raise ValueError(f"outputs of shape {shape_found}; expected [N, classes] for {num_classes} classes")
             loss = loss_of(output, targets)
         loss.backward()
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in model.parameters()):
+            raise ValueError("sparse gradients, which the optimizers do not take: use sparse=False")
 
 
 def _noise(shape: tuple[int, ...], batch_format: DeviceFormat) -> torch.Tensor:
