@@ -197,44 +197,38 @@ class LocalJobs:
                 self._run_job(job, slot)
 
     def _run_job(self, job: Job, slot: Slot) -> None:
+        """Run a job to its end, and print how it ended, with an estimate of the time left."""
         folder, started_at = self.folder / job.name, time.monotonic()
         try:
             with self._lock:
                 if self._signals:
                     return
                 process = self._running[slot] = start_job(job, folder, slot)
+            how = _describe_end(process.wait(), folder)
+            del self._running[slot]
+            if self._signals and process.returncode:
+                how = f"interrupted, stopped by {signal.Signals(self._signals[0]).name}"
+            write_end(folder, how)
+            problem = problem_of(folder)
         except (ConfigError, OSError) as error:
-            self._print(f"{job.name}: failed ({error})")
-            return
-        exit_code = process.wait()
-        del self._running[slot]
-        how = _describe_end(exit_code, folder)
-        if self._signals and exit_code:
-            how = f"interrupted, stopped by {signal.Signals(self._signals[0]).name}"
-        write_end(folder, how)
-        problem = problem_of(folder)
+            problem = str(error)
         outcome = f"failed ({problem})" if problem and not problem.startswith("interrupted") else problem or "completed"
         place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
         speed = "" if problem else f", {read_run(folder).results['images_per_s'] or math.nan:.1f} images/s"
-        self._print(f"{job.name}: {outcome} in {timedelta(seconds=round(time.monotonic() - started_at))}{place}{speed}")
-
-    def _print(self, line: str) -> None:
-        """How a job ended, with an estimate of the time left."""
         with self._lock:
             self._ended += 1
-            remaining = sum(map(len, self.groups)) - self._ended
-            left_s = (time.monotonic() - self._started_at) / self._ended * remaining
-            left = f"; about {timedelta(seconds=round(left_s))} left" if remaining and not self._signals else ""
-            print(f"[{self._ended}/{self._ended + remaining}] {line}{left}", flush=True)
+            count = sum(map(len, self.groups))
+            left_s = (time.monotonic() - self._started_at) / self._ended * (count - self._ended)
+            left = f"; about {timedelta(seconds=round(left_s))} left" if left_s and not self._signals else ""
+            took = timedelta(seconds=round(time.monotonic() - started_at))
+            print(f"[{self._ended}/{count}] {job.name}: {outcome} in {took}{place}{speed}{left}", flush=True)
 
 
 @contextmanager
 def signals_noted(signals: Sequence[int], received: list[int]) -> Iterator[None]:
     """These signals are appended to `received` inside the block; not SIGHUP under nohup, which ignores it."""
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    before = {
-        signum: signal.signal(signum, lambda number, frame: received.append(number)) for signum in {*signals} - ignored
-    }
+    before = {one: signal.signal(one, lambda signum, frame: received.append(signum)) for one in {*signals} - ignored}
     try:
         yield
     finally:
