@@ -1,10 +1,13 @@
-"""Sweeps: what is planned, and runs of a stand-in for train.py, whose jobs fail in several ways."""
+"""Sweeps: what is planned, and runs of a stand-in for train.py; tests/clusters runs the real program on Slurm."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,24 @@ import pytest
 from cl_train.comparison import report
 from cl_train.comparison import sweep as sweep_module
 from cl_train.comparison.report import compare_folders
-from cl_train.comparison.sweep import LocalJobs, Slot, own_cores, plan_slots, run_sweep, signals_noted
+from cl_train.comparison.sweep import (
+    LocalJobs,
+    Slot,
+    array_script,
+    own_allocation,
+    own_cores,
+    plan_slots,
+    run_sweep,
+    signals_noted,
+)
 from cl_train.comparison.sweep_plan import LOG_NAME, Job, plan_sweep, problem_of, read_sweep
 from cl_train.config.command_line import check_command_line
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, LauncherConfig
 from tests.processes import LIMIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = ("channels_last=true,false", "model=resnet18")
+SLURM = ("-m", "channels_last=true,false", "launcher=slurm")
 
 # Leaves the records of a run: channels_last=true is 1.5 times as fast. Some models misbehave until `mended` exists.
 STAND_IN = """
@@ -148,19 +161,17 @@ def test_a_setting_that_is_the_same_in_all_jobs_is_reported(capsys: pytest.Captu
         assert expected in output and bool(expected) == bool(output), words
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "data=synthetic max_steps=20",  # one window of ten steps after ten of warm-up
-        "data=synthetic data.synthetic_images=320 epochs=4",  # ten steps an epoch, the first is warm-up
-        "data=sample epochs=1 batch_size=32",  # 34 steps: 10 to 20, to 30, to 34
-        "data=folder data.root=/nowhere max_steps=40",
-    ],
+SHORT = (
+    "data=synthetic max_steps=20",  # one window of ten steps after ten of warm-up
+    "data=synthetic data.synthetic_images=320 epochs=4",  # ten steps an epoch, the first is warm-up
+    "data=sample epochs=1 batch_size=32",  # 34 steps: 10 to 20, to 30, to 34
+    "data=folder data.root=/nowhere max_steps=40",
 )
-def test_a_sweep_of_runs_that_are_too_short_is_refused(words: str) -> None:
-    with pytest.raises(ConfigError, match="log_every"):
-        plan_sweep(["-m", "channels_last=true,false", *words.split()])
-    assert plan_sweep(["-m", "seed=1,2", *words.split()]).jobs, "these are not compared"
+
+
+@pytest.mark.parametrize("words", SHORT)
+def test_runs_that_are_not_compared_or_one_window_longer_are_accepted(words: str) -> None:
+    assert plan_sweep(["-m", "seed=1,2", *words.split()]).jobs
     longer = [word for word in words.split() if not word.startswith(("epochs", "max_steps"))]
     assert plan_sweep(["-m", "channels_last=true,false", *longer, "epochs=5", "max_steps=50"]).jobs
 
@@ -174,6 +185,7 @@ def test_a_sweep_of_runs_that_are_too_short_is_refused(words: str) -> None:
         ("resume_sweep={sweep}/..", "sweep.json"),
         ("seed=1,2 only_group=1", "only_group needs resume_sweep"),
         ("channels_last=false,false", "channels_last: a value is listed twice"),
+        *((f"channels_last=true,false {words}", "log_every") for words in SHORT),
         ("channels_last=true,false launcher.gpus=all hydra.sweep.dir={sweep}/new", "launcher.gpus"),
     ],
 )
@@ -194,12 +206,15 @@ def test_under_torchrun_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         run_sweep(["-m", "channels_last=true,false"])
 
 
-@pytest.mark.parametrize("name", ["../precious", "a/b", ""])
-def test_a_record_cannot_name_other_folders(tmp_path: Path, name: str) -> None:
-    jobs = [{"number": 0, "name": name, "overrides": [], "status": "failed"}]
-    (tmp_path / "sweep.json").write_text(json.dumps({"compare_by": "channels_last", "jobs": jobs}))
-    with pytest.raises(ConfigError):
-        read_sweep(tmp_path)
+@pytest.mark.parametrize(("name", "is_read"), [("a", True), ("../precious", False), ("a/b", False), ("", False)])
+def test_a_record_of_an_earlier_version_can_be_read_but_names_no_other_folders(
+    tmp_path: Path, name: str, is_read: bool
+) -> None:
+    jobs = [{"number": 0, "name": name, "overrides": [], "status": "failed", "exit_code": 1, "why": "x"}]
+    (tmp_path / "sweep.json").write_text(json.dumps({"compare_by": "seed", "allocations": {}, "jobs": jobs}))
+    with nullcontext() if is_read else pytest.raises(ConfigError):
+        found = read_sweep(tmp_path)
+        assert found.launcher == LauncherConfig() and [job.name for job in found.jobs] == [name]
 
 
 @pytest.mark.parametrize(
@@ -404,10 +419,10 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_gpus_and_cores_are_divided(cores: list[int]) -> None:
     gpus = ["0", "1", "2", "3"]
-    assert plan_slots(["all"], gpus, [[job()]] * 9) == [
+    assert plan_slots(["all"], gpus, [[job()]] * 4) == [
         Slot((str(i),), tuple(cores[4 * i : 4 * i + 4])) for i in range(4)
     ]
-    assert plan_slots(["all"], gpus[:3], [[job(), job(nproc=2)]] * 9) == [Slot(("0", "1"), tuple(cores))]
+    assert plan_slots(["all"], gpus[:3], [[job(), job(nproc=2)]] * 2) == [Slot(("0", "1"), tuple(cores))]
     assert [len(slot.cores) for slot in plan_slots(["all"], gpus, [[job()]] * 2)] == [8, 8], "one per group"
     assert [slot.gpus for slot in plan_slots(["5"], ["2", "5"], [[job()]])] == [("5",)]
     del cores[2:]
@@ -432,4 +447,75 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     del cores[count:]
     with pytest.raises(ConfigError, match=word):
-        plan_slots(asked.split(","), visible.split(","), [[settings]] * 9)
+        plan_slots(asked.split(","), visible.split(","), [[settings]] * 4)
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An sbatch that refuses everything, and a squeue that knows of nothing."""
+    bodies, run = {"sbatch": "echo 'invalid partition' >&2; exit 1", "squeue": "exit 0"}, subprocess.run
+
+    def start(command: list[str], **words: Any) -> Any:
+        return run(["sh", "-c", bodies[command[0]]] if command[0] in bodies else command, **words)
+
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", start)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "changes", "expected"),
+    [
+        (1, {}, ["--array=0,1\n", "--time=30\n", "--signal=B:USR2@120", "--ntasks-per-node=1\n", "only_group="]),
+        (1, {"max_parallel": 1, "time_min": 1}, ["=0,1%1\n", "USR2@20"]),
+        (8, {"nodes": 2, "cpus_per_task": 4}, ["-node=4\n", "--cpus-per-task=4\n"]),
+        (8, {"cpus_per_task": 4, "gpus_per_node": 8}, ["--cpus-per-task=32\n", "--gpus-per-node=8\n"]),
+        (1, {"partition": "gpu", "setup": ["module load cuda"]}, ["--partition=gpu\n", "\nmodule load cuda\n"]),
+    ],
+)
+def test_jobs_that_are_compared_form_one_element_of_an_array(
+    nproc: int, changes: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    words = ["seed=1,2", "launcher.time_min=30", f"nproc={nproc}", "epochs=50", f"hydra.sweep.dir={tmp_path}"]
+    planned = plan_sweep([*SLURM, *words])
+    script = array_script(replace(planned, launcher=replace(planned.launcher, **changes)), [0, 1])
+    assert [words for words in expected if words not in script] == []
+    assert [[job.number for job in group] for group in planned.missing_groups()] == [[0, 1], [2, 3]]
+    assert not any("launcher" in word for job in planned.jobs for word in job.overrides)
+    planned.save()
+    assert read_sweep(planned.folder) == planned
+    [[first, _]] = plan_sweep(["-m", f"resume_sweep={planned.folder}", "only_group=1"]).missing_groups()
+    assert first.number == 2
+
+
+@pytest.mark.parametrize(
+    ("array", "name"), [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, "7_1")]
+)
+def test_an_element_of_an_array_is_not_the_array(
+    array: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM_JOB_ID of the last element is the id of the array."""
+    monkeypatch.setattr(os, "environ", {"SLURM_JOB_ID": "7"} | array)
+    assert own_allocation() == name
+
+
+def test_without_slurm_nothing_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="no sbatch"):
+        run_sweep([*SLURM, f"hydra.sweep.dir={tmp_path}/a"])
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.usefixtures("no_slurm")
+@pytest.mark.parametrize(
+    ("word", "is_warned"), [("epochs=5", True), ("device=cpu", False), ("launcher.gpus_per_node=1", False)]
+)
+def test_what_sbatch_refuses_can_be_submitted_again(
+    word: str, is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No request for GPUs is reported, and processes are spread evenly."""
+    with pytest.raises(ConfigError, match=r"launcher\.nodes=2"):
+        run_sweep([*SLURM, "launcher.nodes=2", f"hydra.sweep.dir={tmp_path}/a"])
+    with pytest.raises(ConfigError, match=r"invalid partition; resume_sweep="):
+        run_sweep([*SLURM, word, f"hydra.sweep.dir={tmp_path}/a"])
+    assert ("launcher.gpus_per_node" in capsys.readouterr().out) == is_warned
+    assert len(read_sweep(tmp_path / "a").missing_groups()) == 1
