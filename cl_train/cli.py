@@ -15,7 +15,7 @@ from cl_train import __version__
 from cl_train.commands import COMMANDS
 from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError
-from cl_train.config.validation import print_problems, suggest
+from cl_train.config.validation import suggest
 from cl_train.system.processes import end_with_torchrun, exit_without_teardown
 
 
@@ -36,7 +36,10 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
     try:
         return command(words)
     except ConfigError as error:
-        print_problems(error)
+        is_other_rank = "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
+        if not is_other_rank:
+            title = f"configuration error{'s' if len(error.problems) > 1 else ''}:"
+            print("\n  ".join([title, *error.problems]), file=sys.stderr)
         return 2
     except OSError as error:
         print(f"failed: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 import shutil
 import textwrap
-import typing
 from collections.abc import Iterable, Mapping
 
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config
@@ -23,15 +22,13 @@ def command_help(usage: str, doc: str, settings: Mapping[str, type]) -> str:
 
 def train_help(usage: str, doc: str, groups: Mapping[str, list[str]]) -> str:
     """The help page of train.py: the choices of the groups, then the settings by group."""
-    choices = [f"  {group}={'|'.join(names)}" for group, names in groups.items()]
-    sections: dict[str, list[Setting]] = {
-        "\n".join(["groups of settings, one file each (conf/<group>/<choice>.yaml)", *choices]): []
-    }
-    hints = typing.get_type_hints(Config)
+    choices = [f"\n  {group}={'|'.join(names)}" for group, names in groups.items()]
+    sections: dict[str, list[Setting]] = {f"groups of settings (conf/<group>/<choice>.yaml){''.join(choices)}": []}
     for setting in setting_fields(Config).values():
+        group = setting.key.rpartition(".")[0]
+        title = f"{group}: {Config.__annotations__[group].__doc__}" if group else "settings"
         if setting.key not in CHOSEN_BY_GROUP:
-            group = setting.key.rpartition(".")[0]
-            sections.setdefault(f"{group}: {hints[group].__doc__}" if group else "settings", []).append(setting)
+            sections.setdefault(title, []).append(setting)
     return _page(usage, doc, sections)
 
 

@@ -4,18 +4,8 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
-from cl_train.config.schema import (
-    AUTO_BATCH_SIZE,
-    DATA_SETS,
-    LOSSES,
-    OPTIMIZERS,
-    WITHOUT_FUSED_KERNEL,
-    AugmentConfig,
-    Config,
-    DataConfig,
-    LauncherConfig,
-    OptimConfig,
-)
+from cl_train.config import schema
+from cl_train.config.schema import DATA_SETS, LOSSES, OPTIMIZERS, AugmentConfig, Config, DataConfig, LauncherConfig
 
 
 def _has_class_folders(cfg: Config) -> bool:
@@ -53,7 +43,10 @@ def combination_problems(cfg: Config) -> Iterator[str]:
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
     yield from _data_problems(cfg.data, cfg.augment)
     yield from _run_problems(cfg)
-    yield from _optimizer_problems(cfg.optim)
+    if cfg.optim.library == "torch" and cfg.optim.name not in OPTIMIZERS:
+        yield f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}"
+    if cfg.optim.nesterov and cfg.optim.momentum == 0:
+        yield "optim.nesterov=true needs optim.momentum above 0"
     conflict = graph_conflict(cfg)
     if cfg.cuda_graph == "true" and conflict is not None:
         yield f"cuda_graph=true: {conflict}"
@@ -97,24 +90,17 @@ def _run_problems(cfg: Config) -> Iterator[str]:
         yield "evaluate_only=true needs weights=... or resume=..., else it would evaluate random weights"
     if cfg.ddp_static_graph and cfg.accumulate_steps > 1:
         yield "ddp_static_graph=true does not work with accumulate_steps above 1"
-    if cfg.batch_size == AUTO_BATCH_SIZE and cfg.resume is not None:
+    if cfg.batch_size == schema.AUTO_BATCH_SIZE and cfg.resume is not None:
         yield "batch_size=auto with resume=...: give the batch size that the run started with (see its config.yaml)"
-    if cfg.global_batch_size is not None and (cfg.accumulate_steps > 1 or cfg.batch_size == AUTO_BATCH_SIZE):
+    if cfg.global_batch_size is not None and (cfg.accumulate_steps > 1 or cfg.batch_size == schema.AUTO_BATCH_SIZE):
         yield "global_batch_size sets accumulate_steps and needs batch_size=NUMBER: leave out the other setting"
     if cfg.report and cfg.evaluate_every == -1 and not cfg.evaluate_only:
         yield "report=true is written by evaluations, and evaluate_every=-1 has none; use evaluate_every=0"
 
 
-def _optimizer_problems(optim: OptimConfig) -> Iterator[str]:
-    if optim.library == "torch" and optim.name not in OPTIMIZERS:
-        yield f"optim.name={optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}"
-    if optim.nesterov and optim.momentum == 0:
-        yield "optim.nesterov=true needs optim.momentum above 0"
-
-
 def graph_conflict(cfg: Config) -> str | None:
     """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
-    if cfg.optim.library != "torch" or cfg.optim.name in WITHOUT_FUSED_KERNEL:
+    if cfg.optim.library != "torch" or cfg.optim.name in schema.WITHOUT_FUSED_KERNEL:
         name = cfg.optim.name if cfg.optim.library == "torch" else f"timm's {cfg.optim.name}"
         return f"{name} has no fused kernel, so the host decides whether to skip a step; use optim=sgd"
     if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import importlib
 import math
-import os
 import re
 import sys
 import types
@@ -230,14 +229,6 @@ def to_mapping(cfg: object) -> dict[str, Any]:
 
 def to_yaml(cfg: object) -> str:
     return yaml.safe_dump(to_mapping(cfg), sort_keys=False)
-
-
-def print_problems(error: ConfigError) -> None:
-    """The problems, one line each. Of several ranks only rank 0 prints."""
-    is_other_rank = "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
-    if not is_other_rank:
-        title = f"configuration error{'s' if len(error.problems) > 1 else ''}:"
-        print("\n  ".join([title, *error.problems]), file=sys.stderr)
 
 
 def user_function(setting: str, name: str) -> Callable[..., Any]:
