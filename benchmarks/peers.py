@@ -68,8 +68,8 @@ class PeerSettings:
 
 def overhead(settings: PeerSettings) -> Result:
     device = choose_device("auto")
-    sides = [partial(side, settings, device) for side in (bare_step_s, cl_train_step_s)]
-    done = alternate(sides, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
+    steps = [partial(side, settings, device) for side in (bare_step_s, cl_train_step_s)]
+    done = alternate(steps, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
     ratios = done.round_ratios(1)
     bare_ms, cl_train_ms = ([1000 * seconds for seconds in block] for block in done.blocks)
     times = {"bare_step_ms": bare_ms, "cl_train_step_ms": cl_train_ms}
@@ -123,8 +123,8 @@ def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
 def loader(settings: LoaderBenchmarkSettings) -> Result:
     settings = loader_speed.with_defaults(settings)
     workers, missing = settings.workers[-1], dict[str, str]()
-    own = [loader_speed.ours(settings, workers, decoder) for decoder in ("simplejpeg", "pillow")]
-    pipelines = [loader_speed.torchvision_reference(settings, workers), *own, decoding_only(settings)]
+    ours = [loader_speed.ours(settings, workers, decoder) for decoder in ("simplejpeg", "pillow")]
+    pipelines = [loader_speed.torchvision_reference(settings, workers), *ours, decoding_only(settings)]
     try:
         pipelines.append(timm(settings, workers))
     except Exception as error:  # also a broken installation

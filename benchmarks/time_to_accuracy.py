@@ -205,16 +205,16 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
     """
     summary: dict[str, Any] = {}
     for name in dict.fromkeys(run["program"] for run in runs):
-        own = [run for run in runs if run["program"] == name]
-        seconds = [seconds_to(run) for run in own]
+        finished = [run for run in runs if run["program"] == name]
+        seconds = [seconds_to(run) for run in finished]
         reached = [value for value in seconds if value < math.inf]
         summary[name] = {
-            "runs": len(own),
+            "runs": len(finished),
             "reached": len(reached),
             "median_s": median(seconds),
             "range_s": [min(reached), max(reached)] if reached else None,
-            "median_start_s": median([run["start_s"] or 0.0 for run in own]),
-            "median_best_top1": median([max((top1 for _, top1 in run["points"]), default=0.0) for run in own]),
+            "median_start_s": median([run["start_s"] or 0.0 for run in finished]),
+            "median_best_top1": median([max((top1 for _, top1 in run["points"]), default=0.0) for run in finished]),
         }
     ours = summary["cl_train"]["median_s"]
     for row in summary.values():

@@ -117,9 +117,9 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
         ConfigError: a setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
     """
     fixed, axes = split_sweep(arguments)
-    own = [word for word in fixed if _is_own(word)]
+    for_sweep = [word for word in fixed if _is_own(word)]
     hydra = [word for word in fixed if word.startswith("hydra.")]
-    words = [word for word in fixed if word not in (*own, *hydra)]
+    words = [word for word in fixed if word not in (*for_sweep, *hydra)]
     problems = []
     for axis in axes:
         if _is_own(axis[0]) and _key(axis[0]) != "nproc":
@@ -133,8 +133,8 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
     runs = check_command_line(arguments) if runs is None else runs
     settings = runs[0]
     if settings.resume_sweep is not None:
-        launcher = [word for word in own if word.startswith("launcher")]
-        if words or axes or {_key(word) for word in own} - {"resume_sweep", "only_group", *map(_key, launcher)}:
+        launcher = [word for word in for_sweep if word.startswith("launcher")]
+        if words or axes or {_key(word) for word in for_sweep} - {"resume_sweep", "only_group", *map(_key, launcher)}:
             raise ConfigError("resume_sweep runs what is missing in a sweep: leave out the other settings")
         sweep = replace(read_sweep(Path(settings.resume_sweep)), only_group=settings.only_group)
         return replace(sweep, launcher=settings.launcher) if launcher else sweep

@@ -86,8 +86,8 @@ class ImageData:
         if self.val_loader.is_stream:
             return []
         bad = self.bad_images.reasons
-        own = range(self.dist.rank, self.val_images, self.dist.world_size)
-        return [index for index in own if not bad or self.validation_name(index) not in bad]
+        indices = range(self.dist.rank, self.val_images, self.dist.world_size)
+        return [index for index in indices if not bad or self.validation_name(index) not in bad]
 
     def validation_name(self, index: int) -> str:
         return self.val_loader.reader.name(index)

@@ -85,11 +85,11 @@ def _copy(root: Path, out: Path, smaller: Callable[[bytes], bytes], name: str) -
 def _smaller(data: bytes, max_side: int | None, short_side: int | None, quality: int) -> bytes:
     """A JPEG of the required size, never enlarged, decoded again to verify it; a small JPEG keeps its bytes."""
     encoded = Encoded(data)
-    sides = encoded.height, encoded.width
-    scale = max_side / max(sides) if max_side else (short_side or 1) / min(sides)
+    size = encoded.height, encoded.width
+    scale = max_side / max(size) if max_side else (short_side or 1) / min(size)
     pixels = encoded.decode()
     if scale < 1:
-        height, width = (max(1, round(side * scale)) for side in sides)
+        height, width = (max(1, round(side * scale)) for side in size)
         pixels = resized(pixels, None, (height, width))[0].permute(1, 2, 0).numpy()
     elif data.startswith(JPEG_MAGIC) and not encoded.needs_pillow:
         return data

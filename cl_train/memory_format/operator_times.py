@@ -468,10 +468,10 @@ def time_operators(
         forward: returns the scalar loss of a batch, or None without a backward pass.
         time_limit_s: for all rounds, of which there are at least 4 and at most 40.
     """
-    own = torch.channels_last if model_memory_format(model) == "contiguous" else None
+    other_layout = torch.channels_last if model_memory_format(model) == "contiguous" else None
     selection = kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled())
     with _weights_restored(model) as weights, selection, closing(_Clock()) as clock:
-        sides = [_Side(model, weights, batch, to) for to in (torch.contiguous_format, own)]
+        sides = [_Side(model, weights, batch, to) for to in (torch.contiguous_format, other_layout)]
         calls: tuple[dict[Key, TimedCall], dict[Key, TimedCall]] = ({}, {})
 
         def block(index: int) -> tuple[float, float, dict[Key, float]]:

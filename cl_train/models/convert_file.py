@@ -151,8 +151,8 @@ def _runnable(saved: SavedModel, image_size: int | None = None) -> nn.Module | N
         return None
     size = image_size or (preprocessing.crop if preprocessing else None)
     model = models.build_model(name, num_classes=len(saved.card.classes) or 1000, image_size=size)
-    own = model.state_dict()
-    other = [value for name, value in saved.tensors.items() if name in own and own[name].shape != value.shape]
+    current = model.state_dict()
+    other = [value for name, value in saved.tensors.items() if name in current and current[name].shape != value.shape]
     if other and other[0].dim() > 0:  # the classifier's, whose first dimension is the number of classes
         model = models.build_model(name, num_classes=len(other[0]), image_size=size)
     models.load_state(model, saved.state, f"model={name} does not fit the file")

@@ -198,8 +198,10 @@ def load_weights_file(model: nn.Module, path: Path) -> bool:
     weights = read_weights(path)
     if weights.taken:
         log.info("weights=%s: %s", path, weights.taken)
-    own = model.state_dict()
-    other_shape = {name for name, value in weights.tensors.items() if name in own and own[name].shape != value.shape}
+    current = model.state_dict()
+    other_shape = {
+        name for name, value in weights.tensors.items() if name in current and current[name].shape != value.shape
+    }
     new_head = other_shape if other_shape <= head_parameters(model) else set[str]()
     state = {name: value for name, value in weights.state.items() if name not in new_head}
     load_state(model, state, f"weights={path} do not fit the model", may_lack=new_head)
@@ -243,9 +245,9 @@ def published_preprocessing(model: str, weights: str) -> Preprocessing | None:
     if path := weights_path(weights):
         return read_weights(path).card.preprocessing if path.is_file() else None
     if not model.startswith("timm/"):
-        own = torchvision_weights(model, weights).transforms()
-        sizes = own.resize_size[0], own.crop_size[0]
-        return Preprocessing(*sizes, own.interpolation.value, tuple(own.mean), tuple(own.std))
+        published = torchvision_weights(model, weights).transforms()
+        sizes = published.resize_size[0], published.crop_size[0]
+        return Preprocessing(*sizes, published.interpolation.value, tuple(published.mean), tuple(published.std))
     timm = import_timm(model)
     cfg = timm.get_pretrained_cfg(model.removeprefix("timm/"))
     found = timm.data.resolve_data_config(pretrained_cfg=cfg.to_dict() if cfg else {}, use_test_size=True)
@@ -270,10 +272,10 @@ def follow_published_preprocessing(data: DataConfig, model: str, weights: str, g
 
 def log_preprocessing(data: DataConfig, model: str, weights: str, *, evaluate_only: bool) -> None:
     """Log the preprocessing of the weights; a warning if the settings (of training: mean and std) differ from it."""
-    published, own = published_preprocessing(model, weights), Preprocessing.of(data).settings()
+    published, used = published_preprocessing(model, weights), Preprocessing.of(data).settings()
     settings = published.settings() if published else {}
     relevant = set(settings) if evaluate_only else {"mean", "std"}
-    differing = {name: value for name, value in settings.items() if value != own[name] and name in relevant}
+    differing = {name: value for name, value in settings.items() if value != used[name] and name in relevant}
     words = " ".join(f"data.{name}={show(value)}" for name, value in (differing or settings).items())
     if differing:
         log.warning("weights=%s were published with other settings: %s", weights, words)

@@ -226,11 +226,11 @@ class EMA:
     @torch.no_grad()
     def update(self, model: nn.Module, masters: MasterWeights | None = None) -> None:
         """ema += (1 - decay) * (weights - ema). Integer buffers are copied. The host does not wait for the device."""
-        source, own = full_precision_state(model, masters), self.module.state_dict()
-        tensors = [name for name, value in own.items() if isinstance(value, torch.Tensor)]  # else an extra state
-        averages = [name for name in tensors if own[name].is_floating_point()]
-        copied = [name for name in tensors if not own[name].is_floating_point()]
+        source, average = full_precision_state(model, masters), self.module.state_dict()
+        tensors = [name for name, value in average.items() if isinstance(value, torch.Tensor)]  # else an extra state
+        averages = [name for name in tensors if average[name].is_floating_point()]
+        copied = [name for name in tensors if not average[name].is_floating_point()]
         if copied:  # one launch instead of one per BatchNorm
-            torch._foreach_copy_([own[name] for name in copied], [source[name] for name in copied])
-        weights = [source[name].detach().to(own[name].dtype) for name in averages]
-        torch._foreach_lerp_([own[name] for name in averages], weights, 1 - self.decay)
+            torch._foreach_copy_([average[name] for name in copied], [source[name] for name in copied])
+        weights = [source[name].detach().to(average[name].dtype) for name in averages]
+        torch._foreach_lerp_([average[name] for name in averages], weights, 1 - self.decay)

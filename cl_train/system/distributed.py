@@ -85,18 +85,18 @@ def check_kernels(device: torch.device) -> None:
 
     Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for any later GPU when it is needed.
     """
-    own = torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device)
     names = torch.cuda.get_arch_list()  # such as sm_90 and compute_90
     matches = [match for name in names if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name))]
     built = [(match[1], (int(match[2]), int(match[3]))) for match in matches]
-    runs = any(version <= own and (kind == "compute" or version[0] == own[0]) for kind, version in built)
+    runs = any(version <= capability and (kind == "compute" or version[0] == capability[0]) for kind, version in built)
     if runs or not built:  # not built for NVIDIA's GPUs: torch knows what it supports
         return
-    is_later = own > max(version for _, version in built)
+    is_later = capability > max(version for _, version in built)
     remedy = "a newer torch" if is_later else "torch's build for CUDA 12.6, which still supports Volta"
     raise ConfigError(
-        f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}, and torch {torch.__version__} "
-        f"has kernels for {', '.join(names)} only: install {remedy}, or use device=cpu"
+        f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and torch "
+        f"{torch.__version__} has kernels for {', '.join(names)} only: install {remedy}, or use device=cpu"
     )
 
 

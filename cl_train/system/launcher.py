@@ -21,8 +21,10 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
     Raises ConfigError if only some of the variables are set, or a value is invalid.
     """
-    alone = environment.get("RANK") == "0" and environment.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in environment
-    if alone or not {"RANK", "WORLD_SIZE"} & environment.keys():
+    is_single_process = (
+        environment.get("RANK") == "0" and environment.get("WORLD_SIZE") == "1" and "MASTER_ADDR" not in environment
+    )
+    if is_single_process or not {"RANK", "WORLD_SIZE"} & environment.keys():
         return None
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     wrong = [name for name in numbers if not environment.get(name, "").isdecimal()]

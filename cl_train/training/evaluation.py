@@ -206,10 +206,10 @@ def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path
 
     The host waits for the device. A report that cannot be written must not end a run: it is left out with a warning.
     """
-    own, indices = predictions.cpu().numpy(), data.validation_indices()
-    if len(indices) != len(own):  # an IterableDataset, or a file that became unreadable during the run
-        indices = [-1] * len(own)
-    ranks = gather_objects((own, indices), dist)
+    predicted, indices = predictions.cpu().numpy(), data.validation_indices()
+    if len(indices) != len(predicted):  # an IterableDataset, or a file that became unreadable during the run
+        indices = [-1] * len(predicted)
+    ranks = gather_objects((predicted, indices), dist)
     if not dist.is_main:
         return
     rows = np.concatenate([of_rank for of_rank, _ in ranks])

@@ -176,9 +176,9 @@ def resolve_batch_size(cfg: Config, dist: Dist, build: Callable[[Config, int, Di
 
 
 def _fastest_batch_size(cfg: Config, dist: Dist, build: Callable[[Config, int, Dist], nn.Module]) -> int:
-    device, alone = dist.device, Dist(0, 1, dist.device)
+    device, single_process = dist.device, Dist(0, 1, dist.device)
     augment = dataclasses.replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
-    with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=alone)) as data:
+    with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)) as data:
         images, classes = data.train_images, data.num_classes
     size = size_schedule(cfg.data).image_sizes[-1]
     largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
@@ -189,7 +189,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist, build: Callable[[Config, int, D
     workload = Workload(SMALLEST, (3, size, size), resolve_precision(cfg.precision, device), device, optim=cfg.optim)
     layout = Layout("", torch.channels_last, "conv" if cfg.conversion == "conv" else "full")
     with measurement_state(workload):
-        model = build(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, alone)
+        model = build(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process)
         find = partial(search, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
         try:
             measured = find(partial(_measure, model, CONTIGUOUS if cfg.channels_last == "false" else layout, workload))

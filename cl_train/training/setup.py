@@ -134,8 +134,8 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
     for key in ("root", "workers", "prefetch", "dataset"):  # may differ between machines
         settings["data"].pop(key, None)
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
-    own = {"settings": digest, "data": data.fingerprint, "layout": layout_digest(state.model)}
-    ranks = gather_objects(own | {"step": str(progress.step), "epoch": str(progress.epoch)}, dist)
+    fingerprints = {"settings": digest, "data": data.fingerprint, "layout": layout_digest(state.model)}
+    ranks = gather_objects(fingerprints | {"step": str(progress.step), "epoch": str(progress.epoch)}, dist)
     for rank, other in enumerate(ranks):
         for name in [name for name in other if other[name] != ranks[0][name]]:
             raise ConfigError(

@@ -44,8 +44,10 @@ def hostile_archives(bench: Bench) -> Outcome:
                 after, out = contents(folder), sandbox / "out"
                 stray = [path for path in after if path not in before and not (folder / path).is_relative_to(out)]
                 assert not stray and after | before == after, f"{name}: touched {stray or 'files that were there'}"
-                odd = [path for path in out.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
-                assert not odd, f"{name}: made something else than files and folders: {odd}"
+                unexpected = [
+                    path for path in out.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())
+                ]
+                assert not unexpected, f"{name}: made something else than files and folders: {unexpected}"
     return outcome
 
 

@@ -57,8 +57,8 @@ class Bench:
         problems = tiny.differences(tiny.final_state(run), tiny.final_state(reference))
         assert not problems, f"{run.name}: {problems[:3]}"
         ours, theirs = tiny.records(run), tiny.records(reference)
-        odd = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
-        assert ours == theirs, f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {odd}"
+        unexpected = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
+        assert ours == theirs, f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {unexpected}"
 
     def limit_s(self, seconds: float) -> float:
         return self.patience * seconds

@@ -90,8 +90,8 @@ def test_every_kind_is_converted_and_equal_in_both_directions(
     assert torch.allclose(model(x), squeezenet()(x), atol=1e-4)
     if trust:  # for anyone who loads the program with torch alone
         is_export = target.suffix == ".pt2"
-        alone = torch.export.load(target).module() if is_export else torch.jit.load(target)
-        assert model_memory_format(alone) == "channels_last"
+        reloaded = torch.export.load(target).module() if is_export else torch.jit.load(target)
+        assert model_memory_format(reloaded) == "channels_last"
     else:
         weights = read_weights(target)
         assert weights.card.memory_format == "channels_last" and weights.stored == "contiguous"
