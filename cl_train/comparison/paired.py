@@ -123,7 +123,7 @@ class Comparison:
             lines.append(f"  {describe(self.utilisation)}")
         if self.batch_size != self.batch_size_requested:
             lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts used {self.batch_size}")
-        if self.others_pct is not None and self.others_pct >= BUSY_PCT:
+        if (self.others_pct or 0.0) >= BUSY_PCT:
             notes.append(f"  other processes used {self.others_pct:.0f} % of the cores: measure on a quiet machine")
         return "\n".join([*lines, *notes])
 
@@ -317,11 +317,7 @@ def choose_memory_format(
 
     Args:
         batch_size: images per device and step; eager on a CPU at most 8 are measured.
-        image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or (C, T, H, W) for video.
-        precision: one of `PRECISIONS` in cl_train/config/schema.py, such as auto or bf16.
-        device: default: where the model is.
-        compile: measure compiled copies; the time limit does not include compilation.
-        cuda_graph: measure the step as a replayed CUDA graph.
+        image_size, precision, device, compile, cuda_graph: as in `compare_layouts`.
         optimizer: one of `OPTIMIZERS` in cl_train/config/schema.py.
         time_limit_s: for warm-up and measurement of an eager model.
 
@@ -391,9 +387,8 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
         for one in others
     ]
     smaller = "" if done.batch_size == workload.batch_size else f" at batch {done.batch_size}"
-    reason = (
-        f"{best.layout}: {' and '.join(ratios)} as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
-    )
+    speed = f"as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
+    reason = f"{best.layout}: {' and '.join(ratios)} {speed}"
     is_noisy = not faster and any(
         one.verdict == "not_comparable" or (one.verdict == "inconclusive" and one.ratio.width > NOISY_WIDTH)
         for one in others
@@ -414,10 +409,8 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
 def _mixed_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Layout | None:
     """channels_last but for the convolutions that lose by it; None if none does."""
     copied = model_in_layout(model, CHANNELS_LAST, workload.precision, workload.device).train()
-    images = place_batch(
-        noise((workload.batch_size, *workload.input_shape)), workload.device, workload.precision.input_dtype,
-        torch.channels_last,
-    )  # fmt: skip
+    images = noise((workload.batch_size, *workload.input_shape))
+    images = place_batch(images, workload.device, workload.precision.input_dtype, torch.channels_last)
     try:
         times = audit(copied, images, precision=workload.precision, time=True, time_limit_s=0.25 * time_limit_s).times
     except (ConfigError, RuntimeError, MemoryError):  # the layouts above could be measured, so the run goes on

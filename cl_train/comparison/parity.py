@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -95,11 +95,10 @@ class ParityReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, of the failed checks the first ten; an infinite error is None, as JSON has none."""
 
-        def plain(check: Check) -> dict[str, Any]:
-            return {name: None if value == math.inf else value for name, value in asdict(check).items()}
-
-        worst = plain(self.worst) if self.worst else None
-        return {**vars(self), "failed": [plain(check) for check in self.failed[:10]], "worst": worst, "text": str(self)}
+        checks = [*self.failed[:10], *([self.worst] if self.worst else [])]
+        plain = [{name: None if value == math.inf else value for name, value in vars(one).items()} for one in checks]
+        worst = plain.pop() if self.worst else None
+        return {**vars(self), "failed": plain, "worst": worst, "text": str(self)}
 
     def __str__(self) -> str:
         what = f"parity ({self.precision}, batch {self.batch})"
@@ -136,8 +135,7 @@ def check_parity(
     Args:
         model: fp32, in any layout, on any device.
         batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
-        image_size: side of RGB images in pixels, or the shape of one input. A side above 96 is reduced to 96 where the
-            model takes that.
+        image_size: side of RGB images in pixels, or the shape of one input; at most 96 px where the model takes that.
         batch_size: default: 4.
         loss: scalar of the model's output; default: a sum with fixed random weights over all its tensors.
         output: the part of the output to compare, such as "out" or "0"; default: all of it.
@@ -223,8 +221,8 @@ def _compare_layouts(task: "_Task") -> dict[str, Any]:
     rounded_checks = _compare(reference, plain, rounded, precision, partial(_limit, precision=task.precision))
     visible = [check for check in rounded_checks if check.contiguous_error <= MAX_BASELINE_ERROR]
     if hidden := len(rounded_checks) - len(visible):
-        note += "; " if note else ""
-        note += f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision}"
+        only = f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision}"
+        note = f"{note}; {only}" if note else only
     checks += visible
     failed = _failed(checks)
     worst = max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0), default=None)
@@ -427,11 +425,10 @@ def _watched(model: nn.Module) -> Iterator[Samples]:
 class EqualRandomness(TorchDispatchMode):
     """While active, random operators draw the same logical values for every memory format, dtype and device.
 
-    `torch.rand_like(x)` fills memory in storage order, so the same seed gives a channels_last tensor and a contiguous
-    one different logical values. Here every random operator of the forward and backward pass is computed on contiguous
-    float64 copies of its arguments on the CPU, seeded by the number of the call, and the results are copied into the
-    tensors that the model receives. Fused attention with dropout is seeded only: its kernels generate their own random
-    numbers. The generators of Python and numpy are seeded once, at the start.
+    `torch.rand_like(x)` fills memory in storage order, so one seed gives each layout other logical values. Here every
+    random operator is computed on contiguous float64 copies of its arguments on the CPU, seeded by the number of the
+    call, and the model receives the results. Fused attention, whose kernels have their own random numbers, is only
+    seeded; the generators of Python and numpy are seeded once, at the start.
     """
 
     def __init__(self, seed: int) -> None:
@@ -453,7 +450,7 @@ class EqualRandomness(TorchDispatchMode):
         drawn_args, drawn_kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
         for name in ("memory_format", "pin_memory", "layout"):
             drawn_kwargs.pop(name, None)
-        result = func(*args, **kwargs)  # has the right layout, dtype and device; its values are replaced below
+        result = func(*args, **kwargs)  # has the right layout, dtype and device, but other values
         torch.manual_seed(self.seed)
         drawn = func(*drawn_args, **drawn_kwargs)
         for index, argument in enumerate(func._schema.arguments[: len(args)]):

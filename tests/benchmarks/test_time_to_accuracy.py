@@ -35,18 +35,13 @@ def test_the_start_and_the_accuracies_of_each_log(program: str, tmp_path: Path) 
     assert len((tmp_path / "log").read_text().splitlines()) == len(LOGS[program]) + 2
 
 
-def test_a_run_ends_at_the_target(tmp_path: Path) -> None:
-    lines = [f"Test:  Acc@1 {top1} Acc@5 99" for top1 in (90.0, 95.0, 96.0)]
+@pytest.mark.parametrize(("reached", "limit_s"), [([90.0, 95.0, 96.0], 300), ([], 0.5)])
+def test_a_run_ends_at_the_target_or_at_its_limit(reached: list[float], limit_s: float, tmp_path: Path) -> None:
+    lines = [f"Test:  Acc@1 {top1} Acc@5 99" for top1 in reached]
     command = [sys.executable, "-c", PRINT.format(lines=lines, seconds=600)]
-    run = run_until_target(LINES["torchvision"], command, tmp_path / "log", limit_s=300)
-    assert [top1 for _, top1 in run["points"]][:2] == [90.0, 95.0]
+    run = run_until_target(LINES["torchvision"], command, tmp_path / "log", limit_s)
+    assert [top1 for _, top1 in run["points"]][:2] == reached[:2]
     assert run["exit_code"] is None and run["total_s"] < 300
-
-
-def test_a_run_ends_at_its_limit(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PRINT.format(lines=[], seconds=600)]
-    run = run_until_target(LINES["timm"], command, tmp_path / "log", limit_s=0.5)
-    assert run["exit_code"] is None and run["points"] == [] and run["total_s"] < 300
 
 
 def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
