@@ -256,6 +256,9 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
     count = min(len(baseline), len(candidate))
     first, second = list(baseline[:count]), list(candidate[:count])
     names = _names(first[0], second[0], by)
+    equal = [name for name in _SHOWN if name != by and first[0].fact(name) == second[0].fact(name)]
+    held_equal = {"model": " and ".join(dict.fromkeys(str(side[0].fact("model")) for side in (first, second)))}
+    held_equal |= {name.removesuffix(".name").removeprefix("data."): first[0].fact(name) for name in equal}
     reasons = list(_obstacles(first, second, by, names))
     interval = None
     if all(len(run.images_per_s) >= MIN_WINDOWS for run in [*first, *second]):
@@ -277,7 +280,7 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
         span = f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible"
         notes.append(f"{span}; {needed or 'over 100'} repeats would decide it")
     return Pair(
-        held_equal=_shown(first[0], second[0], by),
+        held_equal=held_equal,
         baseline=names[0],
         candidate=names[1],
         baseline_runs=first,
@@ -313,13 +316,6 @@ def _held_equal(run: Run, by: str) -> dict[str, Any]:
     values = {key: value for key, value in run.settings.items() if _affects(key) == "speed"}
     values |= {key: run.summary[key] for key in run.summary if key in _FACTS or key.startswith("environment")}
     return {key: value for key, value in values.items() if key not in (by, "nproc", *_DEPENDENT.get(by, ()))}
-
-
-def _shown(first: Run, second: Run, by: str) -> dict[str, Any]:
-    """The few of the equal settings that distinguish one pair from another in a table."""
-    shown = {"model": " and ".join(dict.fromkeys(str(run.fact("model")) for run in (first, second)))}
-    equal = [name for name in _SHOWN if name != by and first.fact(name) == second.fact(name)]
-    return shown | {name.removesuffix(".name").removeprefix("data."): first.fact(name) for name in equal}
 
 
 def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:

@@ -97,9 +97,6 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) ->
     return 128 + signum if signum else int(has_missing)
 
 
-# --- on this machine --------------------------------------------------------------------------------------------------
-
-
 def plan_slots(asked: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]) -> list[Slot]:
     """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same time, one per group.
 
@@ -299,7 +296,7 @@ def _describe_end(exit_code: int, folder: Path) -> str:
     return f"{(errors or lines or ['no output'])[-1][:300]} (exit code {exit_code})"
 
 
-# --- Slurm: on the login node -----------------------------------------------------------------------------------------
+# --- Slurm ------------------------------------------------------------------------------------------------------------
 
 
 def _check_slurm(sweep: Sweep) -> None:
@@ -386,9 +383,6 @@ def array_script(sweep: Sweep, groups: Sequence[int]) -> str:
 def _warning_s(time_min: int) -> int:
     """Seconds before the time limit at which the jobs are asked to save a checkpoint."""
     return min(120, 20 * time_min)
-
-
-# --- Slurm: an element of the array -----------------------------------------------------------------------------------
 
 
 def _run_element(sweep: Sweep) -> int:

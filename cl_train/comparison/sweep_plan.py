@@ -207,5 +207,5 @@ def _most_windows(cfg: Config) -> int:
     epoch_steps = images // step_images if images else cfg.max_steps or 10**9
     last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
     last = min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every)  # later windows make no difference
-    ends = [step for step in range(1, last + 1) if step % cfg.log_every == 0 or step % epoch_steps == 0 or step == last]
-    return sum(start >= cfg.warmup_steps for start in [0, *ends[:-1]])
+    starts = [step for step in range(last) if step % cfg.log_every == 0 or step % epoch_steps == 0]
+    return sum(start >= cfg.warmup_steps for start in starts)
