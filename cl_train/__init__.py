@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from cl_train.data.device import DevicePrefetcher as DevicePrefetcher
     from cl_train.memory_format.audit import audit as audit
     from cl_train.memory_format.convert import convert as convert
-    from cl_train.memory_format.guard import layout_guard as layout_guard
     from cl_train.memory_format.layout import classify as classify
+    from cl_train.memory_format.operator_recorder import layout_guard as layout_guard
     from cl_train.models.convert_file import load_model as load_model
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ _MODULES = {
     "compare_layouts": "cl_train.comparison.paired",
     "convert": "cl_train.memory_format.convert",
     "image_loader": "cl_train.data.build",
-    "layout_guard": "cl_train.memory_format.guard",
+    "layout_guard": "cl_train.memory_format.operator_recorder",
     "load_model": "cl_train.models.convert_file",
     "train": "cl_train.commands.train",
 }

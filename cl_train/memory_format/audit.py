@@ -87,7 +87,7 @@ def audit(
         torch.__version__,
     )
     with failure_explained(f"the model failed on {described}", remedy), state_restored(model, device):
-        with recorder.module_hooks(), recorder:
+        with recorder:
             step()
         if measure:
             report.step_ms = _median_ms(step, device)

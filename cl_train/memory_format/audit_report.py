@@ -90,7 +90,10 @@ class LayoutReport:
     @property
     def moved_pct(self) -> float:
         """The same as a share of all bytes of the step."""
-        return 100 * self.moved_bytes / max(self.step_bytes, 1)
+        return self._pct(self.calls)
+
+    def _pct(self, calls: list[Call]) -> float:
+        return 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
 
     @property
     def copy_ms(self) -> float | None:
@@ -112,9 +115,9 @@ class LayoutReport:
             lines.append(self._cost(restored, "a contiguous input was converted to channels_last"))
         for calls in grouped(self.of("created"), "operator"):
             is_expanded = any(given.startswith("expanded") for given in calls[0].inputs)
-            reason = "its incoming gradient is expanded (of a mean or a sum)" if is_expanded else "its kernel does so"
+            reason = ": its incoming gradient is expanded (of a mean or a sum)" * is_expanded
             what = f"{calls[0].name} (backward) created a contiguous gradient and moved nothing"
-            lines.append(f"{_count(calls)} x {what}: {reason}")
+            lines.append(f"{_count(calls)} x {what}{reason}")
         if self.copy_ms is not None and self.step_ms:
             pct = 100 * self.copy_ms / self.step_ms
             lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
@@ -125,8 +128,7 @@ class LayoutReport:
         lines = [group[0] for group in grouped(calls, "source")]
         listed = [f"{first.source or 'no Python line'} in {first.module or '(top)'}" for first in lines[:2]]
         more = f"; and {len(lines) - 2} more lines" if len(lines) > 2 else ""
-        pct = 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
-        return f"{_count(calls)} x {what}: {pct:.1f} % of the step's bytes ({'; '.join(listed)}{more})"
+        return f"{_count(calls)} x {what}: {self._pct(calls):.1f} % of the step's bytes ({'; '.join(listed)}{more})"
 
     def summary(self) -> str:
         """The outcome in one sentence."""

@@ -1,13 +1,15 @@
-"""Records every operator call of a step, forward and backward, with the memory formats of its inputs and outputs."""
+"""Records every operator call of a step with the memory formats of its inputs and outputs; a guard on top of it."""
 
 import linecache
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from sys import _getframe
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import Call, Outcome
 from cl_train.memory_format.layout import Layout, classify
 from cl_train.memory_format.model_call import short_path
@@ -47,16 +50,16 @@ class OriginRecorder(TorchDispatchMode):
         self._origins: dict[int, Origin] = {}  # by sequence number of the autograd node
         self._last_node = torch._C._autograd._get_sequence_nr() - 1
 
-    @contextmanager
-    def module_hooks(self) -> Iterator[None]:
-        """Track the running module with hooks for all modules, which are removed at the end."""
+    def __enter__(self) -> Self:
+        """Also hooks on all modules, which are removed at the end."""
         entering = register_module_forward_pre_hook(self.enter)
-        leaving = register_module_forward_hook(self.leave, always_call=True)
-        try:
-            yield
-        finally:
-            entering.remove()
-            leaving.remove()
+        self._hooks = (entering, register_module_forward_hook(self.leave, always_call=True))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         if not self.running and id(module) not in self._names:
@@ -201,3 +204,49 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
             return f"{short_path(path)}:{frame.f_lineno}", linecache.getline(path, frame.f_lineno).strip()
         frame = frame.f_back
     return "", ""
+
+
+# --- the guard -------------------------------------------------------------------------------------------------------
+
+
+class LayoutLost(RuntimeError):
+    """An operator returned contiguous although its input was channels_last."""
+
+
+class _Guard(OperatorRecorder):
+    def __init__(self, on_loss: str, allow: Sequence[str]) -> None:
+        super().__init__()
+        self._on_loss, self._allow = on_loss, allow
+        self._warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
+
+    def record(self, call: Call) -> None:
+        described = (call.name, call.operator, call.module, call.module_type, call.source, call.line)
+        if call.outcome != "lost" or any(fnmatch(text, pattern) for text in described for pattern in self._allow):
+            return
+        where = f"{call.source} `{call.line}`" if call.source else "no line of Python"
+        message = (
+            f"{call.name} lost channels_last in {call.direction}: {', '.join(call.inputs)} became "
+            f"contiguous {list(call.shape)} with strides {list(call.strides)}, at {where}, in module "
+            f"{call.module or '(top)'}{f' ({call.module_type})' * bool(call.module_type)}. {call.advice()}"
+        )
+        if self._on_loss == "raise":
+            raise LayoutLost(message)
+        file, _, line = call.source.rpartition(":")
+        warnings.warn_explicit(message, UserWarning, file or __file__, int(line or 1), registry=self._warned)
+
+
+@contextmanager
+def layout_guard(on_loss: Literal["raise", "warn"] = "raise", allow: Sequence[str] = ()) -> Iterator[None]:
+    """Watch every operator of the block, forward and backward, in any training loop; costs as much as a debugger.
+
+    Convert the model and its input first: what never was channels_last cannot be lost. Gradients that a kernel creates
+    contiguous without moving a byte do not count.
+
+    Args:
+        on_loss: "raise" `LayoutLost` with the operator, line, module, shapes and strides, or "warn" about each loss.
+        allow: shell patterns of operators, modules, types of modules, or lines ("model.py:12") that may lose it.
+    """
+    if on_loss not in ("raise", "warn"):
+        raise ConfigError(f"on_loss={on_loss}: must be raise or warn")
+    with _Guard(on_loss, [allow] if isinstance(allow, str) else allow):
+        yield

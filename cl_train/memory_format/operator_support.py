@@ -21,15 +21,27 @@ def _weight(x: torch.Tensor, *shape: int) -> torch.Tensor:
     return _ones(x, *shape).to(memory_format=torch.channels_last)
 
 
+def _called_with(name: str, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: getattr(F, name)(x, number)
+
+
 _ELEMENTWISE = (
     "relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh", "softplus",
     "logsigmoid", "softsign", "tanhshrink", "dropout", "dropout2d",
 )  # fmt: skip
 _METHODS = ("sigmoid", "tanh", "exp", "sin", "erf", "neg", "contiguous", "clone", "double")
+_WITH_A_NUMBER = {
+    "max_pool2d": 2, "avg_pool2d": 2, "adaptive_avg_pool2d": 3, "adaptive_max_pool2d": 3, "local_response_norm": 3,
+    "glu": 1, "softmax": 1, "log_softmax": 1, "pixel_shuffle": 2, "pixel_unshuffle": 2, "channel_shuffle": 2,
+}  # fmt: skip
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 PROBES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{name: getattr(F, name) for name in (*_ELEMENTWISE, "normalize", "instance_norm")},
     **{name: getattr(torch.Tensor, name) for name in _METHODS},
+    **{name: _called_with(name, number) for name, number in _WITH_A_NUMBER.items()},
+    **{f"pad, {mode}": partial(F.pad, pad=(1, 1, 1, 1), mode=mode) for mode in ("constant", "reflect", "replicate")},
+    **{f"interpolate {mode}": partial(F.interpolate, scale_factor=2, mode=mode) for mode in _INTERPOLATIONS},
     "conv2d 3x3": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), padding=1),
     "conv2d 1x1": lambda x: F.conv2d(x, _weight(x, 8, 8, 1, 1)),
     "conv2d strided": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), stride=2),
@@ -42,18 +54,10 @@ PROBES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "group_norm": lambda x: F.group_norm(x, 2, _ones(x, 8), _ones(x, 8)),
     "layer_norm over channels": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2),
     "layer_norm over an image": lambda x: F.layer_norm(x, SHAPE[1:]),
-    "local_response_norm": lambda x: F.local_response_norm(x, 3),
-    "max_pool2d": lambda x: F.max_pool2d(x, 2),
-    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
     "lp_pool2d": lambda x: F.lp_pool2d(x.abs() + 1, 2, 2),
-    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
-    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 3),
     "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=4),
     "relu_": lambda x: F.relu_(x * 1),
     "prelu": lambda x: F.prelu(x, _ones(x, 8)),
-    "glu": lambda x: F.glu(x, 1),
-    "softmax over channels": lambda x: x.softmax(1),
-    "log_softmax over channels": lambda x: x.log_softmax(1),
     "add": lambda x: x + x.flip(0),
     "add_": lambda x: (x * 1).add_(x),
     "mul by a channel's scale": lambda x: x * _ones(x, 8).view(1, 8, 1, 1),
@@ -70,15 +74,6 @@ PROBES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "index_select": lambda x: x.index_select(1, torch.arange(4, device=x.device)),
     "flip": lambda x: x.flip(3),
     "roll": lambda x: x.roll(1, 2),
-    "pad, zeros": lambda x: F.pad(x, (1, 1, 1, 1)),
-    "pad, reflect": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
-    "pad, replicate": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
-    "interpolate nearest": lambda x: F.interpolate(x, scale_factor=2),
-    "interpolate bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
-    "interpolate bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
-    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
-    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
-    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
     "grid_sample": lambda x: F.grid_sample(x, _ones(x, 2, 8, 8, 2), align_corners=False),
     "reshape over five dimensions": lambda x: x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(SHAPE),
     "fold of unfold": lambda x: F.fold(F.unfold(x, 2, stride=2), (8, 8), 2, stride=2),

@@ -112,7 +112,8 @@ class Row:
         count = len(ordered)
         outside = sum(p <= 0.025 for p in accumulate(math.comb(count, i) / 2**count for i in range(count)))
         self.interval_ms: tuple[float, float] = ordered[max(outside, 1) - 1], ordered[-max(outside, 1)]
-        self.is_significant = self.interval_ms[0] > 0 or self.interval_ms[1] < 0
+        self.is_loss = self.interval_ms[0] > 0
+        self.is_significant = self.is_loss or self.interval_ms[1] < 0
 
     def to_dict(self) -> dict[str, Any]:
         names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms")
@@ -175,7 +176,7 @@ class OperatorTimes:
 
     def losses(self) -> list[Row]:
         """The calls by which channels_last loses, beyond noise, the worst first."""
-        return [row for row in self.operators() if row.is_significant and row.difference_ms > 0]
+        return [row for row in self.operators() if row.is_loss]
 
     def worst(self) -> Row:
         """The operator call by which channels_last loses most; if it loses none, the call that differs most."""
@@ -184,7 +185,7 @@ class OperatorTimes:
 
     def better_contiguous(self) -> list[str]:
         """Modules whose convolution loses more in channels_last than copies of its images and gradients would cost."""
-        losing = [row for row in self.modules() if row.is_significant and row.difference_ms > 0]
+        losing = [row for row in self.modules() if row.is_loss]
         return [row.name for row in losing if 0 < self._border_ms(row) < row.difference_ms]
 
     def _border_ms(self, row: Row) -> float:
@@ -479,7 +480,7 @@ def time_operators(
             side.apply()
             plain_s = clock.seconds_of(lambda: side.step(forward), device)
             recorder = TimeRecorder(LAYOUTS[index], device, clock, calls[index])
-            with recorder.module_hooks(), recorder:
+            with recorder:
                 recorded_s = clock.seconds_of(lambda: side.step(forward, recorder), device)
             return plain_s, recorded_s - plain_s, recorder.seconds()
 

@@ -18,7 +18,7 @@ import cl_train
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.audit_report import LayoutReport
-from cl_train.memory_format.guard import LayoutLost
+from cl_train.memory_format.operator_recorder import LayoutLost
 from cl_train.step.precision import Precision
 
 

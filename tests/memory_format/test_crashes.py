@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,19 @@ from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child, known_issues
 from tests.networks import aborts_in_channels_last, small
-from tests.processes import LIMIT_S
+from tests.processes import LIMIT_S, wait_until
 from tests.ranks import ENVIRONMENT, ROOT
 
 CALLS: list[int] = []
 
 
-def killed_by(signum: int) -> Callable[[], None]:
-    return lambda: signal.raise_signal(signum)
-
-
 @pytest.mark.parametrize(
     ("work", "error", "message"),
     [
-        (killed_by(signal.SIGSEGV), Crash, "SIGSEGV"),
-        (killed_by(signal.SIGFPE), Crash, "SIGFPE"),
+        (partial(signal.raise_signal, signal.SIGSEGV), Crash, "SIGSEGV"),
+        (partial(signal.raise_signal, signal.SIGFPE), Crash, "SIGFPE"),
         (os.abort, Crash, "SIGABRT"),
-        (killed_by(signal.SIGKILL), OutOfMemory, "memory"),
+        (partial(signal.raise_signal, signal.SIGKILL), OutOfMemory, "memory"),
         (lambda: os._exit(3), Crash, "exit code 3"),
         (lambda: 1 / 0, ZeroDivisionError, "division"),
         (lambda: sys.exit(4), SystemExit, "4"),
@@ -88,22 +84,18 @@ def test_what_cannot_be_sent_or_waits_for_the_parent_runs_here(monkeypatch: pyte
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """Also a script without a `__main__` guard, which is not executed again."""
     script = f"""
-import os, time
+import os
 from pathlib import Path
 from cl_train.memory_format.crashes import in_child
 print("executed", flush=True)
 in_child(lambda: (Path("{tmp_path}/pid").write_text(str(os.getpid())), sum(iter(int, 1))))
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + LIMIT_S
-    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
     process.kill()
     assert process.communicate()[0] == "executed\n"
-    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
 # --- where it is used -------------------------------------------------------------------------------------------------

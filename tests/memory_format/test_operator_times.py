@@ -169,22 +169,25 @@ def descends(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_program_the_chart_and_counts_losses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["model=shufflenet_v2_x0_5", "data.image_size=32", "precision=fp32", "measure=false"]
+def test_the_command_tells_all_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32"]
     files = [f"repro={tmp_path}/slow.py", f"chart={tmp_path}/times.png", f"out={tmp_path}/audit.json"]
     assert main([*words, "time=true", "time_limit_s=1", "max_lost=0", *files]) == 1
-    assert "more than max_lost=0" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "more than max_lost=0" in output and "13 x cat (forward)" in output and "shufflenetv2.py:95" in output
     report = json.loads((tmp_path / "audit.json").read_text())
     assert report["times"]["modules"] and report["exceeded"] is True
+    assert report["totals"]["lost"] == 32 and report["step_ms"] > 0
     compile((tmp_path / "slow.py").read_text(), "slow.py", "exec")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match=r"^repro=.*exists"):
-        main([*words, "time=true", f"repro={tmp_path}/slow.py"])
-    with pytest.raises(ConfigError, match="need time=true"):
-        main([*words, "chart=a.png"])
-    assert main([*words, "max_lost=40"]) == 0
+    for wrong, message in (
+        (["time=true", f"repro={tmp_path}/slow.py"], "^repro=.*exists"),
+        (["chart=a.png"], "need time=true"),
+        (["modl=resnet18"], "did you mean model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main([*words, *wrong])
+    assert main([*words, "measure=false", "max_lost=40"]) == 0
     assert main(["operators=true", "json=true", "precision=fp32"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(table["operators"]) == len(PROBES) and table["dtype"] == "float32"

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import nn
 
-from cl_train.commands.audit import main
-from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.config.schema import OptimConfig
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format, to_memory_format
@@ -70,18 +69,6 @@ def test_what_inductor_decides() -> None:
         assert all(laid_out for _, laid_out in decisions(wide, True))
     finally:
         torch.backends.mkldnn.enabled = True
-
-
-@pytest.mark.slow
-def test_the_command_tells_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "audit.json"
-    assert main(["model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32", f"out={path}"]) == 0
-    output = capsys.readouterr().out
-    assert "13 x cat (forward)" in output and "shufflenetv2.py:95" in output
-    report = json.loads(path.read_text())
-    assert report["totals"]["lost"] == 32 and report["step_ms"] > 0
-    with pytest.raises(ConfigError, match="did you mean model"):
-        main(["modl=resnet18"])
 
 
 @pytest.mark.slow
