@@ -22,6 +22,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes, each of which imports torch
 
 CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("auto", "tf32")]  # tf32 is fp32 on a CPU
+SHRUNK = (
+    "data=folder data.image_size=32 data.workers=0 model=tests.networks:small device=cpu precision=fp32 epochs=2 "
+    "batch_size=32 log_every=1 warmup_steps=1 optim.lr=0.4"
+)
 CLASS_COLOURS = {"blue": (30, 40, 220), "green": (20, 200, 60), "red": (220, 30, 40)}
 
 
@@ -69,26 +73,10 @@ def fork_server() -> Iterator[ForkServer]:
 @pytest.fixture
 def tiny(image_folder: Path) -> Callable[..., Config]:
     """The real configuration, shrunk: a small network on small images, two epochs of three steps."""
-
     from cl_train.config.command_line import check_command_line
 
     def compose(*overrides: str) -> Config:
-        shrunk = [
-            "data=folder",
-            f"data.root={image_folder}",
-            "data.image_size=32",
-            "data.workers=0",
-            "model=tests.networks:small",
-            "device=cpu",
-            "precision=fp32",
-            "epochs=2",
-            "batch_size=32",
-            "log_every=1",
-            "warmup_steps=1",
-            "optim.lr=0.4",
-        ]
-        (cfg,) = check_command_line([*shrunk, *overrides])
-        return cfg
+        return check_command_line([*SHRUNK.split(), f"data.root={image_folder}", *overrides])[0]
 
     return compose
 
@@ -101,8 +89,7 @@ def train(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., "Run"]:
     def run(*overrides: str, folder: Path | None = None) -> Run:
         where = folder or tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         where.mkdir(exist_ok=True)
-        exit_code = loop_train(tiny(*overrides), where).exit_code
-        return Run(where, exit_code)
+        return Run(where, loop_train(tiny(*overrides), where).exit_code)
 
     return run
 
@@ -111,8 +98,7 @@ class Run:
     """The records that a run left."""
 
     def __init__(self, folder: Path, exit_code: int) -> None:
-        self.folder = folder
-        self.exit_code = exit_code
+        self.folder, self.exit_code = folder, exit_code
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -129,8 +115,7 @@ class Run:
     def checkpoint(self, name: str | None = None) -> dict[str, Any]:
         import torch
 
-        folder = self.folder / "checkpoints"
-        path = folder / name if name else max(folder.glob("step-*.pt"))
+        path = max((self.folder / "checkpoints").glob(name or "step-*.pt"))
         return torch.load(path, weights_only=True)
 
 

@@ -39,22 +39,12 @@ def val_wnid(number: int, wnids: tuple[str, ...] = WNIDS) -> str:
     return wnids[(number * 7) % len(wnids)]
 
 
-def label_line(wnid: str) -> str:
-    """ILSVRC2012_ID as in the official ground truth; classes that ImageNet lacks are written as they are."""
-    known = synsets()
-    return str(known.index(wnid) + 1) if wnid in known else wnid
-
-
 def devkit(val_images: int, wnids: tuple[str, ...] = WNIDS) -> bytes:
-    truth = "".join(f"{label_line(val_wnid(number, wnids))}\n" for number in range(1, val_images + 1))
-    folder = "ILSVRC2012_devkit_t12"
-    content = tar_of(
-        [
-            (f"{folder}/readme.txt", b"hello"),
-            (f"{folder}/data/ILSVRC2012_validation_ground_truth.txt", truth.encode()),
-        ]
-    )
-    return gzip.compress(content)
+    """With ILSVRC2012_IDs as in the official ground truth; classes that ImageNet lacks are written as they are."""
+    known, labels = synsets(), [val_wnid(number, wnids) for number in range(1, val_images + 1)]
+    truth = "".join(f"{known.index(wnid) + 1 if wnid in known else wnid}\n" for wnid in labels)
+    path = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
+    return gzip.compress(tar_of([("ILSVRC2012_devkit_t12/readme.txt", b"hello"), (path, truth.encode())]))
 
 
 def make_archives(
@@ -110,10 +100,7 @@ def blocks(content: bytes) -> int:
 def _pax_bomb() -> bytes:
     member = _file(f"{WNIDS[0]}.tar", b"x")
     member.pax_headers = {"comment": "A" * 100}
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(member, io.BytesIO(b"x"))
-    return _with_size(buffer.getvalue(), 0, b"77777777777\0")
+    return _with_size(member.tobuf(tarfile.PAX_FORMAT) + b"x".ljust(512, b"\0"), 0, b"77777777777\0")
 
 
 BODY = jpeg(2)
