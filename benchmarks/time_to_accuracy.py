@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,8 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         write_digits(work / "digits")
     ensure_sample(work / "sample")
     programs = {name: scripts[name.partition(",")[0]] for name in PROGRAMS if name.partition(",")[0] in scripts}
+    head = partial(subprocess.run, ["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    commits = {name: head(cwd=path.parent).stdout.strip() for name, path in scripts.items()}
     runs: list[dict[str, Any]] = []
     for seed in range(settings.seeds):
         for data in settings.data:
@@ -182,15 +185,11 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         yield measured(
             settings, torch.device("cpu"), schema_version=2, target_top1=TARGET, run_limit_s=RUN_LIMIT_S,
-            commits={name: commit_of(path.parent) for name, path in scripts.items()},
+            commits=commits,
             options={name: PROGRAMS[name][0].split() for name in programs},
             summary={data: summarize(found, RUN_LIMIT_S[data]) for data, found in by_data.items()},
             runs=runs,
         )  # fmt: skip
-
-
-def commit_of(folder: Path) -> str:
-    return subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 def seconds_to(run: dict[str, Any]) -> float:
@@ -237,16 +236,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(1, len(result["summary"]), squeeze=False)
     for axis, (data, summary) in zip(axes[0], result["summary"].items(), strict=True):
         for name, row in summary.items():
-            colour, style = colours[name.removesuffix(OUR_RECIPE)], ":" if name.endswith(OUR_RECIPE) else "-"
+            look = {"color": colours[name.partition(",")[0]], "linestyle": ":" if name.endswith(OUR_RECIPE) else "-"}
             for run in (run for run in result["runs"] if (run["data"], run["program"]) == (data, name)):
-                axis.plot(*zip(*run["points"], strict=True), style, color=colour, linewidth=1.0, alpha=0.6)
-            seconds, limit_s = row["median_s"], result["run_limit_s"][data]
-            label = f"{name}: {f'{seconds:.0f} s' if seconds else f'not in {limit_s:.0f} s'}"
-            marker = {"marker": "o", "markeredgecolor": "white"} if seconds else {}
-            axis.plot(seconds or math.nan, TARGET, style, color=colour, label=label, **marker)
+                axis.plot(*zip(*run["points"], strict=True), linewidth=1.0, alpha=0.6, **look)
+            seconds = row["median_s"]
+            when = f"{seconds:.0f} s" if seconds else f"not in {result['run_limit_s'][data]:.0f} s"
+            axis.plot(seconds or math.nan, TARGET, marker="o" if seconds else "", label=f"{name}: {when}", **look)
         axis.axhline(result["target_top1"], color="black", linewidth=0.7, linestyle="--")
-        title = f"{data}, {IMAGE_SIZE[data]} px"
-        axis.set(title=title, xlabel="seconds from the start of the process", ylim=(0, 101), xlim=(0, None))
+        axis.set(title=f"{data}, {IMAGE_SIZE[data]} px", xlabel="seconds from the start", ylim=(0, 101), xlim=(0, None))
         axis.legend(title=f"median to {TARGET:g} %", loc="lower right", fontsize=7, title_fontsize=8)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("top-1, %")

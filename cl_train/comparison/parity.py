@@ -66,6 +66,10 @@ class Check:
     channels_last_error: float
     allowed_error: float
 
+    @property
+    def failed(self) -> bool:
+        return self.channels_last_error > self.allowed_error
+
     def __str__(self) -> str:
         errors = (self.channels_last_error, self.contiguous_error, self.allowed_error)
         converted, plain, allowed = (f"{100 * error:.2g} %" for error in errors)
@@ -214,7 +218,7 @@ def _compare_layouts(task: "_Task") -> dict[str, Any]:
     exact_limit = FLOAT64_LIMIT if exact_dtype == torch.float64 else FLOAT32_LIMIT
     exactly = partial(_compare, reference, reference, computed_in=str(exact_dtype), limit=lambda *_: exact_limit)
     checks = exactly(converted)
-    if _failed(checks) and _failed(exactly(task.step(CONTIGUOUS, exact_dtype))):
+    if any(one.failed for one in checks) and any(one.failed for one in exactly(task.step(CONTIGUOUS, exact_dtype))):
         why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
         return {"passed": None, "note": why}
     precision = task.precision.name
@@ -224,14 +228,10 @@ def _compare_layouts(task: "_Task") -> dict[str, Any]:
         only = f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision}"
         note = f"{note}; {only}" if note else only
     checks += visible
-    failed = _failed(checks)
+    failed = [check for check in checks if check.failed]
     worst = max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0), default=None)
     first = _first_divergence(failed[0], task.model) if failed else None
     return {"passed": not failed, "first_divergence": first, "worst": worst, "failed": failed, "note": note}
-
-
-def _failed(checks: list[Check]) -> list[Check]:
-    return [check for check in checks if check.channels_last_error > check.allowed_error]
 
 
 def _limit(kind: str, contiguous_error: float, precision: Precision) -> float:
@@ -369,7 +369,7 @@ class _Task:
         }
 
 
-def _named(results: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def _named(results: list[torch.Tensor]) -> Samples:
     return [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
 
 
