@@ -18,21 +18,18 @@ def wrong_values(item: Setting) -> Iterator[str]:
     """Values that the setting cannot take, by its declared type and range."""
     metadata, base = item.metadata, item.base_type.__name__
     if item.list_depth:
-        if base == "float":
-            yield from ("[a,b,c]", "[[1]]", "{a:1}")
+        yield from ("[a,b,c]", "[[1]]", "{a:1}") if base == "float" else ()
         return
     if base in ("int", "float"):
         yield from ("many", "[1,2]", "nan", "inf", "''", "true", "{a:1}")
         for name, outside in (("minimum", -1), ("above", 0), ("maximum", 1)):
             if metadata[name] is not None:
                 yield str(metadata[name] + outside * (1 if base == "int" else 0.5))
-        if base == "int":
-            yield "1.5"
-        if metadata["maximum"] is None and base == "int":
-            yield "x" * 300
-    elif base == "bool":
+    if base == "int":
+        yield from ("1.5", "x" * 300)
+    if base == "bool":
         yield from ("maybe", "3", "[true]", "''")
-    elif base == "str" and metadata["choices"]:
+    if base == "str" and metadata["choices"]:
         yield from ("nonsense", "3", "[a]", "''", metadata["choices"][-1] + "x")
     if not item.optional:
         yield "null"
@@ -40,12 +37,8 @@ def wrong_values(item: Setting) -> Iterator[str]:
 
 def wrong_setting_values(bench: Bench, limit: int | None) -> Outcome:
     """Each wrong value: a ConfigError that names the setting, at most one screen, no other exception."""
-    cases = [
-        (key, value)
-        for key, item in setting_fields(Config).items()
-        if key not in CHOSEN_BY_GROUP
-        for value in wrong_values(item)
-    ]
+    settings = {key: item for key, item in setting_fields(Config).items() if key not in CHOSEN_BY_GROUP}
+    cases = [(key, value) for key, item in settings.items() for value in wrong_values(item)]
     random.Random(bench.seed).shuffle(cases)
     with Outcome("a setting with a wrong value", bench.seed) as outcome:
         for key, value in cases[:limit]:

@@ -126,9 +126,8 @@ def decode_each(root: Path, outcome: Outcome) -> int:
 def through_loader(root: Path, count: int, workers: int, expected_bad: int, outcome: Outcome) -> None:
     """One epoch of the real loader: it must see and count exactly the images that cannot be decoded."""
     logging.disable(logging.WARNING)
-    cfg = DataConfig(
-        name="folder", root=str(root), image_size=32, workers=workers, on_bad_image="skip", max_bad_images=10 * count
-    )
+    options = {"workers": workers, "on_bad_image": "skip", "max_bad_images": 10 * count}
+    cfg = DataConfig(name="folder", root=str(root), image_size=32, **options)  # type: ignore[arg-type]
     data = build_data(cfg, AugmentConfig(), batch_size=8, seed=0, dist=ALONE)
     images, shared = 0, peak_mib(os.getpid(), "VmRSS")
     try:
@@ -181,60 +180,47 @@ def ycck() -> bytes:
     return data[: place + 11] + b"\x02" + data[place + 12 :]
 
 
-def quirks() -> dict[str, tuple[Callable[[Path], None], tuple[int, int] | str]]:
-    """Name -> (make the file, the size of what it decodes to or a part of the reason for refusing it)."""
-    rgb = Image.fromarray(pixels(64, 48))
-    whole = encoded(rgb)
-    exif = Image.Exif()
+def quirks() -> dict[str, tuple[bytes | Callable[[Path], object], tuple[int, int] | str]]:
+    """Name -> the file's bytes (or what makes it), and the size it decodes to or a part of the reason against it."""
+    rgb, size = Image.fromarray(pixels(64, 48)), (48, 64)
+    whole, exif = encoded(rgb), Image.Exif()
     exif[0x0112] = 6
     sixteen = Image.fromarray((pixels(64, 48, 1)[:, :, 0].astype(np.uint16) << 8) + 7)
-
-    def content(data: bytes) -> Callable[[Path], None]:
-        return lambda path: path.write_bytes(data) and None
-
-    size = (48, 64)
-    return {
-        "ordinary": (content(whole), size),
-        "progressive": (content(encoded(rgb, progressive=True)), size),
-        "4:4:4": (content(encoded(rgb, subsampling=0)), size),
-        "4:2:0, quality 5": (content(encoded(rgb, quality=5, subsampling=2)), size),
-        "restart markers": (content(encoded(rgb, restart_marker_blocks=1)), size),
-        "trailing bytes": (content(whole + b"\0" * 100), size),
-        "trailing text": (content(whole + b"<html>" * 50), size),
-        "bytes before the end marker": (content(whole[:-2] + b"\xff\xd9"), size),
-        "EXIF orientation is ignored": (content(encoded(rgb, exif=exif)), size),
-        "corrupt EXIF": (content(encoded(rgb, exif=b"Exif\0\0II*\0\x08\0\0\0\x09\0" + b"\x31" * 30)), size),
-        "ICC profile of garbage": (content(encoded(rgb, icc_profile=b"garbage" * 100)), size),
-        "grey": (content(encoded(rgb.convert("L"))), size),
-        "CMYK": (content(encoded(rgb.convert("CMYK"))), size),
-        "YCCK": (content(ycck()), size),
-        "PNG named JPEG": (content(encoded(rgb, "PNG")), size),
-        "PNG with alpha": (content(encoded(rgb.convert("RGBA"), "PNG")), size),
-        "PNG grey and alpha": (content(encoded(rgb.convert("LA"), "PNG")), size),
-        "PNG palette": (content(encoded(rgb.convert("P"), "PNG")), size),
-        "PNG one bit": (content(encoded(rgb.convert("1"), "PNG")), size),
-        "PNG 16 bit grey": (content(encoded(sixteen, "PNG")), size),
-        "1 x 1": (content(encoded(Image.fromarray(pixels(1, 1)))), (1, 1)),
-        "500 x 1": (content(encoded(Image.fromarray(pixels(500, 1)))), (1, 500)),
-        "1 x 500": (content(encoded(Image.fromarray(pixels(1, 500)))), (500, 1)),
-        "33 x 500": (content(encoded(Image.fromarray(pixels(33, 500)))), (500, 33)),
-        "5000 x 4000": (content(encoded(Image.fromarray(pixels(5000, 4000)))), (4000, 5000)),
-        "BMP named JPEG": (content(encoded(rgb, "BMP")), "not a JPEG or PNG"),
-        "GIF named JPEG": (content(encoded(rgb.convert("P"), "GIF")), "not a JPEG or PNG"),
-        "WebP named JPEG": (content(encoded(rgb, "WEBP")), "not a JPEG or PNG"),
-        "TIFF named JPEG": (content(encoded(rgb, "TIFF")), "not a JPEG or PNG"),
-        "text named JPEG": (content(b"<html>404</html>" * 20), "not a JPEG or PNG"),
-        "truncated": (content(whole[: len(whole) // 2]), "truncated"),
-        "only a header": (content(whole[:20]), ""),
-        "empty": (content(b""), "the file is empty"),
-        "decompression bomb": (content(bomb_png(20_000)), "pixels"),
-        "a JPEG header that claims 65,500 x 65,500": (content(claims(whole, 65_500)), "pixels"),
+    good = {
+        "ordinary": whole,
+        "progressive": encoded(rgb, progressive=True),
+        "4:4:4": encoded(rgb, subsampling=0),
+        "4:2:0, quality 5": encoded(rgb, quality=5, subsampling=2),
+        "restart markers": encoded(rgb, restart_marker_blocks=1),
+        "trailing bytes": whole + b"\0" * 100,
+        "trailing text": whole + b"<html>" * 50,
+        "bytes before the end marker": whole[:-2] + b"\xff\xd9",
+        "EXIF orientation is ignored": encoded(rgb, exif=exif),
+        "corrupt EXIF": encoded(rgb, exif=b"Exif\0\0II*\0\x08\0\0\0\x09\0" + b"\x31" * 30),
+        "ICC profile of garbage": encoded(rgb, icc_profile=b"garbage" * 100),
+        "YCCK": ycck(),
+        "PNG 16 bit grey": encoded(sixteen, "PNG"),
+        **{f"JPEG {mode}": encoded(rgb.convert(mode)) for mode in ("L", "CMYK")},
+        **{f"PNG {mode}": encoded(rgb.convert(mode), "PNG") for mode in ("RGB", "RGBA", "LA", "P", "1")},
+    }
+    sizes = ((1, 1), (500, 1), (1, 500), (33, 500), (5000, 4000))
+    refused = {
+        **{f"{kind} named JPEG": (encoded(rgb, kind), "not a JPEG or PNG") for kind in ("BMP", "WEBP", "TIFF")},
+        "GIF named JPEG": (encoded(rgb.convert("P"), "GIF"), "not a JPEG or PNG"),
+        "text named JPEG": (b"<html>404</html>" * 20, "not a JPEG or PNG"),
+        "truncated": (whole[: len(whole) // 2], "truncated"),
+        "only a header": (whole[:20], ""),
+        "empty": (b"", "the file is empty"),
+        "decompression bomb": (bomb_png(20_000), "pixels"),
+        "a JPEG header that claims 65,500 x 65,500": (claims(whole, 65_500), "pixels"),
         "a directory": (lambda path: path.mkdir(), "a directory"),
         "a dangling link": (lambda path: path.symlink_to("nowhere"), "No such file"),
         "a link loop": (lambda path: path.symlink_to(path.name), "symbolic links"),
-        "a FIFO": (lambda path: os.mkfifo(path), "a FIFO"),
+        "a FIFO": (os.mkfifo, "a FIFO"),
         "a device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
     }
+    by_size = {f"{w} x {h}": (encoded(Image.fromarray(pixels(w, h))), (h, w)) for w, h in sizes}
+    return {name: (data, size) for name, data in good.items()} | by_size | refused
 
 
 def claims(data: bytes, side: int) -> bytes:
@@ -247,10 +233,9 @@ def odd_imagenet_files(bench: Bench) -> Outcome:
     here = bench.new_folder()
     with Outcome("ImageNet's odd files", bench.seed) as outcome, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        table = quirks()
-        for number, (name, (make, expected)) in enumerate(table.items()):
+        for number, (name, (make, expected)) in enumerate(quirks().items()):
             path = here / f"{number:02d}.JPEG"
-            make(path)
+            path.write_bytes(make) if isinstance(make, bytes) else make(path)
             outcome.check(problem_of(name, path, expected))
     shutil.rmtree(here)
     return outcome
