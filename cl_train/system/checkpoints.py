@@ -323,9 +323,9 @@ class CheckpointStore:
 def resume_path(resume: str) -> Path:
     """The file or folder that `resume=` names. Raises ConfigError: it does not exist."""
     path = Path(resume).expanduser()
-    if not (path.is_file() or path.is_dir()):
-        raise ConfigError(f"resume={resume}: no such file or folder; give a checkpoint, a run folder, or auto")
-    return path
+    if path.is_file() or path.is_dir():
+        return path
+    raise ConfigError(f"resume={resume}: no such file or folder; give a checkpoint, a run folder, or auto")
 
 
 def load_for_resume(resume: str, store: CheckpointStore) -> tuple[Path, dict[str, Any], list[str]] | None:

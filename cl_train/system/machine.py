@@ -62,9 +62,8 @@ def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, A
 
 def device_name(device: torch.device) -> str:
     """`NVIDIA H200` or the processor's name and the number of threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()} ({torch.get_num_threads()} threads)"
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if is_cuda else f"{cpu_name()} ({torch.get_num_threads()} threads)"
 
 
 def cpu_name() -> str:

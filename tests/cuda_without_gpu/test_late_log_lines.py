@@ -31,7 +31,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     "words",
     [
         [],
-        ["precision=fp16", "checkpoint.every_steps=7"],
+        pytest.param(["precision=fp16", "checkpoint.every_steps=7"], marks=pytest.mark.slow),
         ["model=tests.networks:nan_at_third_step", "on_nonfinite=skip"],
         ["model=tests.networks:terminated_in_training"],
         ["model=tests.networks:terminated_in_evaluation"],
@@ -48,9 +48,9 @@ def test_the_records_are_the_same(train: Train, late: Callable[[], None], words:
     assert steps == sorted(set(steps)), "one record per window, in order"
 
 
-@pytest.mark.parametrize("stop_at", [5, 7, 12])
+@pytest.mark.slow
 def test_a_resumed_run_logs_the_same_lines(
-    train: Train, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch, stop_at: int
+    train: Train, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal at a log line, between two of them, and at the end of an epoch."""
     words = [*SHARED, "model=tests.networks:terminated_in_training"]
@@ -62,11 +62,12 @@ def test_a_resumed_run_logs_the_same_lines(
     signal_at(1000)
     whole = train(*words)
     late()
-    signal_at(stop_at)
-    part = train(*words)
-    assert part.exit_code == 143 and part.summary["steps"] == stop_at
-    signal_at(1000)
-    assert records(train(*words, "resume=auto", folder=part.folder)) == records(whole)
+    for stop_at in (5, 7, 12):
+        signal_at(stop_at)
+        part = train(*words)
+        assert part.exit_code == 143 and part.summary["steps"] == stop_at
+        signal_at(1000)
+        assert records(train(*words, "resume=auto", folder=part.folder)) == records(whole)
 
 
 def test_a_fault_is_named_with_its_step_and_the_lines_before_it_are_there(

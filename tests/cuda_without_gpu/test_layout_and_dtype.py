@@ -14,10 +14,11 @@ from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, cast_model, resolve_precision
 from tests.cuda_without_gpu.fake_cuda import CUDA, fake_cuda
 
-MODELS = [
-    *("resnet18", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "squeezenet1_1", "efficientnet_b0"),
-    *("mnasnet0_5", "regnet_y_400mf", "convnext_tiny", "alexnet"),
-]
+QUICK = ("squeezenet1_1", "alexnet", "resnet18")
+SLOW = (
+    *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "efficientnet_b0", "mnasnet0_5", "regnet_y_400mf"),
+    "convnext_tiny",
+)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -50,7 +51,7 @@ def problems_of(model: nn.Module, precision_name: str) -> set[str]:
     return convolutions.problems
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_convolution_of_a_zoo_model(name: str) -> None:
     model = build_model(name, num_classes=10)
     convert(model)

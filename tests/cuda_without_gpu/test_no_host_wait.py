@@ -1,6 +1,5 @@
 """No part of a step reads a value of the device: on tensors without data every such read raises."""
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -48,7 +47,7 @@ def run(parts: StepParts, step: Callable[[list[Batch]], StepResult], micro_steps
 @pytest.mark.parametrize("precision", BY_NAME)
 def test_a_step_never_waits(precision: str, optimizer: str) -> None:
     """With and without clipping, in one and two micro-steps, with each loss."""
-    for clip_norm, micro_steps, (loss, targets) in itertools.product((None, 1.0), (1, 2), LOSSES):
+    for (clip_norm, micro_steps), (loss, targets) in zip(((None, 1), (1.0, 2), (None, 2)), LOSSES, strict=True):
         with without_data():
             parts = parts_of(precision, optimizer, clip_norm, loss)
             run(parts, lambda batches, parts=parts: train_step(parts, batches), micro_steps, targets)

@@ -89,6 +89,7 @@ class Limited(nn.Module):
         return all(reference() is None for reference in self.held)
 
 
+@pytest.mark.slow
 def test_a_comparison_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
     model = Limited(ERRORS[0], most=2)  # all share one check

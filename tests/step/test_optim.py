@@ -76,8 +76,7 @@ def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
         of_block = {value for name, value in found.items() if name.startswith(f"{block}.")}
         assert of_block == {0.5**depth * (10 if block == "fc" else 1)}, block
     assert found["bn1.weight"] == found["conv1.weight"]
-    vit = torchvision.models.vit_b_32(num_classes=3, image_size=32)
-    layers = layer_numbers(vit)
+    layers = layer_numbers(torchvision.models.VisionTransformer(32, 16, 12, 2, 8, 8, num_classes=3))
     assert layers["encoder.ln.weight"] == layers["encoder.layers.encoder_layer_11.mlp.3.weight"]
     assert layers["heads.head.weight"] - layers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 12
     assert set(scales_of(small(3), OptimConfig(decay_norm_and_bias=False)).values()) == {1.0}
