@@ -158,7 +158,7 @@ ODD: dict[str, tuple[bytes, str]] = {
 def test_odd_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     content, said = ODD[name]
     (tmp_path / "odd.pth").write_bytes(content)
-    with pytest.raises(UnreadableFile, match=said) as caught:
+    with pytest.raises(UnreadableFile, match=said or None) as caught:
         read_torch_file(tmp_path / "odd.pth")
     assert str(caught.value) and "\n" not in str(caught.value)
 
