@@ -36,11 +36,8 @@ DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_fol
 
 @dataclass
 class ImageData:
-    """Training and validation images of one run, as this rank sees them.
-
-    The order and the augmentation of an image depend only on the seed, the epoch and the image, not on workers or world
-    size. MixUp and CutMix combine the images of a rank's batch, so they depend on the world size.
-    """
+    """Training and validation images of one run, as this rank sees them. The order and the augmentation of an image do
+    not depend on workers or world size; MixUp and CutMix combine a rank's images, so they depend on the world size."""
 
     classes: tuple[str, ...]
     fingerprint: str  # of the list of files and the classes
@@ -148,12 +145,9 @@ Data = ImageData | SyntheticData
 def build_data(
     cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed: int, dist: Dist, training: bool = True
 ) -> Data:
-    """The data of `cfg` for this rank, in batches of `batch_size` images per rank. Without `training` only the
-    validation images are needed, and stand for the training images too.
-
-    Raises ConfigError: a missing folder, no classes or different ones in the splits, too few images, too many repeats,
-    or insufficient memory.
-    """
+    """The data of `cfg` for this rank, in batches of `batch_size` images. Without `training` the validation images
+    stand for the training images too. Raises ConfigError: data that is missing, or does not fit the settings or
+    memory."""
     sizes = size_schedule(cfg)
     if cfg.name == "synthetic":
         return SyntheticData(cfg, sizes, batch_size, seed=seed, world_size=dist.world_size)
@@ -244,12 +238,8 @@ def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
 
 
 class ImageLoader:
-    """Iterates over the batches of one split; created by `image_loader`.
-
-    Attributes:
-        classes: their names, in the order of the labels.
-        bad_images: names and reasons of the images that could not be read so far.
-    """
+    """Iterates over the batches of one split; created by `image_loader`. `classes`: their names, in the order of the
+    labels. `bad_images`: names and reasons of the images that could not be read so far."""
 
     def __init__(self, data: ImageData, normalise: Normalise | None) -> None:
         self.classes, self.bad_images = data.classes, data.bad_images

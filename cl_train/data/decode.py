@@ -45,10 +45,8 @@ def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
-    """The whole file, or its `first` bytes.
-
-    Raises BadImage unless it is a regular file that is readable, not empty and not too large.
-    """
+    """The whole file, or its `first` bytes. Raises BadImage unless it is a regular, readable file of a possible
+    size."""
     try:  # non-blocking: opening a FIFO without a writer would block forever
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
@@ -64,11 +62,9 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 
 
 class Encoded:
-    """An image whose header has been read and checked; its pixels are not decoded yet.
+    """An image of `height` x `width` whose header has been read and checked; its pixels are not decoded yet.
 
-    Attributes:
-        height, width: pixels.
-        needs_pillow: simplejpeg is known not to decode this file.
+    `needs_pillow`: simplejpeg is known not to decode this file.
     """
 
     def __init__(self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS) -> None:
@@ -90,10 +86,7 @@ class Encoded:
             raise BadImage(f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}")
 
     def decode(self, scratch: Pixels | None = None) -> Pixels:
-        """The pixels, uint8 [height, width, 3]. Raises BadImage.
-
-        `scratch`: a flat buffer that may hold the result, which is then valid until the next call with it.
-        """
+        """The pixels, uint8 [height, width, 3], perhaps in the flat buffer `scratch`. Raises BadImage."""
         if not self.needs_pillow:
             size = self.height * self.width * 3
             buffer = scratch[:size] if scratch is not None and scratch.size >= size else None

@@ -28,21 +28,15 @@ class DeviceFormat:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images and their labels, on the device.
-
-    images: float [N, 3, H, W], normalised, in the requested dtype and memory format.
-    targets: int64 [N], or float [N, num_classes] after MixUp or CutMix.
-    """
+    """Normalised images, float [N, 3, H, W], and labels on the device: int64 [N], or float [N, classes] after MixUp."""
 
     images: Tensor
     targets: Tensor
 
 
 class HostBatch(NamedTuple):
-    """A batch in the loader's memory, valid until the next one is requested; on CUDA until the third.
-
-    images: uint8 [N, 3, H, W], channels_last. targets: int64 [N]. number: of the batch in `epoch`.
-    """
+    """uint8 [N, 3, H, W] in channels_last, and int64 [N]: batch `number` of `epoch` in the loader's memory, valid until
+    the next one is requested; on CUDA until the third."""
 
     images: Tensor
     targets: Tensor
@@ -142,11 +136,7 @@ class Normalise:
 def to_device(
     batches: Iterable[HostBatch], normalise: Normalise, mix: MixLabels | None = None, ahead: int = 1
 ) -> Iterator[Batch]:
-    """The loader's batches on the device, normalised; `mix` (MixUp, CutMix) is applied there.
-
-    Args:
-        ahead: on CUDA, batches on the device that are prepared in advance.
-    """
+    """The loader's batches on the device, normalised, then mixed; on CUDA `ahead` of them are prepared in advance."""
     device = normalise.format.device
 
     def prepare(moved: HostBatch) -> tuple[Tensor, Tensor]:

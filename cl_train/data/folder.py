@@ -38,11 +38,8 @@ class FolderSplit(Split):
 
 
 def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
-    """List the images below `root`; `val_split`, `val_fraction` and `extensions` of `cfg` determine which.
-
-    The list of a large folder is kept in the user's cache folder. Raises ConfigError for a missing folder or one that
-    cannot be read, no classes, different classes in the splits, or classes without images.
-    """
+    """List the images below `root`, or take the list from the user's cache folder. Raises ConfigError for a missing
+    folder or one that cannot be read, no classes, different classes in the splits, or classes without images."""
     cfg = cfg or DataConfig()
     layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions, *([] if training else ["evaluation"]))
     stored_at = cache_path("folder", f"{root.resolve()}{layout}")
@@ -138,10 +135,8 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[bytes]], list[bytes], str]:
-    """The image files of each class, relative to `folder`; the folders that were read; a note on ignored files.
-
-    FIFOs and dangling links with the name of an image are listed as well: the reader reports them.
-    """
+    """The image files of each class, relative to `folder`; the folders that were read; a note on ignored files. FIFOs
+    and dangling links with the name of an image are listed as well: the reader reports them."""
     top, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
     images: list[list[bytes]] = []
     folders, ignored = [top], list[str]()

@@ -55,12 +55,8 @@ class BadImageError(RuntimeError):
 
 
 class BadImages:
-    """The bad samples of a run, of both splits.
-
-    Attributes:
-        reasons: name -> why it cannot be read, each sample once, in the order in which they were found.
-        skipped: how often a sample was replaced or left out, over all epochs.
-    """
+    """The bad samples of a run, of both splits: `reasons` by name, each sample once; `skipped`: how often one was
+    replaced or left out, over all epochs."""
 
     def __init__(self, *, skip: bool, limit: int) -> None:
         self._skip, self._limit = skip, limit
@@ -68,10 +64,8 @@ class BadImages:
         self.skipped = 0
 
     def add(self, name: str, reason: str, *, skipped: bool) -> None:
-        """`skipped`: the sample was read for its own row, not in the place of another one.
-
-        Raises BadImageError unless bad samples are skipped and at most `limit` different ones have been found.
-        """
+        """`skipped`: it was read for its own row, not in the place of another one. Raises BadImageError at the
+        limit."""
         self.skipped += skipped
         self.reasons[name] = reason
         if not self._skip:
@@ -112,11 +106,7 @@ class _TaskResult:
 class HostLoader:
     """One rank's batches of one split in shared memory, filled by workers that live until `close`.
 
-    Attributes:
-        samples: number of samples of all ranks together.
-        batch_size: samples of a batch of this rank.
-        workers: number of worker processes; 0 = samples are read in this process.
-        is_stream: the samples are those of an IterableDataset, which controls their order itself.
+    `samples` are those of all ranks; `is_stream`: of an IterableDataset, which controls their order itself.
     """
 
     def __init__(
@@ -129,12 +119,9 @@ class HostLoader:
         bad_images: BadImages,
         order: Callable[[int], Indices] | None,
     ) -> None:
-        """Args:
-            sizes: of the images of each epoch.
-            batch_size: per rank.
-            order: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
-                whose bad samples are replaced by the following ones; None = evaluation: each sample once, bad ones are
-                left out.
+        """`order`: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
+        whose bad samples are replaced by the following ones; None = evaluation: each sample once, bad ones are left
+        out.
 
         Raises ConfigError if the memory, or the limit of open files, is too small.
         """
@@ -187,11 +174,9 @@ class HostLoader:
         return self.samples // (batch_size * ranks)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
-        """Batch `first_batch`, `first_batch + 1`, ... of `epoch`. Ends an earlier iteration that is not exhausted.
-
-        A batch is valid until the next one is requested, on CUDA until the third. Raises BadImageError, WorkerError;
-        RuntimeError: another thread is iterating.
-        """
+        """Batch `first_batch`, `first_batch + 1`, ... of `epoch`, valid until the next one is requested, on CUDA until
+        the third. Ends an earlier iteration. Raises BadImageError, WorkerError; RuntimeError: another thread is
+        iterating."""
         user = threading.current_thread(), os.getpid()
         if self._user is not None and self._user != user and self._user[0].is_alive():
             raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
@@ -377,10 +362,7 @@ def bottleneck_advice(
 ) -> str | None:
     """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None.
 
-    Args:
-        times: time that the workers of this process spent in a window of `seconds`; not known for an IterableDataset.
-        cores: CPU cores for this process.
-        data_wait_pct: share of the window that the step waited.
+    The step waited for `data_wait_pct` of a window of `seconds`, in which the workers took `times`.
     """
     if data_wait_pct <= WAIT_PCT or seconds <= 0:
         return None

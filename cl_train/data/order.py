@@ -20,10 +20,8 @@ _GRID = 32  # of growing image sizes: the total stride of most networks
 
 
 def permutation(seed: int, epoch: int, count: int) -> Indices:
-    """The order of `count` training images in `epoch`.
-
-    Sorted raw Philox words rather than `Generator.permutation`, whose algorithm NumPy may change between releases.
-    """
+    """The order of `count` training images in `epoch`: sorted Philox words, because NumPy may change
+    `Generator.permutation`."""
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]).random_raw(count)
     return np.argsort(words, kind="stable")
 
@@ -41,11 +39,8 @@ def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: 
 
 def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
     """Repeated augmentation (Hoffer et al., "Augment your batch", 2020): each global batch holds its images `repeats`
-    times, and the epoch keeps its length, so that it shows the first 1 / `repeats` of the images in `order`.
-
-    Copy c of image i is index i + c * images, so that it has random numbers of its own. Copies are a batch's share
-    apart: ranks, if there are `repeats` of them, hold different copies, as with timm's RepeatAugSampler.
-    """
+    times, in an epoch of the same length. Copy c of image i is index i + c * images, with random numbers of its own.
+    Copies are a batch's share apart: `repeats` ranks hold different copies, as with timm's RepeatAugSampler."""
     batches, distinct = len(order) // global_batch_size, -(-global_batch_size // repeats)
     images = order[: batches * distinct].reshape(batches, 1, distinct)
     copies = images + len(order) * np.arange(repeats).reshape(repeats, 1)
@@ -98,11 +93,9 @@ class SizeSchedule:
         return tuple(sorted({self.image_size_at(epoch) for epoch in range(self.points[-1][0] + 1)}))
 
     def image_size_at(self, epoch: int) -> int:
-        """The side of the training images in `epoch`, pixels: linear between `points`.
-
-        Sizes in between are rounded to a multiple of 32, or of the largest power of two that divides both given sizes
-        if that is smaller: [0, 16], [4, 32] gives 16, 16, 32, 32, 32. The last size remains.
-        """
+        """The side of the training images in `epoch`, pixels: linear between `points`, rounded to a multiple of 32, or
+        of the largest power of two that divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, 32. The last size
+        remains."""
         for (first, start), (last, end) in pairwise(self.points):
             if epoch < last:
                 grid = math.gcd(_GRID, start, end)

@@ -125,9 +125,8 @@ def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -
 
 
 def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
-    """Generate the sample if it is missing, and return its folder.
+    """Generate the sample if it is missing, and return its folder; several runs and ranks may do so at once.
 
-    Safe for several runs and ranks at once: the first one takes a lock, writes a temporary folder and renames it.
     Raises ConfigError if `folder` holds something else.
     """
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"

@@ -51,11 +51,7 @@ _MAX_MEMBER_BYTES = 64 * 2**20  # the largest image of ImageNet has 16 MB
 
 @dataclass(frozen=True)
 class ShardSplit(Split):
-    """The images of one split, sorted by label and name.
-
-    `shards` are paths; `shard`, `offsets` and `sizes` hold for each image the number of its shard, and its place there
-    in bytes.
-    """
+    """The images of one split, sorted by label and name; their shards (paths), and their places there in bytes."""
 
     shards: tuple[str, ...]
     shard: Indices
@@ -84,15 +80,10 @@ class ShardSplit(Split):
 
 
 def read_shards(root: str | Path, workers: int | None = None, *, training: bool = True) -> ImageSource:
-    """Index the shards below `root`, or take the index from the user's cache if no shard has another size or time.
+    """Index the shards of a folder or a brace pattern, `/data/im-{train-{0000..1023},val-{00..63}}.tar`, in `workers`
+    processes, or take the index from the user's cache. Without `training` the val shards may stand for both.
 
-    Args:
-        root: a folder with shards, or a path with brace patterns: `/data/im-{train-{0000..1023},val-{00..63}}.tar`.
-        workers: processes that read shards for the index; None = as many as cores.
-        training: False = without train shards the val shards stand for both.
-
-    Raises:
-        ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels.
+    Raises ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels.
     """
     shards, notes = _find_shards(str(root), training)
     paths = [*shards["train"], *shards["val"]]
@@ -239,11 +230,8 @@ def _split(contents: Contents) -> ShardSplit:
 
 
 def _checked_classes(train_labels: Indices | None, contents: Contents, manifest: Path | None) -> tuple[str, ...]:
-    """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text.
-
-    Raises ConfigError for labels outside the range, without a training image, or in contradiction to the names; and for
-    images that the manifest lists and the shards lack.
-    """
+    """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text. Raises
+    ConfigError for labels without a training image or in contradiction to the names, and for missing images."""
     pairs: dict[tuple[int, str], str] = {}  # label, class in the name -> the first sample with both
     for path, images in contents.items():
         for image in images:
@@ -326,11 +314,8 @@ def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
 
 
 def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:
-    """The archive's regular files in their order. Folders are skipped.
-
-    Raises ConfigError for links and devices, a damaged or missing header, or a missing end mark, which `tarfile` treats
-    as the end of the archive.
-    """
+    """The archive's regular files in their order. Raises ConfigError for links and devices, a damaged or missing
+    header, or a missing end mark, which `tarfile` treats as the end of the archive."""
     file: Any = archive.fileobj
     with _readable(what):
         for member in archive:

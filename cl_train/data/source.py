@@ -25,15 +25,10 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Split:
-    """The encoded images of one split, in a fixed order, with their labels. Subclasses implement `read`.
+    """The encoded images of one split, in a fixed order. Subclasses implement `read`.
 
-    The index is in a few arrays: a forked worker that reads a list of a million Python objects copies its memory page
-    by page. A file that stays open must be read with `pread`, because all workers share its position.
-
-    Attributes:
-        names: uint8, the encoded names, one after the other.
-        starts: int64 [images + 1], where each name starts.
-        labels: int64 [images], each in [0, number of classes).
+    `names` holds the encoded names one after the other, each from its `starts`; `labels` are from 0. A few arrays,
+    because a forked worker that reads a list of a million Python objects copies its memory page by page.
     """
 
     names: npt.NDArray[np.uint8]
@@ -54,13 +49,8 @@ class Split:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Both splits of a data set with the same classes.
-
-    Attributes:
-        classes: names in the order of the labels.
-        fingerprint: identifies the list of images, their labels and the classes, not the files' contents.
-        notes: remarks for the user about the source, one sentence each; logged once per run.
-    """
+    """Both splits of a data set; `classes` in the order of the labels. `fingerprint` identifies the list of images, not
+    the files' contents. `notes`: remarks for the user, one sentence each; logged once per run."""
 
     classes: tuple[str, ...]
     train: Any  # Split, or the user's Dataset

@@ -89,12 +89,8 @@ def default_val_resize(image_size: int) -> int:
 class ImageReader:
     """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips. uint8 throughout.
 
-    After decoding into a buffer, each pixel is written once, and no memory is allocated per image.
-
-    Attributes:
-        dtype: of the rows.
-        label_shape: () of int64 labels; [classes] of the float32 vectors that a Dataset may give.
-        times: seconds spent in `read`, in the order of `WorkerTimes`; set by the loader.
+    Labels have the shape () of int64, or [classes] of the float32 vectors that a Dataset may give. `times`: seconds
+    spent in `read`, in the order of `WorkerTimes`; set by the loader.
     """
 
     dtype = torch.uint8
@@ -199,11 +195,8 @@ def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 
 def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
-    """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off.
-
-    Erased pixels take the data's mean colour, which normalises to zero, as in torchvision's reference. Raises
-    ConfigError if timm is missing, or cannot read `timm_policy`.
-    """
+    """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off. Erased pixels
+    take the data's mean colour. Raises ConfigError if timm is missing, or cannot read `timm_policy`."""
     fill = [round(255 * m) for m in mean]
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "timm": lambda: _timm_policy(cfg.timm_policy, fill),

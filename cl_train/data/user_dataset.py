@@ -34,10 +34,7 @@ _SHOWN = 300  # characters of a message of the user's code
 
 
 def load_datasets(name: str | None, image_size: int, val_size: int) -> ImageSource:
-    """The user's function is called with ("train", image_size) and with ("val", val_size).
-
-    Raises ConfigError if the function is missing or fails, or its results have no length, no samples or no classes.
-    """
+    """What the user's function returns for ("train", image_size) and ("val", val_size). Raises ConfigError."""
     assert name is not None, "config/rules.py requires data.dataset"
     function = user_function("data.dataset", name)
     built = []
@@ -160,10 +157,7 @@ class StreamEnd(Exception):
 
 class StreamReader(DatasetReader):
     """Reads the samples of an IterableDataset forward, in the place of a map-style one. Each worker has its own stream,
-    which `begin` starts anew: the data set divides its samples among ranks and workers itself.
-
-    The last sample is kept, so that it can also take the place of a bad one before it.
-    """
+    which `begin` starts anew. The last sample is kept, so that it can also take the place of a bad one before it."""
 
     _iteration, _next_row = 0, 0
     _stream: Iterator[Any] | None = None
@@ -203,10 +197,8 @@ class StreamReader(DatasetReader):
 
 
 def checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
-    """uint8 [H, W, 3] of an image that needs transforms, or a tensor that can be copied into `row`.
-
-    Raises TypeError or ValueError: the image is anything else.
-    """
+    """uint8 [H, W, 3] of an image that needs transforms, or a tensor that can be copied into `row`. Raises TypeError or
+    ValueError: the image is anything else."""
     if isinstance(image, Image.Image):
         if image.mode[0] in "IF":
             raise TypeError(f"a PIL image of mode {image.mode} has more than 8 bits per channel; scale it to 8 bits")

@@ -47,20 +47,13 @@ def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Workers(Dataset[Any], Generic[Task, Result]):
-    """Runs tasks in `count` processes; results come back in the order of the tasks.
+    """Runs tasks in `count` processes; results come back in the order of the tasks. 0 = in the caller.
 
     A single iteration over one DataLoader has no end: after the last task of `results` its sampler yields empty ones.
-
-    Args:
-        work: called with the number of the iteration and a task, in a fork: it is not pickled. It must not raise.
-        count: processes; 0 = tasks run in the caller when their result is requested.
-        timeout_s: `results` raises when no worker has begun another sample for this long.
-        name_of: sample index -> its name in messages.
-        queued: tasks that are sent to each worker in advance.
-
-    Attributes:
-        iteration: shared int64 [1], the number of the iteration that is running, or 0; `work` may skip other ones.
-        progress: shared int64 [workers, 3]; `work` writes the number of samples that it began and the last one's index.
+    `work` is called with the number of the iteration and a task, in a fork: it is not pickled. It must not raise. It
+    writes into its row of `progress`, int64 [workers, 3], which sample it began; when no worker has begun another one
+    for `timeout_s`, `results` raises. `iteration[0]` is the number of the running iteration; others can be skipped.
+    Each worker gets `queued` tasks in advance.
     """
 
     def __init__(
@@ -80,10 +73,8 @@ class Workers(Dataset[Any], Generic[Task, Result]):
         util.Finalize(self, _kill, (self.processes,), exitpriority=10)
 
     def results(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """The result of each task. Ends an earlier iteration that is not exhausted.
-
-        Raises WorkerError; RuntimeError: another iteration has begun.
-        """
+        """The result of each task. Ends an earlier iteration. Raises WorkerError; RuntimeError: another one has
+        begun."""
         self.iteration[0] = 0  # workers leave what an abandoned iteration prepared in advance
         self._tasks = repeat((0, None))
         number = next(_ITERATIONS)
