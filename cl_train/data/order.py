@@ -47,14 +47,9 @@ def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
     return copies.reshape(batches, -1)[:, :global_batch_size].reshape(-1)
 
 
-def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """The random numbers of image `index` in `epoch`."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, index, 0, _SAMPLE]))
-
-
 class SampleGenerator:
-    """`sample_generator` for many images: to change the key and the counter takes a fifth of the time of creating a
-    generator. The result is valid until the next call."""
+    """The random numbers of an image in an epoch, valid until the next call: to change the key and the counter takes a
+    fifth of the time of creating a generator."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)

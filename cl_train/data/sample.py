@@ -158,20 +158,19 @@ def ensure_imagenette(root: Path, *, download: bool) -> Path:
 
     Raises ConfigError if it is missing without `download`, or if the download failed.
     """
-    if (root / "train").is_dir():
-        return root
-    if (root / _IMAGENETTE / "train").is_dir():
-        return root / _IMAGENETTE
+    unpacked = root / _IMAGENETTE
+    for folder in (root, unpacked):
+        if (folder / "train").is_dir():
+            return folder
     if not download:
-        raise ConfigError(
-            f"no Imagenette in '{root}'; data.download=true fetches it (326 MB); or give data.root=FOLDER of a copy"
-        )
+        advice = "data.download=true fetches it (326 MB); or give data.root=FOLDER of a copy"
+        raise ConfigError(f"no Imagenette in '{root}'; {advice}")
     from torchvision.datasets import Imagenette
 
     root.mkdir(parents=True, exist_ok=True)
     with lock_file(root / ".lock", waiting_for="Imagenette"):
         try:
-            Imagenette(str(root), split="train", size="320px", download=not (root / _IMAGENETTE / "train").is_dir())
+            Imagenette(str(root), split="train", size="320px", download=not (unpacked / "train").is_dir())
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"Imagenette could not be fetched into '{root}': {error}") from None
-    return root / _IMAGENETTE
+    return unpacked

@@ -21,7 +21,7 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import optional_module
 from cl_train.data.decode import Encoded, Pixels, formats_of
 from cl_train.data.device import MixLabels
-from cl_train.data.order import SampleGenerator, batch_generator, sample_generator
+from cl_train.data.order import SampleGenerator, batch_generator
 from cl_train.data.source import Split
 from cl_train.system.distributed import Dist
 
@@ -182,7 +182,7 @@ def seeded(seed: int) -> Iterator[None]:
 @contextmanager
 def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
     """Seed the global generators of torch, numpy and Python by the arguments; restore their states afterwards."""
-    word = int(sample_generator(seed, epoch, index).integers(2**32))
+    word = int(SampleGenerator().of_sample(seed, epoch, index).integers(2**32))
     numpy_state, python_state = np.random.get_state(), random.getstate()
     np.random.seed(word)
     random.seed(word)

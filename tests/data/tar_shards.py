@@ -62,11 +62,6 @@ def write(root: Path, shards: dict[str, Members], *, manifest: bool = True) -> P
 # Each takes a shard's members, and gives its bytes after the damage.
 
 
-def _truncated(members: Members, rng: random.Random) -> bytes:
-    whole = tar_bytes(members)
-    return whole[: rng.randrange(len(whole) - 10_240)]  # tarfile pads archives to a multiple of 10,240 bytes
-
-
 def _flipped_header(members: Members, rng: random.Random) -> bytes:
     content = bytearray(tar_bytes(members))
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
@@ -75,51 +70,47 @@ def _flipped_header(members: Members, rng: random.Random) -> bytes:
     return bytes(content)
 
 
-def _missing_member(members: Members, rng: random.Random) -> bytes:
-    lost = rng.randrange(len(members))
-    return tar_bytes(members[:lost] + members[lost + 1 :])
+def _without(count: int) -> Callable[[Members, random.Random], bytes]:
+    def damage(members: Members, rng: random.Random) -> bytes:
+        lost = count * rng.randrange(len(members) // count)
+        return tar_bytes(members[:lost] + members[lost + count :])
+
+    return damage
 
 
-def _missing_sample(members: Members, rng: random.Random) -> bytes:
-    lost = 2 * rng.randrange(len(members) // 2)
-    return tar_bytes(members[:lost] + members[lost + 2 :])
+def _replaced(members: Members, place: int, name: str, content: bytes) -> bytes:
+    return tar_bytes([*members[:place], (name, content), *members[place + 1 :]])
 
 
 def _wrong_label(members: Members, rng: random.Random) -> bytes:
     place = 1 + 2 * rng.randrange(len(members) // 2)
-    wrong = [
-        label for label in (b"0", b"1", b"2", b"3", b"-1", b"", b"x", b"999999999999") if label != members[place][1]
-    ]
-    return tar_bytes([*members[:place], (members[place][0], rng.choice(wrong)), *members[place + 1 :]])
+    labels = {b"0", b"1", b"2", b"3", b"-1", b"", b"x", b"999999999999"} - {members[place][1]}
+    return _replaced(members, place, members[place][0], rng.choice(sorted(labels)))
 
 
 def _foreign_path(members: Members, rng: random.Random) -> bytes:
     place = rng.randrange(len(members))
     name, content = members[place]
     foreign = [f"../../{name}", f"/tmp/{name}", f"{name}\x01.jpg", ".jpg", "other/" + name, name.replace(".", "_.")]
-    return tar_bytes([*members[:place], (rng.choice(foreign), content), *members[place + 1 :]])
-
-
-def _repeated_sample(members: Members, rng: random.Random) -> bytes:
-    place = rng.randrange(len(members))
-    return tar_bytes([*members, members[place]])
+    return _replaced(members, place, rng.choice(foreign), content)
 
 
 def _cut_image(members: Members, rng: random.Random) -> bytes:
     place = 2 * rng.randrange(len(members) // 2)
     name, content = members[place]
-    cut = rng.choice([b"", content[: rng.randrange(20)], b"<html>404</html>", bytes(len(content))])
-    return tar_bytes([*members[:place], (name, cut), *members[place + 1 :]])
+    cut = [b"", content[: rng.randrange(20)], b"<html>404</html>", bytes(len(content))]
+    return _replaced(members, place, name, rng.choice(cut))
 
 
 DAMAGE: dict[str, Callable[[Members, random.Random], bytes]] = {
-    "truncated": _truncated,
+    # tarfile pads archives to a multiple of 10,240 bytes
+    "truncated": lambda members, rng: tar_bytes(members)[: rng.randrange(len(tar_bytes(members)) - 10_240)],
     "flipped bit in a header": _flipped_header,
-    "missing member": _missing_member,
-    "missing sample": _missing_sample,
+    "missing member": _without(1),
+    "missing sample": _without(2),
     "wrong label": _wrong_label,
     "foreign path": _foreign_path,
-    "repeated member": _repeated_sample,
+    "repeated member": lambda members, rng: tar_bytes([*members, rng.choice(members)]),
     "cut or replaced image": _cut_image,
 }
 

@@ -7,11 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from cl_train.config.schema import AugmentConfig, DataConfig
-from cl_train.data.build import build_data
 from cl_train.data.device import DeviceFormat, DevicePrefetcher, Normalise
-from cl_train.system.distributed import Dist
-from tests.data.image_folders import CPU, folder_data, write_folder
+from tests.data.image_folders import CPU, data_of, folder_data, val_count, write_folder
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 FORMATS = [torch.channels_last, torch.contiguous_format]
@@ -110,8 +107,7 @@ def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():
 @pytest.mark.parametrize("target", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folders_batches_have_the_asked_form(tmp_path, target, dtype):
-    root = write_folder(tmp_path, train=8, val=5)
-    data = folder_data(root)
+    data = folder_data(write_folder(tmp_path, train=8, val=5))
     form = DeviceFormat(CPU, dtype, target)
     for batch in [*data.train(0, form), *data.validation(form)]:
         assert batch.images.dtype == dtype and batch.images.is_contiguous(memory_format=target)
@@ -119,39 +115,21 @@ def test_a_folders_batches_have_the_asked_form(tmp_path, target, dtype):
     assert [len(batch.targets) for batch in data.validation(form)] == [4, 1]
 
 
-def test_a_batch_is_not_overwritten_by_the_next_ones(tmp_path):
-    root = write_folder(tmp_path, train=40, val=2)
-    data = folder_data(root, workers=2)
-    form = DeviceFormat(CPU, torch.float32, torch.channels_last)
-    kept = [(batch, batch.images.clone(), batch.targets.clone()) for batch in data.train(0, form)]
-    for batch, pixels, targets in kept:
-        assert torch.equal(batch.images, pixels) and torch.equal(batch.targets, targets)
-    data.close()
-
-
-def synthetic(world_size=1, **settings):
-    cfg = DataConfig(name="synthetic", image_size=16, synthetic_images=100, synthetic_classes=7, **settings)
-    return build_data(cfg, AugmentConfig(), batch_size=8, seed=0, dist=Dist(0, world_size, CPU))
-
-
-@pytest.mark.parametrize("target", FORMATS)
-def test_synthetic_yields_one_batch_again_and_again(target):
-    data = synthetic()
-    batches = list(data.train(0, DeviceFormat(CPU, torch.bfloat16, target)))
-    assert len(batches) == data.batch_count() == 12
-    assert all(batch is batches[0] for batch in batches)
-    assert batches[0].images.dtype == torch.bfloat16 and batches[0].images.is_contiguous(memory_format=target)
-    assert batches[0].images.shape == (8, 3, 16, 16) and 0 <= batches[0].targets.min() <= batches[0].targets.max() < 7
-    assert len(list(data.train(0, DeviceFormat(CPU, torch.bfloat16, target), first_batch=10))) == 2
-
-
-def test_synthetic_is_the_same_in_both_layouts_and_counts_its_validation():
-    data = synthetic(world_size=3)
-    first, second = (next(data.train(0, DeviceFormat(CPU, torch.float32, target))).images for target in FORMATS)
-    assert torch.equal(first, second)
-    assert data.batch_count() == 100 // 24
-    seen = sum(len(b.targets) for b in data.validation(DeviceFormat(CPU, torch.float32, torch.channels_last)))
-    assert 3 * seen == data.val_images
+def test_synthetic_yields_one_batch_again_and_again_the_same_in_both_layouts():
+    options = {"name": "synthetic", "image_size": 16, "synthetic_images": 100, "synthetic_classes": 7, "batch_size": 8}
+    data, pixels = data_of(**options), []
+    for target in FORMATS:
+        form = DeviceFormat(CPU, torch.bfloat16, target)
+        batches = list(data.train(0, form))
+        assert len(batches) == data.batch_count() == 12 and all(batch is batches[0] for batch in batches)
+        images, targets = batches[0].images, batches[0].targets
+        assert images.dtype == torch.bfloat16 and images.is_contiguous(memory_format=target)
+        assert images.shape == (8, 3, 16, 16) and 0 <= targets.min() <= targets.max() < 7
+        assert len(list(data.train(0, form, first_batch=10))) == 2
+        pixels.append(images)
+    assert torch.equal(*pixels)
+    data = data_of(**options, world_size=3)
+    assert data.batch_count() == 100 // 24 and 3 * val_count(data) == data.val_images
 
 
 @pytest.mark.gpu

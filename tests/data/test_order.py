@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from cl_train.data.order import batch_generator, permutation, rank_share, repeated, sample_generator, shard_permutation
+from cl_train.data.order import SampleGenerator, batch_generator, permutation, rank_share, repeated, shard_permutation
 
 
 def test_the_order_depends_on_seed_and_epoch_and_stays_the_same_between_releases():
@@ -16,7 +16,12 @@ def test_the_order_depends_on_seed_and_epoch_and_stays_the_same_between_releases
 
 def test_streams_of_order_samples_and_batches_do_not_share_numbers():
     order = np.random.Generator(np.random.Philox(key=[3, 5], counter=[0, 0, 0, 1]))
-    streams = [order, sample_generator(3, 5, 0), batch_generator(3, 5, 0), sample_generator(3, 5, 1)]
+    streams = [
+        order,
+        SampleGenerator().of_sample(3, 5, 0),
+        batch_generator(3, 5, 0),
+        SampleGenerator().of_sample(3, 5, 1),
+    ]
     numbers = np.concatenate([stream.random(64) for stream in streams])
     assert len(np.unique(numbers)) == len(numbers)
 

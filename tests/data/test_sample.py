@@ -47,7 +47,7 @@ def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
     assert {path.name for path in tmp_path.iterdir()} == {"sample", ".sample.lock"}
 
 
-def test_an_unfinished_or_older_sample_is_made_again(tmp_path):
+def test_an_unfinished_or_older_sample_is_made_again_but_no_folder_of_somebody_else(tmp_path):
     folder = tmp_path / "sample"
     (tmp_path / ".sample.writing" / "train").mkdir(parents=True)
     (folder / "train" / "old").mkdir(parents=True)
@@ -57,18 +57,10 @@ def test_an_unfinished_or_older_sample_is_made_again(tmp_path):
     marker = (folder / "VERSION").stat().st_mtime_ns
     ensure_sample(folder, SMALL)
     assert (folder / "VERSION").stat().st_mtime_ns == marker
-
-
-def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
-    (tmp_path / "sample/train/mine").mkdir(parents=True)
+    (tmp_path / "other/train/mine").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is not the sample data"):
-        ensure_sample(tmp_path / "sample", SMALL)
-    assert (tmp_path / "sample/train/mine").is_dir()
-
-
-@pytest.fixture(scope="module")
-def sample(cache_home):
-    return ensure_sample(cache_home / "cl_train" / "data" / "sample", FIRST_RUN)
+        ensure_sample(tmp_path / "other", SMALL)
+    assert (tmp_path / "other/train/mine").is_dir()
 
 
 @pytest.mark.parametrize(("scale", "least", "most", "width"), [(1.0, 70_000, 120_000, 480), (0.32, 8_000, 14_000, 153)])
@@ -81,39 +73,27 @@ def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, widt
 
 
 @pytest.mark.slow
-def test_the_mean_colour_says_nothing_about_the_class(sample):
+def test_the_mean_colour_says_nothing_about_the_class(cache_home):
     """Least squares on the mean of each channel, of every other image: under 20 % of val (chance is 10 %)."""
-    folder = read_folder(sample)
+    folder = read_folder(ensure_sample(cache_home / "cl_train" / "data" / "sample", FIRST_RUN))
     assert (len(folder.classes), len(folder.train), len(folder.val)) == (10, 1100, 220)
 
     def features(split):
-        rows = []
-        for index in range(0, len(split), 2):
-            pixels = Encoded(split.read(index)).decode().astype(float)
-            rows.append([*pixels.mean(axis=(0, 1)), 1])
-        return np.array(rows)
+        means = [Encoded(split.read(index)).decode().mean(axis=(0, 1)) for index in range(0, len(split), 2)]
+        return np.array([[*mean, 1] for mean in means])
 
     weights, *_ = np.linalg.lstsq(features(folder.train), np.eye(10)[folder.train.labels[::2]], rcond=None)
     guesses = (features(folder.val) @ weights).argmax(axis=1)
     assert (guesses == folder.val.labels[::2]).mean() < 0.2
 
 
-# --- Imagenette -------------------------------------------------------------------------------------------------------
-
-
-def test_found_directly_or_in_the_archives_folder(tmp_path):
+def test_imagenette_is_found_or_fetched_by_torchvision(tmp_path, monkeypatch):
     (tmp_path / "a" / "train").mkdir(parents=True)
     (tmp_path / "b" / "imagenette2-320" / "train").mkdir(parents=True)
     assert ensure_imagenette(tmp_path / "a", download=False) == tmp_path / "a"
     assert ensure_imagenette(tmp_path / "b", download=False) == tmp_path / "b" / "imagenette2-320"
-
-
-def test_missing_says_how_to_get_it(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.download=true fetches it"):
         ensure_imagenette(tmp_path, download=False)
-
-
-def test_fetching_asks_torchvision_and_failure_is_a_message(tmp_path, monkeypatch):
     asked = []
 
     def fetch(root, split, size, download):

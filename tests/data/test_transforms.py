@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as F
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data import transforms
 from cl_train.data.folder import read_folder
-from cl_train.data.order import sample_generator
+from cl_train.data.order import SampleGenerator
 from cl_train.data.transforms import (
     ImageReader,
     image_augment,
@@ -36,7 +36,7 @@ DRAWS = 3000
 
 
 def boxes(height, width, augment=AUGMENT, count=DRAWS):
-    numbers = (sample_generator(0, 0, index).random(22).tolist() for index in range(count))
+    numbers = (SampleGenerator().of_sample(0, 0, index).random(22).tolist() for index in range(count))
     return np.array([random_resized_crop(height, width, augment, uniform) for uniform in numbers], dtype=float)
 
 
@@ -114,7 +114,7 @@ def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder,
     for index in range(len(folder.train)):
         for epoch in range(6):
             image = Image.open(folder.train.name(index)).convert("RGB")
-            uniform = sample_generator(0, epoch, index).random(transforms.RANDOM_NUMBERS).tolist()
+            uniform = SampleGenerator().of_sample(0, epoch, index).random(transforms.RANDOM_NUMBERS).tolist()
             box = random_resized_crop(image.height, image.width, AUGMENT, uniform[1:])
             image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
             expected = np.asarray(image.resize((96, 96), Image.Resampling[interpolation.upper()]), dtype=float)

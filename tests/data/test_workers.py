@@ -3,18 +3,14 @@
 import contextlib
 import errno
 import gc
-import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections import Counter
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import DataLoader
@@ -23,7 +19,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.data import workers as data_workers
 from cl_train.data.transforms import ImageReader
 from cl_train.data.workers import WorkerError, Workers
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, write_folder
+from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, val_count, write_folder
 from tests.processes import LIMIT_S, Process, wait_until
 
 
@@ -43,6 +39,7 @@ def workers(monkeypatch):
         return received
 
     monkeypatch.setattr(Workers, "_start", start)
+    monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
     return processes
 
 
@@ -55,15 +52,20 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
     if beside_another_loader:  # its SIGCHLD handler stays installed
         assert len(list(DataLoader(range(4), num_workers=1))) == 4
     data = folder_data(root, workers=2)
-    batches = data.train_loader.batches(0)
-    next(batches)
-    wait_until(lambda: data.train_loader._workers.progress[1, 0] > 0)
-    victim = int(data.train_loader._workers.progress[1, 2])
-    os.kill(victim, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
-        list(batches)
-    wait_until(lambda: have_ended(workers))
-    assert len(train_batches(data)) == 13, "a new epoch starts new workers"
+    for between_epochs in (False, True):
+        batches = data.train_loader.batches(0)
+        next(batches)
+        if between_epochs:
+            list(batches)
+            batches = data.train_loader.batches(1)
+        progress = data.train_loader._workers.progress
+        wait_until(lambda: progress[1, 0] > 0)  # noqa: B023
+        victim = int(progress[1, 2])
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
+            list(batches)
+        wait_until(lambda: have_ended(workers))
+        assert len(train_batches(data)) == 13, "a new epoch starts new workers"
     data.close()
 
 
@@ -79,28 +81,21 @@ def replace_reading(monkeypatch, action):
     monkeypatch.setattr(ImageReader, "read", read)
 
 
-def test_a_worker_that_exits_is_named_with_its_last_image(root, workers, monkeypatch):
-    replace_reading(monkeypatch, lambda: os._exit(7))
-    data = folder_data(root, workers=2)
-    last = data.train_loader.reader.name(5)
-    with pytest.raises(WorkerError, match=f"exited with 7; the last image it began: {last}"):
-        train_batches(data)
-    wait_until(lambda: have_ended(workers))
-
-
-@pytest.mark.slow
-def test_a_hanging_worker_is_named_after_the_timeout(root, workers, monkeypatch):
-    """The clock stands still until the worker hangs, which would not end by itself."""
-    replace_reading(monkeypatch, lambda: time.sleep(10_000))
-    data = folder_data(root, workers=2, worker_timeout_s=1)
-    last = Path(data.train_loader.reader.name(5)).name
-    seconds = itertools.count()
-
-    def clock():
-        return 2.0 * next(seconds) if 5 in data.train_loader._workers.progress[:, 1] else 0.0
-
-    monkeypatch.setattr(data_workers, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    with pytest.raises(WorkerError, match=rf"no loader worker finished an image for 1 s.*{last}.*worker_timeout_s"):
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda: os._exit(7), "exited with 7; the last image it began: .*0010.jpg"),
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"no loader worker finished an image for 0.5 s.*0010.jpg"),
+    ],
+)
+def test_a_worker_that_exits_fails_or_is_stopped_is_named_with_its_last_image(
+    root, workers, monkeypatch, action, message
+):
+    replace_reading(monkeypatch, action)
+    monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
+    data = folder_data(root, workers=2, worker_timeout_s=0.5)
+    with contextlib.closing(data), pytest.raises(WorkerError, match=message):
         train_batches(data)
     wait_until(lambda: have_ended(workers))
 
@@ -122,38 +117,21 @@ def test_workers_that_cannot_all_be_started_are_ended(root, monkeypatch, capsys)
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("limits", "named"),
-    [
-        ({"resource.getrlimit": (48, 4096)}, "ulimit -n"),
-    ],
-)
-def test_too_few_resources_for_the_workers_are_refused_at_once(root, monkeypatch, limits, named):
-    ((name, found),) = limits.items()
-    monkeypatch.setattr(f"cl_train.data.loader.{name}", lambda *_: found)
-    with pytest.raises(ConfigError, match=named):
+def test_too_few_open_files_for_the_workers_are_refused_at_once(root, monkeypatch):
+    monkeypatch.setattr("cl_train.data.loader.resource.getrlimit", lambda _: (48, 4096))
+    with pytest.raises(ConfigError, match="ulimit -n"):
         folder_data(root, workers=6)
     assert folder_data(root, workers=0).train_images == 53
 
 
-def test_our_own_fault_in_a_worker_reaches_the_caller(root, workers, monkeypatch):
-    replace_reading(monkeypatch, lambda: 1 / 0)
-    data = folder_data(root, workers=2)
-    with pytest.raises(WorkerError, match="ZeroDivisionError: division by zero"):
-        train_batches(data)
-    data.close()
-    wait_until(lambda: have_ended(workers))
-
-
 def test_workers_ignore_the_signals_that_the_parent_handles(root, workers):
-    data = folder_data(root, workers=2)
-    batches = data.train_loader.batches(0)
-    next(batches)
-    for worker in workers:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(worker.pid, number)
-    assert len(list(batches)) == 12
-    data.close()
+    with contextlib.closing(folder_data(root, workers=2)) as data:
+        batches = data.train_loader.batches(0)
+        next(batches)
+        for worker in workers:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(worker.pid, number)
+        assert len(list(batches)) == 12
 
 
 def shared_files(workers):
@@ -165,16 +143,12 @@ def shared_files(workers):
 @pytest.mark.parametrize("end", ["whole", "abandoned", "exception"])
 def test_nothing_remains(root, workers, end):
     threads, shared = set(threading.enumerate()), shared_files(workers)
-    data = folder_data(root, workers=2)
-    try:
+    with contextlib.suppress(KeyError), contextlib.closing(folder_data(root, workers=2)) as data:
         for number, _ in enumerate(data.train_loader.batches(0)):
             if end == "abandoned" and number == 2:
                 break
             if end == "exception" and number == 2:
                 raise KeyError(number)
-    except KeyError:
-        pass
-    data.close()
     wait_until(lambda: have_ended(workers))
     wait_until(lambda: set(threading.enumerate()) <= threads)  # close() does not join the feeders of torch's queues
     assert shared_files(workers) <= shared
@@ -214,38 +188,20 @@ def test_workers_end_when_their_parent_is_stopped(root):
     starter.stdout.close()
 
 
-def resident_kib(pid="self"):
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0])
-
-
-def open_files():
-    """What the descriptors of this process refer to; pipes and sockets have numbers."""
-    files = Counter()
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of the listing itself
-            files[os.readlink(f"/proc/self/fd/{descriptor}")] += 1
-    return files
-
-
 @pytest.mark.slow
 def test_memory_and_open_files_stay_constant_over_twenty_epochs(root, workers):
-    data = folder_data(root, workers=2, batch_size=8)
+    def resident_kib(pid):
+        return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0])
 
-    def epoch(number):
-        for batch in data.train(number, FLOAT_CHANNELS_LAST):
-            assert batch.images.shape[0] == 8
-        for batch in data.validation(FLOAT_CHANNELS_LAST):
-            assert batch.images.dim() == 4
+    def epochs(numbers):
+        for number in numbers:
+            assert len(list(data.train(number, FLOAT_CHANNELS_LAST))) == 6 and val_count(data) == 17
+        pids = ["self", *(worker.pid for worker in workers)]
+        return [resident_kib(pid) for pid in pids], len(os.listdir("/proc/self/fd"))
 
-    for number in range(5):
-        epoch(number)
-    pids = ["self", *(worker.pid for worker in workers)]
-    before = [resident_kib(pid) for pid in pids]
-    files = open_files()
-    for number in range(5, 25):
-        epoch(number)
-    growth = [resident_kib(pid) - old for pid, old in zip(pids, before, strict=True)]
+    with contextlib.closing(folder_data(root, workers=2, batch_size=8)) as data:
+        before, files = epochs(range(5))
+        after, files_after = epochs(range(5, 25))
+    growth = [new - old for new, old in zip(after, before, strict=True)]
     assert max(growth) < 8 * 1024, f"KiB grown: {growth}"
-    assert open_files() <= files, "other tests' files may be closed meanwhile"
-    data.close()
+    assert files_after <= files, "other tests' files may be closed meanwhile"
