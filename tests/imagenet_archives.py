@@ -31,8 +31,8 @@ def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
     return buffer.getvalue()
 
 
-def class_tar(wnid: str, images: int, first_seed: int = 0) -> bytes:
-    return tar_of((f"{wnid}_{number}.JPEG", jpeg(first_seed + number)) for number in range(images))
+def class_tar(wnid: str, images: int, first_seed: int = 0, prefix: str = "") -> bytes:
+    return tar_of((f"{prefix}{wnid}_{number}.JPEG", jpeg(first_seed + number)) for number in range(images))
 
 
 def val_wnid(number: int, wnids: tuple[str, ...] = WNIDS) -> str:

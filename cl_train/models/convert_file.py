@@ -171,8 +171,8 @@ def _convert(
     crop = saved.card.preprocessing.crop if saved.card.preprocessing else 224
     shape = input_shape or (2, 3, crop, crop)
     original = _runnable(saved, shape[-1])
-    dtypes = [p.dtype for p in original.parameters() if p.is_floating_point()] if original else []
-    dtype = dtypes[0] if dtypes else torch.float32
+    weights = original.parameters() if original else ()
+    dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
     inputs = _random_inputs(saved, shape, dtype)
     written, converted = _write(saved, file, memory_format, original, inputs)
     summary = (
@@ -247,13 +247,12 @@ class _OnnxModel(nn.Module):
 def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype) -> Inputs:
     """Positional and named inputs; an exported program uses the shapes of its example inputs."""
     generator = torch.Generator().manual_seed(0)
-
-    def random_like(example: torch.Tensor) -> torch.Tensor:
-        random = torch.randn(example.shape, generator=generator)
-        return random.to(example.dtype) if example.is_floating_point() else example
-
     example: Any = getattr(saved.program, "example_inputs", None) or ((torch.empty(shape, dtype=dtype),), {})
-    inputs: Inputs = tree_map_only(torch.Tensor, random_like, example)
+    inputs: Inputs = tree_map_only(
+        torch.Tensor,
+        lambda t: torch.randn(t.shape, generator=generator).to(t.dtype) if t.is_floating_point() else t,
+        example,
+    )
     return inputs
 
 
@@ -271,10 +270,8 @@ def _outputs(
 
 def _in_format(model: nn.Module, inputs: Inputs, memory_format: torch.memory_format) -> Inputs:
     """Convert the model in place, and return its inputs in the same format."""
-
-    def converted(value: torch.Tensor) -> torch.Tensor:
-        return to_memory_format(value, memory_format) if value.dim() in CHANNELS_LAST else value
-
     convert(model, memory_format=memory_format)
-    found: Inputs = tree_map_only(torch.Tensor, converted, inputs)
-    return found
+    converted: Inputs = tree_map_only(
+        torch.Tensor, lambda t: to_memory_format(t, memory_format) if t.dim() in CHANNELS_LAST else t, inputs
+    )
+    return converted

@@ -43,15 +43,9 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _MAX_CODE_BYTES = 64 << 20  # TorchScript compresses its source code; nothing else in these archives is compressed
 _EXECUTED_MEMBERS = ("custom_obj", "opaque_obj", "aotinductor")
 _TEXTS = ("memory_format", "model", "precision")
-# The name of a value here, and of the setting in `data`:
-_SETTINGS = {
-    "crop": "image_size",
-    "resize": "val_resize",
-    "interpolation": "val_interpolation",
-    "mean": "mean",
-    "std": "std",
-}
-KEYS = (*_TEXTS, "classes", "input_size", *_SETTINGS)
+_SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}  # of `data`
+_PREPROCESSING = (*_SETTINGS, "mean", "std")
+KEYS = (*_TEXTS, "classes", "input_size", *_PREPROCESSING)
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Preprocessing:
 
     def settings(self) -> dict[str, Any]:
         """The settings of `data` with which an evaluation has this preprocessing."""
-        return {_SETTINGS[name]: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
+        return {_SETTINGS.get(name, name): list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {"input_size": [3, self.crop, self.crop], **dataclasses.asdict(self)}
@@ -118,8 +112,8 @@ class ModelCard:
         classes = values.get("classes")
         preprocessing = None
         with contextlib.suppress(ConfigError):
-            data = from_mapping(DataConfig, {setting: values.get(name) for name, setting in _SETTINGS.items()})
-            found = Preprocessing.of(data)
+            data = {_SETTINGS.get(name, name): values.get(name) for name in _PREPROCESSING}
+            found = Preprocessing.of(from_mapping(DataConfig, data))
             if len(found.mean) == len(found.std) == 3 and min(found.std) > 0 and found.resize >= found.crop:
                 preprocessing = found
         names = tuple(map(str, classes)) if isinstance(classes, list) else ()
@@ -157,9 +151,6 @@ class SavedModel:
         return memory_format_of(value for value in self.tensors.values() if value.is_floating_point())
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 def weights_path(weights: str | Path) -> Path | None:
     """The file that `weights` names: of a run folder its best checkpoint, or else the newest; None for another name.
 
@@ -194,9 +185,6 @@ def _kind_of(path: Path) -> Kind:
     if any(name.startswith("models/") or name.endswith("exported_program.json") for name in members):
         return "exported program"
     return "state dict"
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = None, trust: bool = False) -> SavedModel:
@@ -300,9 +288,6 @@ def _without_prefix(state: dict[str, Any], path: Path, prefix: str | None) -> tu
         names = {name.removeprefix("module."): old for name, old in names.items()}
     removed = next((old.removesuffix(name) or "_orig_mod." for name, old in names.items() if name != old), "")
     return {name: kept[old] for name, old in names.items()}, f"prefix '{removed}' removed" if removed else ""
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def _read_program(path: Path, kind: Kind) -> SavedModel:

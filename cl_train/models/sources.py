@@ -313,10 +313,8 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
             for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     copied = value.detach().to(device or value.device, copy=True)
-                    copied.requires_grad_(value.requires_grad and value.is_leaf)
-                    memo[id(value)] = (
-                        nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
-                    )
+                    copied = nn.Parameter(copied, False) if isinstance(value, nn.Parameter) else copied
+                    memo[id(value)] = copied.requires_grad_(value.requires_grad and value.is_leaf)
         return copy.deepcopy(model, memo)
     except Exception as error:  # the attributes of a user's module may raise any exception
         raise ConfigError(f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})") from error

@@ -17,7 +17,7 @@ from cl_train.data.folder import read_folder
 from cl_train.imagenet import archives as imagenet
 from cl_train.imagenet.archives import synsets, unpack, validation_labels
 from cl_train.imagenet.verify import verify
-from tests.imagenet_archives import HOSTILE, WNIDS, devkit, jpeg, make_archives, tar_of, val_wnid
+from tests.imagenet_archives import WNIDS, class_tar, devkit, jpeg, make_archives, tar_of, val_wnid
 
 
 def prepare(out: Path, **archives: Path | None) -> dict[str, int]:
@@ -83,7 +83,10 @@ def test_a_kit_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(
 
 
 def test_the_official_archives_become_a_folder_that_trains(tmp_path: Path) -> None:
+    """Names may begin with "./"."""
     archives = make_archives(tmp_path)
+    dotted = [(f"./{wnid}.tar", class_tar(wnid, 4, 1000 * place, "./")) for place, wnid in enumerate(WNIDS)]
+    archives["train"].write_bytes(tar_of(dotted))
     assert prepare(tmp_path / "out", **archives) == {"train": 12, "val": 9}
     out = tmp_path / "out"
     assert (out / "train/n01443537/n01443537_2.JPEG").read_bytes() == jpeg(1002)
@@ -121,7 +124,6 @@ def test_interrupted_between_any_two_files_it_continues(tmp_path: Path, monkeypa
 def test_flat_validation_files_are_moved(tmp_path: Path) -> None:
     archives = make_archives(tmp_path)
     flat = tmp_path / "out/val"
-    flat.mkdir(parents=True)
     with tarfile.open(archives["val"]) as archive:
         archive.extractall(flat, filter="data")
     assert prepare(tmp_path / "out", val=flat, devkit=archives["devkit"]) == {"val": 9}
@@ -154,20 +156,6 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path, mon
     with pytest.raises(ConfigError, match="GB needed"):
         prepare(tmp_path / "out", train=archives["train"])
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("kind", list(HOSTILE))
-def test_hostile_archives_write_nothing_outside(tmp_path: Path, kind: str) -> None:
-    """And what was begun is removed."""
-    sandbox = tmp_path / "a/b/c"
-    sandbox.mkdir(parents=True)
-    (tmp_path / "a/secret").write_text("secret")
-    (sandbox / "train.tar").write_bytes(HOSTILE[kind]())
-    before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match=r"train\.tar"):
-        prepare(sandbox / "out", train=sandbox / "train.tar")
-    assert snapshot(tmp_path) == before
-    assert not Path("/tmp/n01440764_2.JPEG").exists()
 
 
 def test_after_a_damaged_archive_or_a_full_disk_a_good_one_continues(
@@ -268,9 +256,3 @@ def test_wrong_usage_is_named(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         main(words)
     assert message in str(caught.value)
-
-
-def test_tar_members_with_a_leading_dot_slash_are_fine(tmp_path: Path) -> None:
-    inner = tar_of([("./n01440764_1.JPEG", jpeg(1))])
-    (tmp_path / "train.tar").write_bytes(tar_of([("./n01440764.tar", inner)]))
-    assert prepare(tmp_path / "out", train=tmp_path / "train.tar") == {"train": 1}

@@ -165,7 +165,7 @@ def test_the_command(
     assert read_weights(target).card.memory_format == "channels_last"
     with pytest.raises(ConfigError) as wrong:
         main([source, "memory_format=contiguous"])
-    assert "channels_last" in str(wrong.value) and "out=" in str(wrong.value)
+    assert "memory_format" in str(wrong.value) and "out=" in str(wrong.value)
     assert main([str(files["state dict"]), f"out={tmp_path / 'w.pth'}"]) == 1
     assert "model=<name>" in capsys.readouterr().out
     torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "linear.pth")
@@ -415,24 +415,20 @@ def test_extra_state_is_kept(tmp_path: Path) -> None:
         convert_file(tmp_path / "in.pth", tmp_path / "out.safetensors")
 
 
+class OfPairs(nn.Conv2d):
+    def forward(self, pair: list[torch.Tensor], *, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(pair[0] + pair[1]) * scale
+
+
 @pytest.mark.slow
 def test_an_export_with_named_and_nested_inputs(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, pair: list[torch.Tensor], *, scale: torch.Tensor) -> torch.Tensor:
-            return self.conv(pair[0] + pair[1]) * scale
-
     images = torch.randn(2, 3, 8, 8)
-    program = torch.export.export(Model(), ([images, images],), {"scale": torch.tensor(2.0)})
+    program = torch.export.export(OfPairs(3, 4, 3), ([images, images],), {"scale": torch.tensor(2.0)})
     torch.export.save(program, tmp_path / "in.pt2")
     assert convert_file(tmp_path / "in.pt2", tmp_path / "out.pt2", trust=True)[1]
 
 
 # --- every kind of model in memory ------------------------------------------------------------------------------------
-
 
 IN_MEMORY: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "eager": lambda model, x: model,
