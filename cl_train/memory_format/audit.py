@@ -69,23 +69,12 @@ def audit(
     device = images.device
     own_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
     forward = partial(_forward, model, precision, device, own_loss if backward else None)
-
-    def step() -> None:
-        scalar = forward(batch)
-        if scalar is not None and scalar.requires_grad:  # False if all parameters are frozen
-            scalar.backward()
-
     described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
     remedy = "check the shape, dtype and device of the batch"
     recorder = OperatorRecorder(max(images.dim(), 4))
-    report = LayoutReport(
-        name or type(model).__name__,
-        model_memory_format(model),
-        described,
-        precision.name,
-        str(device),
-        torch.__version__,
-    )
+    step = partial(_step, forward, batch)
+    where = (precision.name, str(device), torch.__version__)
+    report = LayoutReport(name or type(model).__name__, model_memory_format(model), described, *where)
     with failure_explained(f"the model failed on {described}", remedy), state_restored(model, device):
         with recorder:
             step()
@@ -130,6 +119,12 @@ def _forward(
     if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
         raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
     return scalar
+
+
+def _step(forward: Callable[[Any], torch.Tensor | None], batch: Any) -> None:
+    scalar = forward(batch)
+    if scalar is not None and scalar.requires_grad:  # False if all parameters are frozen
+        scalar.backward()
 
 
 def _time_copies(calls: list[Call], device: torch.device) -> None:
