@@ -36,7 +36,12 @@ def test_commands_without_time_are_left_out_and_named(tmp_path: Path) -> None:
     assert "resnet50: left out" in done.stdout and "done" not in done.stdout
 
 
-@pytest.mark.parametrize("words", [["out="], ["speed=1"], ["time_limit_s=soon"], ["out=EXISTS", "dry_run=true"], []])
+NO_GPU = pytest.param([], marks=pytest.mark.slow)  # imports torch
+
+
+@pytest.mark.parametrize(
+    "words", [["out="], ["speed=1"], ["time_limit_s=soon"], ["out=EXISTS", "dry_run=true"], NO_GPU]
+)
 def test_wrong_usage_is_refused_before_anything_runs(words: list[str], tmp_path: Path) -> None:
     done = report(*(word.replace("EXISTS", str(tmp_path)) for word in words))
     assert done.returncode == 2

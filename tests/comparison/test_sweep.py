@@ -380,6 +380,7 @@ def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
     assert set(problems(folder).values()) == {None}
 
 
+@pytest.mark.slow
 def test_pairs_stay_on_one_gpu_and_alternate(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two CPU slots take the place of GPUs. A job begins when the other GPU has had one."""
     both_run = (

@@ -81,6 +81,7 @@ def test_what_cannot_be_sent_or_waits_for_the_parent_runs_here(monkeypatch: pyte
     assert in_child(lambda: ready.wait(LIMIT_S))
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """Also a script without a `__main__` guard, which is not executed again."""
     script = f"""
@@ -176,6 +177,7 @@ def test_the_known_crash_of_onednn(layer: nn.Module, is_known: bool) -> None:
     assert len(known_issues(model, device="mps")) == 1
 
 
+@pytest.mark.slow
 def test_the_weight_gradient_that_crashes_onednn_does_not_end_this_process() -> None:
     """It writes beyond its memory: the child crashes, or computes anything; on other CPUs it may be right."""
     model = nn.Sequential(nn.Conv2d(3, 48, 1, stride=2, bias=False), nn.BatchNorm2d(48))

@@ -90,12 +90,14 @@ class SlowConvolution(nn.Conv2d):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_convolution_that_loses_more_than_copies_is_better_contiguous() -> None:
     times = times_of(nn.Sequential(model_with(), SlowConvolution(8, 8, 3)).to(memory_format=torch.channels_last))
     assert times.better_contiguous() == ["1"]
     assert "conversion=mixed select=[1]" in str(times)
 
 
+@pytest.mark.slow
 def test_copies_are_a_row_and_convolutions_a_table() -> None:
     model = nn.Sequential(model_with(lambda x: x.contiguous()), nn.Conv2d(8, 8, 3, padding=1, groups=2))
     convert(model)

@@ -77,6 +77,7 @@ def test_a_loss_and_metrics_of_ones_own(train: Train) -> None:
             train(*words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["checkpoint.every_epochs=1", "checkpoint.every_epochs=0"])
 def test_patience_ends_a_run_and_its_continuation(saved: str, train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -126,7 +127,8 @@ def sklearns(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
     return {"reference": 100 * metrics.average_precision_score(targets.numpy(), logits.numpy(), average="macro")}
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_multi_label_targets(workers: int, train: Train) -> None:
     words = ("data=dataset", f"data.dataset={HERE}:stripes", f"data.workers={workers}", "data.root=null", "loss=bce")
     run = train(*words, "epochs=3", f"metrics={HERE}:sklearns")

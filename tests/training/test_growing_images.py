@@ -67,6 +67,7 @@ def test_killed_in_every_phase_and_resumed_to_the_same_bits(
         assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Train) -> None:
     words = (*GROWING, "warmup_steps=1", "batch_size=24")
     runs = [train(*words, f"channels_last={value}") for value in ("false", "true")]
@@ -92,6 +93,7 @@ def test_growing_images_go_with(train: Train, quick_auto: None, words: tuple[str
     assert done.exit_code == 0 and {w["image_size"] for w in done.records("train")} == {16, 32}
 
 
+@pytest.mark.slow
 def test_every_size_is_compiled_once_with_static_shapes(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
 

@@ -121,6 +121,7 @@ def test_augmentation_averaging_clipping_accumulation_and_smoothing_together(tra
     assert rates.index(max(rates)) == 2, "the warm-up ends after half an epoch of four steps"
 
 
+@pytest.mark.slow
 def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tmp_path: Path) -> None:
     """Dropout included: random generators are restored."""
     words, folder = ("precision=fp16", "model=tests.networks:dropout"), tmp_path / "parts"

@@ -81,6 +81,7 @@ def test_an_unknown_tracker_is_refused_with_a_suggestion(tiny: Callable[..., Any
         check_runs([tiny("log_to=[tensorbord]")])
 
 
+@pytest.mark.slow
 def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(train: Train) -> None:
     done = train("precision=fp16")
     for path in (done.folder / "checkpoints").glob("*0006*"):
