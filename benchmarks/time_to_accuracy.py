@@ -47,14 +47,14 @@ OURS = """{script} data=folder data.root={data} data.image_size={size} model=res
 TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18 --input-size 3 {size} {size}
     --crop-pct 0.875 -b 32 -j 2 --epochs {epochs} --warmup-epochs 0 --seed {seed} --output {out} --device cpu
     --amp --amp-dtype bfloat16 --channels-last"""
-TIMM_WITH_OUR_RECIPE = f"""{TIMM} --model-kwargs zero_init_last=False --lr-base 0.1 --weight-decay 1e-4
+TIMM_WITH_OUR_RECIPE = f"""{TIMM} --opt momentum --model-kwargs zero_init_last=False --lr-base 0.1 --weight-decay 1e-4
     --sched-on-updates --smoothing 0 --scale 0.35 1 --hflip 0 --color-jitter 0 --train-interpolation bilinear"""
 # The default recipe of torchvision: 0.1 per 256 images, three steps. Its AMP needs CUDA.
 TORCHVISION = """{script} --data-path {data} --model resnet18 --train-crop-size {size} --val-crop-size {size}
     --val-resize-size {resize} -b 32 -j 2 --epochs {epochs} --output-dir {out} --device cpu --lr 0.0125
     --lr-step-size {third}"""
 # As near as its options allow: crops and flips have none.
-TORCHVISION_WITH_OUR_RECIPE = f"""{TORCHVISION} --opt sgd_nesterov --lr-scheduler cosineannealinglr"""
+TORCHVISION_WITH_OUR_RECIPE = f"""{TORCHVISION} --lr-scheduler cosineannealinglr"""
 OUR_RECIPE = ", recipe of train.py"
 
 
