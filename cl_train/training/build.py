@@ -41,9 +41,7 @@ log = logging.getLogger(__name__)
 def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float) -> TrainState:
     """Build the model, its optimizer and its step, and try the model on noise (see `preflight`).
 
-    Raises:
-        ConfigError: the model, its weights or its layout cannot be built, or the model cannot train.
-        TrainingFault: the batch does not fit into memory.
+    Raises ConfigError: it cannot be built, or cannot train. TrainingFault: the batch does not fit into memory.
     """
     model = build_model(cfg, num_classes, dist)
     for name, parameter in model.named_parameters() if cfg.weights and not cfg.evaluate_only else ():

@@ -5,7 +5,6 @@ import csv
 import io
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from html import escape
@@ -57,10 +56,7 @@ def evaluate_model(
 
     The host waits for the device once, at the end, when it reads the sums; with `metrics` after each batch. Those are
     called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
-
-    Raises:
-        Interrupted: a signal requests the run to stop.
-        TrainingFault: images are missing, or none could be decoded.
+    Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
     """
     broadcast_buffers(model, dist)
     skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)
@@ -176,10 +172,7 @@ def outputs(
 
 
 def _until_signal(batches: Iterable[Batch], signals: StopRequest | None, images: int, dist: Dist) -> Iterator[Batch]:
-    """Yield `batches` of the `images` of all ranks; between two of them the ranks agree whether to stop.
-
-    Ranks may have different numbers of batches: each takes part in the agreement until all have finished.
-    """
+    """Yield `batches`. Between two of them the ranks agree whether to stop, until all have had theirs."""
     iterator = iter(batches)
     with progress_bar("evaluation", images, unit="image", shown=dist.is_main and signals is not None) as bar:
         while True:
@@ -202,10 +195,7 @@ _STYLE = "figure { display: inline-block; width: 160px } .wrong { color: #b3261e
 
 
 def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
-    """Gather the `predictions` of all ranks; rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`.
-
-    The host waits for the device. A report that cannot be written must not end a run: it is left out with a warning.
-    """
+    """Rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`; if it cannot, it warns."""
     predicted, indices = predictions.cpu().numpy(), data.validation_indices()
     if len(indices) != len(predicted):  # an IterableDataset, or a file that became unreadable during the run
         indices = [-1] * len(predicted)
@@ -243,19 +233,18 @@ def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path
 
 def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Accuracy (percent) per class, the lowest first, and the confusions, the most frequent first."""
+    counts = np.zeros((len(names), len(names)), int)  # of images by true and predicted class
+    np.add.at(counts, tuple(rows[:, :2].astype(int).T), 1)
     table = []
-    for label in np.unique(rows[:, 0]).astype(int):
-        of_class, predicted = rows[rows[:, 0] == label], int((rows[:, 1] == label).sum())
-        images, correct = len(of_class), int((of_class[:, 1] == label).sum())
+    for label in np.flatnonzero(counts.sum(1)).tolist():
+        images, correct, predicted = int(counts[label].sum()), int(counts[label, label]), int(counts[:, label].sum())
         shares = {"top1": 100 * correct / images, "precision": 100 * correct / predicted if predicted else None}
-        counts = {"class": names[label], "images": images, "correct": correct}
-        table.append({**counts, **shares, "loss": float(of_class[:, 3].mean())})
-    pairs = Counter((int(true), int(predicted)) for true, predicted in rows[:, :2] if true != predicted)
-    confusions = [
-        {"true": names[true], "predicted": names[predicted], "images": count}
-        for (true, predicted), count in sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
-    ]
-    return sorted(table, key=lambda row: row["top1"]), confusions
+        loss = float(rows[rows[:, 0] == label, 3].mean())
+        table.append({"class": names[label], "images": images, "correct": correct, **shares, "loss": loss})
+    np.fill_diagonal(counts, 0)
+    wrong = np.argwhere(counts).tolist()
+    cells = [{"true": names[i], "predicted": names[j], "images": int(counts[i, j])} for i, j in wrong]
+    return sorted(table, key=lambda row: row["top1"]), sorted(cells, key=lambda row: -row["images"])
 
 
 def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:

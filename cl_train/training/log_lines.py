@@ -1,6 +1,6 @@
 """The steps between two log lines: added up on the device, read one line late, logged, and searched for NaN.
 
-Every decision depends on numbers that are equal on all ranks (gathered or summed before), so all ranks decide equally.
+All ranks decide equally, because they decide on numbers that were gathered or summed over them.
 """
 
 import logging
@@ -29,10 +29,9 @@ BadStep = tuple[int, bool, int, float]  # step, whether its loss is finite (its 
 
 
 def log_window(run: Run, lr: float) -> None:
-    """Submit the steps since the last log line for reading, and log those that were submitted before.
+    """Submit the steps since the last log line, with the last one's `lr`, for reading; log those submitted before.
 
-    A GPU continues meanwhile: the numbers reach the host one line late. At the end of an epoch, before a checkpoint and
-    on a CPU the host waits for them. Raises TrainingFault: the run cannot continue. `lr`: of the last step.
+    A GPU continues meanwhile. At the end of an epoch and on a CPU the host waits. Raises TrainingFault: see below.
     """
     submitted = _submit(run, lr)
     log_submitted(run)
@@ -62,7 +61,7 @@ def _submit(run: Run, lr: float) -> Window:
     run.unlogged_steps = []
     record = {
         # Values that a resumed run may change; a comparison refuses runs in which they changed.
-        **{name: run.summary.facts[name] for name in ("memory_format", "precision", "world_size", "device_name")},
+        **{name: run.records.facts[name] for name in ("memory_format", "precision", "world_size", "device_name")},
         "step": run.progress.step,
         "epoch": run.progress.epoch,
         "lr": lr,
@@ -97,9 +96,8 @@ def log_submitted(run: Run) -> None:
         "skipped_images": int(skipped_images),
         "peak_memory_gib": peak_memory_gib(run.dist.device),
     }
-    run.summary.windows.append(record)
     run.windows_of_epoch.append(record)
-    run.writer.write("train", record["step"], record)
+    run.records.write("train", record)
     log.info("%s", console_line(run, record))
     cfg = run.plan.cfg
     if scale and scale[0] < cfg.amp.min_scale:  # GradScaler has no minimum (pytorch/pytorch#99640)
@@ -118,12 +116,6 @@ def check_bad_steps(found: list[BadStep], count: int, limit: int) -> None:
         what = "a gradient is not finite" if has_loss else f"the loss is {loss}"
         which = f"; {count} such steps exceed max_nonfinite={limit}" if limit else ""
         raise TrainingFault(f"{what} at step {step} on rank {rank}; the update was skipped{which}. {ADVICE}")
-
-
-def check_skipped_share(skipped: int, steps: int) -> None:
-    """Raises TrainingFault if more than half of at least 20 updates were skipped: the run did not train."""
-    if steps >= 20 and skipped > steps / 2:
-        raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
 
 
 def mean(records: list[dict[str, Any]], name: str) -> float:

@@ -6,8 +6,7 @@ After each step: log, save, stop, in this order. An epoch ends with a save and a
 import logging
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -34,9 +33,9 @@ from cl_train.system.processes import StopRequest
 from cl_train.system.run_folder import claimed_folder, continues
 from cl_train.training.build import build_model, utilisation_of
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report
-from cl_train.training.log_lines import check_skipped_share, log_submitted, log_window, warn_if_loader_bound
+from cl_train.training.log_lines import ADVICE, log_submitted, log_window, warn_if_loader_bound
 from cl_train.training.preflight import resolve_batch_size
-from cl_train.training.progress import score_of
+from cl_train.training.progress import TrainingFault, score_of
 from cl_train.training.records import (
     RunLog,
     RunResult,
@@ -44,7 +43,6 @@ from cl_train.training.records import (
     duration,
     profile,
     progress_bar,
-    read_records,
     speed,
 )
 from cl_train.training.setup import Run, prepare_torch, set_up
@@ -54,10 +52,7 @@ log = logging.getLogger(__name__)
 
 
 def check_runs(runs: list[Config]) -> None:
-    """Find problems with models, weights, optimizers, augmentations and devices before any file is created.
-
-    Raises ConfigError: every problem of every run.
-    """
+    """Raises ConfigError: every problem of every run that can be found before a file is created."""
     problems = []
     for cfg in runs:
         try:
@@ -99,7 +94,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         prepare_torch(dist, deterministic=cfg.deterministic)
         cfg = resolve_batch_size(cfg, dist, build_model)
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
-        stack.enter_context(failure_in_summary(run))
+        stack.push(partial(record_failure, run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
         signals.__enter__()  # until here, a signal ends the process at once
         plan, state, progress = run.plan, run.state, run.progress
@@ -141,25 +136,21 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
             if not run.stop_signal:
                 end_epoch(run, save_due=bool(save_due))
         bar.close()
-        if not (cfg.evaluate_only or run.summary.windows or cfg.resume is None or continues(cfg.resume, folder)):
+        if not (cfg.evaluate_only or run.records.windows or cfg.resume is None or continues(cfg.resume, folder)):
             run.checkpoints.save(progress, run.unlogged_steps)  # nothing was left to train: `folder` has none yet
         summary = finish(run)
         return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
 
 
-@contextmanager
-def failure_in_summary(run: Run) -> Iterator[None]:
-    """A run that ends with an exception still writes its summary; other errors do not replace the first one."""
-    try:
-        yield
-    except BaseException as error:
-        if run.dist.world_size == 1:  # the other ranks may not take part
-            with suppress(RuntimeError):
-                log_submitted(run)
-        run.summary.status, run.summary.why = "failed", str(error).partition("\n")[0]
-        with suppress(OSError):
-            run.writer.finish(run.summary.to_dict(), retries=False)
-        raise
+def record_failure(run: Run, kind: object, error: BaseException | None, trace: object) -> None:
+    """At the end: a run that failed still writes its summary. Other errors do not replace the first one."""
+    if error is None:
+        return
+    if run.dist.world_size == 1:  # the other ranks may not take part
+        with suppress(RuntimeError):
+            log_submitted(run)
+    with suppress(OSError):
+        run.records.finish("failed", why=str(error).partition("\n")[0])
 
 
 def end_epoch(run: Run, *, save_due: bool) -> None:
@@ -212,38 +203,32 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
 
 def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
     """`val` comes last: its record marks the evaluation as complete for a resumed run."""
-    run.summary.evaluations |= evaluated
     for kind, result in reversed(evaluated.items()):
-        run.writer.write(kind, run.progress.step, {"epoch": run.progress.epoch, **result})
+        run.records.write(kind, result)
         line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(**result)
         line += "".join(f" {name} {value:.4g}" for name, value in result.items() if name not in EVALUATED)
         log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
 
 def finish(run: Run) -> dict[str, Any]:
-    """Wait for the last checkpoint and write the summary, which is returned.
-
-    Raises:
-        CheckpointError: the last checkpoint could not be written.
-        TrainingFault: most updates were skipped, or the last evaluation is not finite.
-    """
-    dist, summary = run.dist, run.summary
+    """Write the last checkpoint and the summary. Raises TrainingFault: the run did not train, or evaluates to NaN."""
+    dist, records, steps, skipped = run.dist, run.records, run.progress.step, run.progress.skipped_steps
     run.checkpoints.store.finish()
-    check_skipped_share(run.progress.skipped_steps, run.progress.step)
-    check_evaluation(summary.evaluations.get("val"))
+    if steps >= 20 and skipped > steps / 2:
+        raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
+    check_evaluation(records.evaluations.get("val"))
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
-    summary.status = "interrupted" if run.stop_signal else "completed"
-    summary.at_end["others_pct"] = run.machine_load.others_pct()
-    summary.at_end["skipped_images"] = sum(skipped for skipped, _ in bad_images)
+    records.at_end["others_pct"] = run.machine_load.others_pct()
+    records.at_end["skipped_images"] = sum(count for count, _ in bad_images)
     if dist.is_main:
         reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
         if reasons:
             log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
-        summary.read(read_records(run.folder), is_complete=not (summary.windows or run.plan.cfg.evaluate_only))
-        if summary.windows and not run.stop_signal:
-            summary.at_end["utilisation"] = utilisation_of(run.state, speed(summary.windows), dist)
-    content = summary.to_dict()
-    on_main(lambda: run.writer.finish(content), dist)  # a launcher may kill rank 0 when others end
-    for line in closing_lines(content, run.folder):
+        records.read(is_complete=not (records.windows or run.plan.cfg.evaluate_only))
+        if records.windows and not run.stop_signal:
+            records.at_end["utilisation"] = utilisation_of(run.state, speed(records.windows), dist)
+    status = "interrupted" if run.stop_signal else "completed"
+    summary = on_main(lambda: records.finish(status), dist)  # a launcher may kill rank 0 when others end
+    for line in closing_lines(summary, run.folder):
         log.info("%s", line)
-    return content
+    return summary

@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 import torch
@@ -36,50 +35,111 @@ from cl_train.training.progress import Progress, TrainingFault, score_of
 from cl_train.training.trackers import Trackers
 
 log = logging.getLogger("cl_train")
+_PLACE = ("kind", "step", "epoch", "time")  # of a record in a run
 
 
-class RecordWriter:
-    """Writes the records of one run, also to the trackers; `folder` None (other ranks than 0): does nothing."""
+class Records:
+    """The records of one run: `metrics.jsonl`, `config.yaml`, `summary.json`, also for the trackers.
 
-    def __init__(self, folder: Path | None, trackers: Trackers) -> None:
-        self._folder, self._trackers = folder, trackers
+    `folder` None (other ranks than 0): nothing is written. `facts`: the part of the summary that is known before the
+    first step. A run starts at `progress.step`, above 0 if it was resumed: later records of an earlier process are lost
+    work and are dropped, so that no chart has duplicate steps, and so is an evaluation that will be repeated.
+    """
 
-    def start(self, cfg: Config, *, step: int = 0, is_evaluated: bool = True) -> None:
-        """`config.yaml`, and the settings for the trackers. The run starts at `step`, above 0 if it was resumed.
-
-        Later records belong to lost work of an earlier process and are dropped, so that no chart has duplicate steps.
-        `is_evaluated`: the evaluation at `step` is part of the resumed state.
-        """
-        if self._folder is None:
+    def __init__(
+        self, folder: Path | None, cfg: Config, trackers: Trackers, facts: dict[str, Any], progress: Progress
+    ) -> None:
+        self._folder, self._trackers, self.facts, self._progress = folder, trackers, facts, progress
+        self.windows: list[dict[str, Any]] = []  # training records of this process
+        self.evaluations: dict[str, dict[str, Any]] = {}
+        self.at_end: dict[str, Any] = {}  # known at the end of a run that did not fail
+        if folder is None:
             return
-        write_text(self._folder / "config.yaml", to_yaml(cfg))
-        before = [r for r in read_records(self._folder) if 0 < r["step"] <= step]
+        self._metrics = AppendFile(folder / "metrics.jsonl")
+        step, is_evaluated = progress.step, progress.is_epoch_closed
+        before = [record for record in read_records(folder) if 0 < record["step"] <= step]
         kept = [r for r in before if r["step"] < step or is_evaluated or r["kind"] == "train"]
-        self._metrics = AppendFile(self._folder / "metrics.jsonl")
         write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in kept))
-        group = self._folder.parent.name if (self._folder.parent / "sweep.json").is_file() else None
-        start = {"kind": "start", "step": step, "folder": str(self._folder), "group": group}
-        self._trackers.send({**start, "config": dict(flatten(to_mapping(cfg)))})
+        write_text(folder / "config.yaml", to_yaml(cfg))
+        group = folder.parent.name if (folder.parent / "sweep.json").is_file() else None
+        start = {"kind": "start", "step": step, "folder": str(folder), "group": group}
+        trackers.send({**start, "config": dict(flatten(to_mapping(cfg)))})
 
-    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        if self._folder is None:
-            return
-        record = finite_or_null({"kind": kind, "step": step, **values, "time": time.time()})
-        self._metrics.append((json.dumps(record) + "\n").encode())
-        self._trackers.send(record)
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Append a training window, or the evaluation of this step."""
+        if kind == "train":
+            self.windows.append(dict(values))
+        else:
+            self.evaluations[kind] = {name: value for name, value in values.items() if name not in _PLACE}
+        if self._folder is not None:
+            place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
+            record = finite_or_null({**place, **values, "time": time.time()})
+            self._metrics.append((json.dumps(record) + "\n").encode())
+            self._trackers.send(record)
 
-    def finish(self, summary: Mapping[str, Any], *, retries: bool = True) -> None:
-        """`summary.json`, after all records. Raises OSError: the disk is full, with `retries` still after a minute."""
-        if self._folder is None:
-            return
-        self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
-        path = self._folder / "summary.json"
+    def read(self, *, is_complete: bool) -> None:
+        """On rank 0: the best evaluation of the run, and all its results if an earlier process completed it."""
+        assert self._folder is not None
+        records = read_records(self._folder)
+        evaluations = [record for record in records if record["kind"] == "val" and record["top1"] is not None]
+        if best := max(evaluations, key=score_of, default=None):
+            self.at_end["best"] = {name: best[name] for name in ("top1", "epoch")}
+        if is_complete:
+            self.windows = [record for record in records if record["kind"] == "train"]
+            for record in [record for record in records if record["kind"] != "train"]:
+                self.evaluations[record["kind"]] = {n: value for n, value in record.items() if n not in _PLACE}
 
-        def write() -> None:
-            self._metrics.flush()
-            write_json(path, summary, indent=2)
+    def finish(self, status: str, why: str | None = None) -> dict[str, Any]:
+        """Write `summary.json`, after all records, and return its content.
 
-        retry(write) if retries else write()
+        Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed.
+        """
+        summary = self._summary(status, why)
+        if self._folder is not None:
+            path = self._folder / "summary.json"
+            self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
+
+            def write() -> None:
+                self._metrics.flush()
+                write_json(path, summary, indent=2)
+
+            write() if status == "failed" else retry(write)
+        return summary
+
+    def _summary(self, status: str, why: str | None) -> dict[str, Any]:
+        """Percent is 0-100, unknown is None."""
+        last, now = self.windows[-1] if self.windows else {}, datetime.now().astimezone()
+        seconds = (now - datetime.fromisoformat(self.facts["started"])).total_seconds()  # since the last resume
+        device = torch.device(self.facts["device"])
+        peaks_gib = [peak_memory_gib(device), *(window["peak_memory_gib"] for window in self.windows)]
+        summary = {
+            "schema_version": 1,
+            "status": status,
+            **({} if why is None else {"why": why}),
+            **self.facts,
+            "steps": self._progress.step,
+            "images_seen": self._progress.images_seen,
+            "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
+            "step_ms": None,
+            "data_wait_pct": None,
+            **(speed(self.windows) if self.windows else {}),
+            "utilisation": None,
+            "peak_memory_gib": round(max(peaks_gib), 4),
+            "train": {"loss": last.get("loss")},
+            "val": None,
+            **self.evaluations,
+            "amp": {"scale": last.get("loss_scale"), "skipped_steps": self._progress.skipped_steps},
+            "others_pct": None,
+            "skipped_images": 0,
+            "best": None,
+            **self.at_end,
+            "ended": now.isoformat(timespec="seconds"),
+            "seconds": round(seconds, 1),
+        }
+        if self.facts["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
+            summary["images_per_s"]["compute"] = summary["images_per_s"]["end_to_end"]
+        finite: dict[str, Any] = finite_or_null(summary)
+        return finite
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -94,67 +154,6 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 def finite_or_null(value: Any) -> Any:
     """JSON has no NaN or Infinity: they become null."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
-
-
-# --- summary.json -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Summary:
-    """What becomes `summary.json`; percent is 0-100, unknown is None."""
-
-    facts: dict[str, Any]  # known before the first step
-    progress: Progress
-    device: torch.device
-    status: str = "failed"  # "completed", "interrupted"
-    why: str | None = None  # it failed
-    windows: list[dict[str, Any]] = field(default_factory=list)  # training records of this process
-    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
-    at_end: dict[str, Any] = field(default_factory=dict)  # known at the end of a run that did not fail
-
-    def read(self, records: list[dict[str, Any]], *, is_complete: bool) -> None:
-        """Take the best evaluation from the records of a run; all, if an earlier process had completed it."""
-        evaluations = [one for one in records if one["kind"] == "val" and one["top1"] is not None]
-        if best := max(evaluations, key=score_of, default=None):
-            self.at_end["best"] = {name: best[name] for name in ("top1", "epoch")}
-        if is_complete:
-            self.windows = [record for record in records if record["kind"] == "train"]
-            for record in records:
-                result = {n: value for n, value in record.items() if n not in ("kind", "step", "epoch", "time")}
-                self.evaluations |= {} if record["kind"] == "train" else {record["kind"]: result}
-
-    def to_dict(self) -> dict[str, Any]:
-        last, now = self.windows[-1] if self.windows else {}, datetime.now().astimezone()
-        seconds = (now - datetime.fromisoformat(self.facts["started"])).total_seconds()  # since the last resume
-        peaks_gib = [peak_memory_gib(self.device), *(window["peak_memory_gib"] for window in self.windows)]
-        summary = {
-            "schema_version": 1,
-            "status": self.status,
-            **({} if self.why is None else {"why": self.why}),
-            **self.facts,
-            "steps": self.progress.step,
-            "images_seen": self.progress.images_seen,
-            "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
-            "step_ms": None,
-            "data_wait_pct": None,
-            **(speed(self.windows) if self.windows else {}),
-            "utilisation": None,
-            "peak_memory_gib": round(max(peaks_gib), 4),
-            "train": {"loss": last.get("loss")},
-            "val": None,
-            **self.evaluations,
-            "amp": {"scale": last.get("loss_scale"), "skipped_steps": self.progress.skipped_steps},
-            "others_pct": None,
-            "skipped_images": 0,
-            "best": None,
-            **self.at_end,
-            "ended": now.isoformat(timespec="seconds"),
-            "seconds": round(seconds, 1),
-        }
-        if self.facts["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
-            summary["images_per_s"]["compute"] = summary["images_per_s"]["end_to_end"]
-        finite: dict[str, Any] = finite_or_null(summary)
-        return finite
 
 
 @dataclass(frozen=True)
@@ -193,25 +192,22 @@ def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Throughput and step time over at least one training record, without warm-up, of the last `image_size`.
 
     `compute` is set by runs on synthetic data only. `loader` is always null: `cl-train loader_benchmark` measures it.
-    If the images grew, `by_image_size` has the median of each size.
     """
-    by_size: dict[int, list[dict[str, Any]]] = {}
-    for record in without_warmup(records):
-        by_size.setdefault(record["image_size"], []).append(record)
-    image_size = without_warmup(records)[-1]["image_size"]
-    windows = by_size[image_size]
-    seconds = sum(window["seconds"] for window in windows)
+    records = without_warmup(records)
+    image_size = records[-1]["image_size"]
+    windows = [record for record in records if record["image_size"] == image_size]
+    waited_s = sum(window["data_wait_pct"] * window["seconds"] for window in windows)
     step_ms = spread([window["step_ms"] for window in windows])
     end_to_end = {name: round(value, 2) for name, value in spread([w["images_per_s"] for w in windows]).items()}
     speeds: dict[str, Any] = {"end_to_end": end_to_end, "compute": None, "loader": None}
-    if len(by_size) > 1:
-        medians = {size: statistics.median(w["images_per_s"] for w in of_size) for size, of_size in by_size.items()}
-        speeds["by_image_size"] = {str(size): round(median, 2) for size, median in medians.items()}
+    if len(sizes := {record["image_size"] for record in records}) > 1:
+        by_size = {size: [r["images_per_s"] for r in records if r["image_size"] == size] for size in sorted(sizes)}
+        speeds["by_image_size"] = {str(size): round(statistics.median(found), 2) for size, found in by_size.items()}
     return {
         "image_size": image_size,
         "images_per_s": speeds,
         "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
-        "data_wait_pct": round(sum(window["data_wait_pct"] * window["seconds"] for window in windows) / seconds, 2),
+        "data_wait_pct": round(waited_s / sum(window["seconds"] for window in windows), 2),
     }
 
 
@@ -227,10 +223,8 @@ def spread(values: list[float]) -> dict[str, float]:
 class RunLog:
     """Context manager: log to the console and, from `open_file` on, to `train.log`; log the error that ends the run."""
 
-    def __init__(self) -> None:
-        self._handlers: list[logging.Handler] = [_Console(sys.stdout)]
-
     def __enter__(self) -> Self:
+        self._handlers: list[logging.Handler] = [_Console(sys.stdout)]
         self._before = log.propagate, threading.excepthook
         log.propagate, threading.excepthook = False, self._on_thread_error
         log.setLevel(logging.INFO)
@@ -249,9 +243,7 @@ class RunLog:
         if not isinstance(args.exc_value, OSError):  # of TensorBoard on a full disk, whose next call raises it again
             self._before[1](args)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if (message := describe_failure(error)) is not None:
             log.error("the run failed: %s", message)
         log.propagate, threading.excepthook = self._before
@@ -340,9 +332,8 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
 
 @contextmanager
 def profile(folder: Path | None, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Trace three steps after the first seven; call the returned function once per optimizer step.
-
-    Writes `trace.json.gz` and a table of the operators, `operators.txt`, into `folder`; None = no profile.
+    """Trace three steps after the first seven, into `trace.json.gz` and `operators.txt` (None: no profile). Call the
+    returned function once per step.
     """
     if folder is None:
         yield lambda: None

@@ -38,7 +38,7 @@ from cl_train.system.machine_load import MachineLoad
 from cl_train.system.processes import StopRequest
 from cl_train.training.build import build_train_state, check_loss
 from cl_train.training.progress import Plan, Progress, ThroughputMeter, Window, score_of
-from cl_train.training.records import RecordWriter, Summary, read_records
+from cl_train.training.records import Records, read_records
 from cl_train.training.state import Checkpoints, TrainState
 from cl_train.training.trackers import Trackers
 
@@ -57,14 +57,13 @@ class Run:
     batch_format: DeviceFormat
     state: TrainState
     checkpoints: Checkpoints
-    writer: RecordWriter
+    records: Records
     signals: StopRequest
     meter: ThroughputMeter
     machine_load: MachineLoad
     buffer_backup: BufferBackup
     progress: Progress
     unlogged_steps: list[StepResult]  # not yet submitted for a log line
-    summary: Summary
     windows_of_epoch: list[dict[str, Any]] = field(default_factory=list)  # training records
     submitted: Window | None = None  # its sums are on their way from the device to the host
     bad_steps: int = 0  # with a loss or gradient that was not finite
@@ -73,10 +72,7 @@ class Run:
 
 
 def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str) -> Run:
-    """Build the objects of a run, and restore the checkpoint of `resume=`. Resources are registered on `stack`.
-
-    Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
-    """
+    """Build the objects of a run, and restore the checkpoint of `resume=`. Resources are registered on `stack`."""
     machine_load = MachineLoad()  # first: it measures from here on
     precision = resolve_precision(cfg.precision, dist.device)
     # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
@@ -111,16 +107,14 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
-    writer = RecordWriter(folder if dist.is_main else None, trackers)
-    writer.start(cfg, step=progress.step, is_evaluated=progress.is_epoch_closed)
+    records = Records(folder if dist.is_main else None, cfg, trackers, facts, progress)
     metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
     batch_format = DeviceFormat(dist.device, precision.input_dtype, state.memory_format)
     meter = ThroughputMeter(cfg.warmup_steps, DeviceClock(dist.device))
     backup = BufferBackup(state.model, *([state.ema.module] if state.ema else []))
-    summary = Summary(facts, progress, dist.device)
     return Run(
-        dist, folder, plan, metrics, data, batch_format, state, checkpoints, writer, signals, meter, machine_load,
-        backup, progress, unlogged_steps, summary,
+        dist, folder, plan, metrics, data, batch_format, state, checkpoints, records, signals, meter, machine_load,
+        backup, progress, unlogged_steps,
     )  # fmt: skip
 
 

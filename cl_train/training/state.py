@@ -35,10 +35,9 @@ class TrainState:
 
 
 def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The state between two steps, as references: saving copies it. The host waits for the device (loss scale).
+    """The state between two steps, as references, and `metadata` of the run. The host waits for the device.
 
-    fp32 master weights replace fp16 weights, and optimizer state is by parameter name: a run in another precision or
-    layout, or with other parameter groups, can load them. `metadata`: see `check_compatible`.
+    fp32 weights and optimizer state by parameter name: a run in another precision, layout or grouping can load them.
     """
     optimizer = state.parts.optimizer
     trainable = trainable_parameters(state.model, state.parts.masters)
@@ -112,10 +111,7 @@ _MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True) -> list[str]:
-    """Notes on differences of metadata (the keys above, `classes`, `config`) that do not matter.
-
-    Raises ConfigError: this is another run or, to evaluate, another model.
-    """
+    """Notes on differences of metadata. Raises ConfigError: this is another run or, to evaluate, another model."""
     problems = _differences(saved, current, _MUST_MATCH if training else _MUST_MATCH[:2])
     if saved["classes"] != current["classes"]:
         other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
@@ -187,8 +183,8 @@ class Checkpoints:
     def resume(self, source: str, *, training: bool = True) -> tuple[Progress, list[StepResult]] | None:
         """Restore the checkpoint that `resume=` names, or without `training` only its weights; None: `auto` finds none.
 
-        Rank 0 reads the file and sends it to the others: nodes need no shared folder, and all ranks get the same state.
-        Raises ConfigError: there is no such checkpoint, or it is of another run. CheckpointError: it is damaged.
+        Rank 0 reads the file for all: nodes need no shared folder. Raises ConfigError: there is no such checkpoint, or
+        it is of another run. CheckpointError: it is damaged.
         """
         found = on_main(lambda: load_for_resume(source, self.store), self.dist)
         if found is None:

@@ -4,8 +4,7 @@ A user's function is called with each record, a dict. First comes `{"kind": "sta
 "config"}`: `step` is above 0 if the run was resumed, `group` is the name of its sweep or None. Then come the records
 as they are written to metrics.jsonl, and last `{"kind": "end", "step", "summary"}`.
 
-Each tracker has a thread of its own, so that one that waits for a network never delays a step. One that raises gets a
-warning and no further records.
+Each tracker has a thread: one that waits for a network never delays a step. One that raises gets no further records.
 """
 
 import copy

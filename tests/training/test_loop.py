@@ -1,6 +1,7 @@
 """The real loop, shrunk: real JPEGs in, records and a trained model out."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, to_mapping
 from cl_train.training import loop
+from cl_train.training.log_lines import check_bad_steps
 from cl_train.training.progress import TrainingFault
 from tests.conftest import CPU_PRECISIONS, Run, write_images
 
@@ -52,6 +54,8 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
     assert "2 epochs of 3 steps, 32 images per step\n" in text
     assert re.findall(r"Epoch: .* ETA (\d+:\d\d)", text)[-1] == "0:00" and "-m channels_last=true,false" in text
     assert f"best top-1 {best['top1']:.2f} % after epoch {best['epoch']}: {done.folder / 'checkpoints/best.pt'}" in text
+    with pytest.raises(ConfigError, match="leave out one"):
+        train(f"resume={done.folder}/checkpoints/best.pt", "overwrite=true", folder=done.folder)
     again = train("channels_last=true", "resume=auto", folder=done.folder).summary
     same = ("status", "steps", "images_seen", "images_per_s", "step_ms", "data_wait_pct", "train", "val", "best")
     assert {name: again[name] for name in same} == {name: summary[name] for name in same}
@@ -123,13 +127,14 @@ def test_augmentation_averaging_clipping_accumulation_and_smoothing_together(tra
 
 @pytest.mark.slow
 def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tmp_path: Path) -> None:
-    """Dropout included: random generators are restored."""
-    words, folder = ("precision=fp16", "model=tests.networks:dropout"), tmp_path / "parts"
+    """Random generators (dropout) and the loss scale are restored."""
+    words = ("precision=fp16", "amp.growth_interval=2", "data.image_size=16", "model=tests.networks:dropout")
+    folder = tmp_path / "parts"
     whole = train(*words)
     train(*words, "max_steps=4", folder=folder)
     done = train(*words, "resume=auto", folder=folder)
     assert [record["step"] for record in done.records("train")] == [1, 2, 3, 4, 5, 6]
-    assert done.losses == whole.losses
+    assert done.losses == whole.losses and done.summary["amp"] == whole.summary["amp"]
     for name, value in whole.checkpoint()["model"].items():
         assert torch.equal(done.checkpoint()["model"][name], value), name
 
@@ -158,21 +163,13 @@ def test_an_evaluation_needs_its_split_and_leaves_the_records_of_the_run(
             train(*words, *wrong)
 
 
-def test_a_run_is_not_continued_and_deleted_at_once(train: Train, tiny: Callable[..., Config]) -> None:
-    with pytest.raises(ConfigError, match="leave out one"):
-        tiny("resume=auto", "overwrite=true")
-    trained = train("epochs=1")
-    with pytest.raises(ConfigError, match="leave out one"):
-        train(f"resume={trained.folder}/checkpoints/best.pt", "overwrite=true", folder=trained.folder)
-    assert (trained.folder / "checkpoints/best.pt").is_file() and trained.summary["status"] == "completed"
-
-
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         ("model=tests.networks:nan_at_third_step log_every=2", "the loss is nan at step 3 on rank 0"),
         ("model=tests.networks:nan_at_third_step failing_device", "the loss is nan at step 3 on rank 0"),
-        ("precision=fp16 amp.min_scale=1e9", "the loss scale fell to .* at step 1 "),
+        ("precision=fp16 data.image_size=16 amp.min_scale=1e9", "the loss scale fell to .* at step 1 "),
+        ("precision=fp16 data.image_size=16 amp.init_scale=1e30 epochs=7", "21 of 21 updates were skipped"),
     ],
 )
 def test_a_run_that_cannot_continue_names_the_step(
@@ -194,8 +191,20 @@ def test_what_is_not_finite_is_skipped(train: Train) -> None:
     done = train("model=tests.networks:nan_at_third_step", "on_nonfinite=skip")
     assert done.exit_code == 0 and done.summary["amp"]["skipped_steps"] == 1
     assert done.losses[2] is None and done.losses[5] is not None
-    overflowing = train("precision=fp16", "amp.init_scale=1e12")
+    overflowing = train("precision=fp16", "data.image_size=16", "amp.init_scale=1e12")
     assert overflowing.exit_code == 0 and overflowing.summary["amp"]["skipped_steps"] > 0, "the scale is being found"
+
+
+def test_the_first_cause_is_named_and_a_limit_counts_steps() -> None:
+    nan = (7, False, 1, math.nan)
+    others = [(7, True, 0, 1.0), (8, False, 0, math.nan), nan]
+    with pytest.raises(TrainingFault, match=r"the loss is nan at step 7 on rank 1.*optim\.lr"):
+        check_bad_steps(others, 2, 0)
+    with pytest.raises(TrainingFault, match="a gradient is not finite at step 7 on rank 0"):
+        check_bad_steps(others[:2], 2, 0)
+    check_bad_steps([nan], 2, 2)
+    with pytest.raises(TrainingFault, match=r"3 .*max_nonfinite=2"):
+        check_bad_steps([nan], 3, 2)
 
 
 def test_settings_and_models_that_cannot_train_are_refused(train: Train, tiny: Callable[..., Config]) -> None:
@@ -204,6 +213,7 @@ def test_settings_and_models_that_cannot_train_are_refused(train: Train, tiny: C
         (["batch_size=32", "accumulate_steps=4"], "one step takes 128 images"),
         (["model=tests.networks:too_few_outputs"], "for 3 classes"),
         (["model=tests.networks:raising"], "planted"),
+        (["resume=auto", "overwrite=true"], "leave out one"),
     ):
         with pytest.raises(ConfigError, match=problem):
             train(*words)

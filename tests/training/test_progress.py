@@ -1,52 +1,117 @@
-"""What is due when."""
+"""What is due when; windows and averages, with a clock that only moves when told (behind it: tests/cuda_without_gpu)."""
 
 import pytest
+import torch
 
 from cl_train.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, ScheduleConfig
-from cl_train.training.progress import Plan, Progress
+from cl_train.system.machine import DeviceClock
+from cl_train.training.progress import Plan, Progress, ThroughputMeter
+from cl_train.training.records import speed, spread
 
 
 def test_a_plan_counts_optimizer_steps() -> None:
     constant = {"schedule": ScheduleConfig(name="constant"), "optim": OptimConfig(lr=0.1)}
-    cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=10, **constant)
-    plan = Plan.of(cfg, 500, 2)
+    plan = Plan.of(Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=10, **constant), 500, 2)
     assert (plan.image_sizes, plan.global_batch_size) == ((224,) * 4, 48)
     assert plan.steps_per_epoch == plan.last_step == 10
     assert plan.lr_at(Progress()) == pytest.approx(0.1 * 48 / 256)
 
 
-@pytest.mark.parametrize("reference_batch_size", [256, 0])
-def test_growing_images_leave_steps_and_learning_rate_alone(reference_batch_size: int) -> None:
+@pytest.mark.parametrize(("reference_batch_size", "peak"), [(256, 32 / 256), (0, 1.0)])
+def test_growing_images_leave_steps_and_learning_rate_alone(reference_batch_size: int, peak: float) -> None:
     optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
     data = DataConfig(size_schedule=[[0, 64], [2, 128]])
     cfg = Config(batch_size=32, epochs=4, optim=optim, schedule=ScheduleConfig(name="linear"), data=data)
     plan = Plan.of(cfg, 1280, 1)
     assert plan.image_sizes == (64, 96, 128, 128) and plan.last_step == 160
-    peak = 32 / 256 if reference_batch_size else 1.0
     rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=20)) for epoch in range(4)]
     assert rates == pytest.approx([peak * (1 - (epoch + 0.5) / 4) for epoch in range(4)])
 
 
-def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> None:
-    cfg = Config(batch_size=10, epochs=5, evaluate_every=2, checkpoint=CheckpointConfig(every_epochs=3))
-    plan = Plan.of(cfg, 40, 1)
+@pytest.mark.parametrize(
+    ("settings", "evaluations"),
+    [
+        ({"epochs": 5, "evaluate_every": 2}, [8, 16, 20]),
+        ({"epochs": 1, "max_steps": 2, "evaluate_every": 0}, [2]),
+        ({"epochs": 1, "max_steps": 2, "evaluate_every": 1}, [2]),
+        ({"epochs": 1, "max_steps": 2, "evaluate_every": -1}, []),
+    ],
+)
+def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end(
+    settings: dict[str, int], evaluations: list[int]
+) -> None:
+    plan = Plan.of(Config(batch_size=10, checkpoint=CheckpointConfig(every_epochs=3), **settings), 40, 1)
     progress, evaluated, saved = Progress(), [], []
-    for _ in range(plan.last_step):
+    while not plan.is_done(progress):
         progress.advance(plan.global_batch_size)
         if plan.is_epoch_end(progress):
-            if plan.is_due(cfg.evaluate_every, progress):
-                evaluated.append(progress.epoch + 1)
-            if plan.is_due(cfg.checkpoint.every_epochs, progress):
-                saved.append(progress.epoch + 1)
+            evaluated += [progress.step] * plan.is_due(plan.cfg.evaluate_every, progress)
+            saved += [progress.step] * plan.is_due(plan.cfg.checkpoint.every_epochs, progress)
+            assert not plan.is_done(progress)
             plan.close_epoch(progress)
-    assert (evaluated, saved, progress.images_seen) == ([2, 4, 5], [3, 5], 200)
+    assert evaluated == evaluations and saved == ([12, 20] if plan.last_step == 20 else [2])
+    assert progress.images_seen == 10 * plan.last_step
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, True), (1, True), (-1, False)])
-def test_the_last_step_is_evaluated_unless_never(every: int, expected: bool) -> None:
-    plan = Plan.of(Config(batch_size=10, epochs=1, max_steps=2, evaluate_every=every), 40, 1)
-    progress = Progress(step=2, step_in_epoch=2)
-    assert plan.is_epoch_end(progress) and plan.is_due(every, progress) == expected
-    assert not plan.is_done(progress)
-    plan.close_epoch(progress)
-    assert plan.is_done(progress)
+class Clock(DeviceClock):
+    """The time of host and device."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now = 100.0
+
+    def mark(self) -> float:
+        return self.now
+
+
+def meter_of(warmup_steps: int) -> tuple[ThroughputMeter, Clock]:
+    clock = Clock()
+    return ThroughputMeter(warmup_steps, clock, clock.mark), clock
+
+
+def steps(meter: ThroughputMeter, clock: Clock, count: int, seconds: float, wait_s: float = 0.0):
+    for _ in range(count):
+        with meter.waiting():
+            clock.now += wait_s
+        clock.now += seconds - wait_s
+        meter.tick(32)
+
+
+def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -> None:
+    meter, clock = meter_of(0)
+    clock.now += 1000  # an evaluation
+    meter.start(0)
+    closed = []
+    for wait_s in (0.1, 0.4):
+        steps(meter, clock, 2, 0.5, wait_s)
+        with meter.paused():
+            clock.now += 60
+        steps(meter, clock, 2, 0.5, wait_s)
+        closed.append(meter.close())
+    windows = [meter.measured(window) for window in closed]
+    for name, expected in (
+        ("images", [128, 128]), ("seconds", [2.0, 2.0]), ("images_per_s", [64, 64]), ("step_ms", [500, 500]),
+        ("data_wait_pct", [20, 80]),
+    ):  # fmt: skip
+        assert [window[name] for window in windows] == pytest.approx(expected), name
+
+
+def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_there_is_nothing_else() -> None:
+    meter, clock = meter_of(2)
+    windows = []
+    for size, seconds in ((64, 9.0), (64, 1.0), (96, 1.0)):
+        meter.start(size)
+        for _ in range(2):
+            steps(meter, clock, 1, seconds)
+            windows.append(meter.measured(meter.close()))
+    sizes = [(window["image_size"], window["warmup"]) for window in windows]
+    assert sizes == [(64, True), (64, True), (64, False), (64, False), (96, True), (96, True)]
+    end_to_end = speed(windows[:4])["images_per_s"]["end_to_end"]
+    assert (end_to_end["median"], end_to_end["windows"]) == (32, 2)
+    assert speed(windows[:1])["images_per_s"]["end_to_end"]["windows"] == 1
+
+
+def test_spread() -> None:
+    values = spread([float(value) for value in range(101)])
+    assert values == {"median": 50, "p5": 5, "p95": 95, "windows": 101}
+    assert spread([3.0])["p95"] == 3.0

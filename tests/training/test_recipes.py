@@ -41,12 +41,6 @@ def recipe(name: str) -> Config:
     return cfg
 
 
-def plan_of(cfg: Config) -> Plan:
-    """The plan on ImageNet with as many processes as the source used."""
-    world_size = (cfg.global_batch_size or 8 * cfg.batch_size) // cfg.batch_size
-    return Plan.of(cfg, IMAGENET_IMAGES, world_size)
-
-
 def source_lrs(name: str, epochs: int) -> Iterator[float]:
     """The learning rate at the start of each epoch, from the schedulers that the source uses."""
     peak, _ = PEAKS[name]
@@ -56,16 +50,9 @@ def source_lrs(name: str, epochs: int) -> Iterator[float]:
         return
     if "timm" in name or "deit" in name:
         minimum, first = (1e-5, 1e-6) if "deit" in name else (0.0, 1e-6 if "timm_ra" in name else 1e-5)
-        ours, _ = timm.scheduler.create_scheduler_v2(
-            optimizer,
-            "step" if "timm_ra" in name else "cosine",
-            num_epochs=epochs,
-            decay_epochs=2.4,
-            decay_rate=0.97,
-            min_lr=minimum,
-            warmup_lr=first,
-            warmup_epochs=5,
-        )
+        options = {"decay_epochs": 2.4, "decay_rate": 0.97, "min_lr": minimum, "warmup_lr": first, "warmup_epochs": 5}
+        curve = "step" if "timm_ra" in name else "cosine"
+        ours, _ = timm.scheduler.create_scheduler_v2(optimizer, curve, num_epochs=epochs, **options)
         for epoch in range(epochs):
             ours.step(epoch)
             yield optimizer.param_groups[0]["lr"]
@@ -87,30 +74,22 @@ def source_lrs(name: str, epochs: int) -> Iterator[float]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_schedule_is_that_of_the_source(name: str) -> None:
     cfg = recipe(name)
-    plan = plan_of(cfg)
+    plan = Plan.of(cfg, IMAGENET_IMAGES, (cfg.global_batch_size or 8 * cfg.batch_size) // cfg.batch_size)
     assert plan.global_batch_size == PEAKS[name][1]
     assert (cfg.augment.crop_scale_min, cfg.augment.flip) == (0.08, 0.5)
     expected = list(source_lrs(name, cfg.epochs))
     found = [plan.lr_at(Progress(epoch=epoch)) for epoch in range(cfg.epochs)]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-9 * PEAKS[name][0])
     within = plan.lr_at(Progress(epoch=7, step_in_epoch=plan.steps_per_epoch // 2))
-    if "ffcv" in name:  # linear within an epoch
-        assert within == pytest.approx((expected[7] + expected[8]) / 2, rel=1e-2)
-    else:
+    if "ffcv" not in name:
         assert within == pytest.approx(expected[7], rel=1e-4)
-
-
-@pytest.mark.parametrize("model", ["resnet18", "resnet50"])
-@pytest.mark.parametrize("epochs", RAMPS)
-def test_images_grow_as_in_ffcv(model: str, epochs: int) -> None:
-    cfg = recipe(f"{model}_ffcv_{epochs}ep")
-    plan = plan_of(cfg)
-    start, end = RAMPS[epochs]
-    assert cfg.epochs == len(plan.image_sizes) == epochs
-    for epoch in range(epochs):  # train_imagenet.py: get_resolution
+        return
+    assert within == pytest.approx((expected[7] + expected[8]) / 2, rel=1e-2), "linear within an epoch"
+    start, end = RAMPS[cfg.epochs]
+    assert cfg.epochs == len(plan.image_sizes)
+    for epoch, size in enumerate(plan.image_sizes):  # train_imagenet.py: get_resolution
         inside = int(np.round(np.interp([epoch], [start, end], [160, 192])[0] / 32)) * 32
-        size = 160 if epoch <= start else 192 if epoch >= end else inside
-        assert plan.image_sizes[epoch] == size, epoch
+        assert size == (160 if epoch <= start else 192 if epoch >= end else inside), epoch
 
 
 def test_the_average_has_torchvisions_adjusted_decay() -> None:

@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 
 from cl_train.config.schema import Config
-from cl_train.training.records import RecordWriter, finite_or_null
+from cl_train.training.progress import Progress
+from cl_train.training.records import Records, finite_or_null
 from cl_train.training.trackers import Trackers
 
+FACTS = {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
 
-def writer(folder: Path | None, step: int = 0) -> RecordWriter:
-    started = RecordWriter(folder, Trackers([]))
-    started.start(Config(), step=step)
-    return started
+
+def records(folder: Path | None, step: int = 0) -> Records:
+    return Records(folder, Config(), Trackers([]), FACTS, Progress(step=step, closed_step=step))
 
 
 def steps(folder: Path) -> list[int]:
@@ -19,23 +20,22 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_a_resume_drops_what_a_killed_process_left_and_a_new_run_all(tmp_path: Path) -> None:
-    first = writer(tmp_path)
+    first = records(tmp_path)
     for step in (10, 20, 30):
-        first.write("train", step, {"loss": float("nan")})
+        first.write("train", {"step": step, "loss": float("nan")})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": null}\n{"kind": "train", "st')  # damaged; killed in mid-write
-    writer(tmp_path, step=20).write("train", 30, {"loss": 2.0})
+    records(tmp_path, step=20).write("train", {"step": 30, "loss": 2.0})
     assert steps(tmp_path) == [10, 20, 30]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] is None
-    writer(tmp_path).write("train", 1, {"loss": 1.0})
+    records(tmp_path).write("train", {"step": 1, "loss": 1.0})
     assert steps(tmp_path) == [1]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    other = writer(None)
-    other.write("train", 1, {"loss": 1.0})
-    other.finish({"steps": 1})
-    assert list(tmp_path.iterdir()) == []
+    other = records(None)
+    other.write("val", {"loss": 1.0})
+    assert other.finish("completed")["val"] == {"loss": 1.0} and list(tmp_path.iterdir()) == []
 
 
 def test_json_has_no_nan() -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint of a run contains, and what it is restored into."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,8 @@ def assert_equal(ours: TrainState, theirs: TrainState) -> None:
             assert torch.equal(value, moments(theirs)[name][key]), (name, key)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_restored_run_continues_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
-    state, other = build(True, optimizer), build(True, optimizer)
+def test_a_restored_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    state, other = build(True, "adamw"), build(True, "adamw")
     steps(state, 3)
     content = saved(tmp_path / "a.pt", state)
     assert content["optimizer"]["state"].keys() == dict(state.model.named_parameters()).keys()
@@ -121,26 +121,13 @@ def test_fp32_to_master_weights_and_back_keeps_fp32_values(tmp_path: Path) -> No
     assert_equal(state, back)
 
 
-def test_loss_scale_and_moving_average_come_back_or_start_anew(tmp_path: Path) -> None:
-    state = build()
-    average = EMA(state.model, 0.9)
+def test_a_moving_average_starts_from_the_weights(tmp_path: Path) -> None:
+    state, other = build(), build(True)
     steps(state, 2)
-    average.update(state.model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(1))
-    scaler.update(4.0)
-    parts = (state.model, state.parts.optimizer)
-    with_average = saved(tmp_path / "a.pt", train_state(*parts, scaler, ema=average))
-    other, fresh = build(True), torch.amp.GradScaler("cpu")
-    other_average = EMA(other.model, 0.9)
-    target = train_state(other.model, other.parts.optimizer, fresh, ema=other_average)
-    restore(with_average, target)
-    assert fresh.get_scale() == 4.0
-    for name, tensor in average.module.state_dict().items():
-        assert torch.equal(tensor, other_average.module.state_dict()[name]), name
-    assert other_average.module[0].weight.stride() == (27, 1, 9, 3)
-    restore(saved(tmp_path / "b.pt", state), target)
-    assert torch.equal(other_average.module[0].weight, state.model[0].weight)
+    average = EMA(other.model, 0.9)
+    restore(saved(tmp_path / "a.pt", state), replace(other, ema=average))
+    assert torch.equal(average.module[0].weight, state.model[0].weight)
+    assert average.module[0].weight.stride() == (27, 1, 9, 3)
 
 
 FACTS: dict[str, Any] = {

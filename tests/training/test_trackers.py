@@ -83,11 +83,12 @@ def test_an_unknown_tracker_is_refused_with_a_suggestion(tiny: Callable[..., Any
 
 @pytest.mark.slow
 def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(train: Train) -> None:
-    done = train("precision=fp16")
+    words = ("precision=fp16", "data.image_size=16", "optim.lr=0.1")
+    done = train(*words)
     for path in (done.folder / "checkpoints").glob("*0006*"):
         path.unlink()
     time.sleep(1.1)  # the name of an event file has whole seconds
-    train("precision=fp16", "resume=auto", folder=done.folder)
+    train(*words, "resume=auto", folder=done.folder)
     assert [path.name for path in done.folder.iterdir() if path.is_dir()] == ["checkpoints"]
     events = EventAccumulator(str(done.folder), purge_orphaned_data=True).Reload()
     tags = events.Tags()
