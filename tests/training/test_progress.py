@@ -1,4 +1,4 @@
-"""What is due when; windows and averages, with a clock that only moves when told (behind it: tests/cuda_without_gpu)."""
+"""What is due when; windows and averages, with a clock that only moves when told."""
 
 import pytest
 import torch
