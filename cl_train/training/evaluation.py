@@ -190,8 +190,11 @@ def _until_signal(batches: Iterable[Batch], signals: StopRequest | None, images:
 
 # --- report=true ------------------------------------------------------------------------------------------------------
 
-_WORST_IMAGES, _THUMBNAIL_PX = 50, 160
-_STYLE = "figure { display: inline-block; width: 160px } .wrong { color: #b3261e } .true { color: #1b6e3c }"
+_WORST_IMAGES, _LISTED, _THUMBNAIL_PX = 50, 20, 160  # listed: classes and confusions on the page
+_STYLE = (
+    "figure { display: inline-block; width: 160px } table { display: inline-table } td { padding-right: 1em } "
+    ".wrong { color: #b3261e } .true { color: #1b6e3c }"
+)
 
 
 def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
@@ -218,6 +221,7 @@ def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path
         page = (
             f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style>'
             f"<h1>{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct</h1>"
+            f"<h2>Lowest accuracy, most frequent confusions</h2>{_html_table(classes)}{_html_table(confused)}"
             f"<h2>The {len(worst)} images with the largest loss, as the model sees them</h2>"
             '<p><span class="wrong">predicted class</span>, <span class="true">true class</span>, probabilities</p>'
             + "".join(_figure(rows[i], images[i], data, names) for i in worst)
@@ -245,6 +249,13 @@ def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list
     wrong = np.argwhere(counts).tolist()
     cells = [{"true": names[i], "predicted": names[j], "images": int(counts[i, j])} for i, j in wrong]
     return sorted(table, key=lambda row: row["top1"]), sorted(cells, key=lambda row: -row["images"])
+
+
+def _html_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The first rows."""
+    cells = [[f"{cell:.2f}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()] for row in rows]
+    lines = [list(rows[0]) if rows else [], *cells[:_LISTED]]
+    return "<table>" + "".join(f"<tr><td>{'<td>'.join(line)}" for line in lines) + "</table>"
 
 
 def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ def test_evaluate_only_stopped_by_a_signal_says_so(train: Train) -> None:
     words = ("model=tests.networks:terminated_in_evaluation", "evaluate_only=true", "batch_size=4", "epochs=1")
     folder = trained.folder.parent / "evaluated"
     saved = torch.load(weights, weights_only=True)["model"]
-    torch.save({f"network.{name}": value for name, value in saved.items()}, trained.folder / "weights.pth")
+    torch.save({f"1.{name}": value for name, value in saved.items()}, trained.folder / "weights.pth")
     done = train(*words, f"weights={trained.folder / 'weights.pth'}", folder=folder)
     assert done.exit_code == 143 and done.summary["status"] == "interrupted" and done.summary["val"] is None
 

@@ -125,10 +125,10 @@ def test_augmentation_averaging_clipping_accumulation_and_smoothing_together(tra
     assert rates.index(max(rates)) == 2, "the warm-up ends after half an epoch of four steps"
 
 
-@pytest.mark.slow
-def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tmp_path: Path, precision: str) -> None:
     """Random generators (dropout) and the loss scale are restored."""
-    words = ("precision=fp16", "amp.growth_interval=2", "data.image_size=16", "model=tests.networks:dropout")
+    words = (f"precision={precision}", "amp.growth_interval=2", "data.image_size=16", "model=tests.networks:dropout")
     folder = tmp_path / "parts"
     whole = train(*words)
     train(*words, "max_steps=4", folder=folder)
@@ -191,7 +191,7 @@ def test_what_is_not_finite_is_skipped(train: Train) -> None:
     done = train("model=tests.networks:nan_at_third_step", "on_nonfinite=skip")
     assert done.exit_code == 0 and done.summary["amp"]["skipped_steps"] == 1
     assert done.losses[2] is None and done.losses[5] is not None
-    overflowing = train("precision=fp16", "data.image_size=16", "amp.init_scale=1e12")
+    overflowing = train("precision=fp16", "data.image_size=16", "amp.init_scale=1e30")
     assert overflowing.exit_code == 0 and overflowing.summary["amp"]["skipped_steps"] > 0, "the scale is being found"
 
 
