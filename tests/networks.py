@@ -80,17 +80,14 @@ def raising(num_classes: int) -> nn.Module:
     return nn.Sequential(small(num_classes), Fault(fail))
 
 
-class _AbortsInChannelsLast(nn.Module):
+def aborts_in_channels_last(num_classes: int) -> nn.Module:
     """Ends its process, as a kernel does that writes beyond its memory."""
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def abort(module: Fault, images: torch.Tensor, number: int) -> None:
         if images.shape[1] > 1 and not images.is_contiguous():
             os.abort()
-        return images
 
-
-def aborts_in_channels_last(num_classes: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), _AbortsInChannelsLast(), small(num_classes))
+    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Fault(abort), small(num_classes))
 
 
 def nan_at_third_step(num_classes: int) -> nn.Module:
