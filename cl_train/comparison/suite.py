@@ -125,7 +125,7 @@ def row_from_child(name: str, settings: ZooSettings) -> dict[str, Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # importing torch takes longer than most models
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, name, settings), daemon=True)
+    process = context.Process(target=_child, args=(sender, name, settings))  # a daemon could not fork (`in_child`)
     process.start()
     sender.close()
     limit_s = settings.model_time_limit_s

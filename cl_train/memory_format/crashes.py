@@ -88,13 +88,14 @@ def in_child(work: Callable[[], Result]) -> Result:
     """`work()` in a forked process, which costs milliseconds; returns its result, or raises its exception.
 
     What else it changes is lost, and its result must be picklable. In this process where a fork is not possible: on
-    other systems than Linux, and if there is a GPU, whose state a fork would share.
+    other systems than Linux, in a daemonic process, and if there is a GPU, whose state a fork would share.
 
     Raises:
         Crash: a signal ended the process. `work` is then run again to find the module.
         OutOfMemory: it was SIGKILL.
     """
-    if _is_child or sys.platform != "linux" or torch.cuda.is_available():
+    is_daemon = multiprocessing.current_process().daemon  # as the workers of a Pool: multiprocessing refuses to fork it
+    if _is_child or is_daemon or sys.platform != "linux" or torch.cuda.is_available():
         return work()
     ended = _forked(work, None)
     if ended is None:

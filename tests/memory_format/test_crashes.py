@@ -2,6 +2,7 @@
 
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -186,3 +187,9 @@ def test_the_weight_gradient_that_crashes_onednn_does_not_end_this_process() -> 
         if "SIG" in text:
             assert "0 (Conv2d(3, 48, kernel_size=(1, 1), stride=(2, 2), bias=False)): PyTorch's oneDNN" in text
     assert cl_train.check_parity(model, image_size=96, mode="infer").passed
+
+
+def test_a_worker_of_a_pool_runs_the_work_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing refuses children to daemonic processes."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    assert in_child(os.getpid) == os.getpid()
