@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cl_train.comparison.paired import compare_layouts as compare_layouts
     from cl_train.comparison.parity import check_parity as check_parity
     from cl_train.config.schema import ConfigError as ConfigError
-    from cl_train.data.build import image_loader as image_loader
+    from cl_train.data.image_loader import image_loader as image_loader
     from cl_train.data.collate import channels_last_collate as channels_last_collate
     from cl_train.data.device import DevicePrefetcher as DevicePrefetcher
     from cl_train.memory_format.audit import audit as audit
@@ -35,7 +35,7 @@ _MODULES = {
     "classify": "cl_train.memory_format.layout",
     "compare_layouts": "cl_train.comparison.paired",
     "convert": "cl_train.memory_format.convert",
-    "image_loader": "cl_train.data.build",
+    "image_loader": "cl_train.data.image_loader",
     "layout_guard": "cl_train.memory_format.operator_recorder",
     "load_model": "cl_train.models.convert_file",
     "train": "cl_train.commands.train",
