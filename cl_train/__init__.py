@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from cl_train.comparison.paired import compare_layouts as compare_layouts
     from cl_train.comparison.parity import check_parity as check_parity
     from cl_train.config.schema import ConfigError as ConfigError
-    from cl_train.data.image_loader import image_loader as image_loader
     from cl_train.data.collate import channels_last_collate as channels_last_collate
     from cl_train.data.device import DevicePrefetcher as DevicePrefetcher
+    from cl_train.data.image_loader import image_loader as image_loader
     from cl_train.memory_format.audit import audit as audit
     from cl_train.memory_format.convert import convert as convert
     from cl_train.memory_format.layout import classify as classify
