@@ -62,7 +62,7 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) ->
         ConfigError: as `plan_sweep` and `plan_slots`, started by torchrun or srun, or another process runs this sweep.
     """
     if read_launch() is not None:
-        raise ConfigError("torchrun and srun cannot start a sweep; train.py -m nproc=N starts each job under torchrun")
+        raise ConfigError("torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun")
     sweep = plan_sweep(arguments, runs)
     if sweep.only_group is not None:
         return _run_element(sweep)
@@ -340,9 +340,11 @@ def _submit(sweep: Sweep, groups: Sequence[int]) -> int:
         )
     print(f"submitted as Slurm job {done.stdout.strip()}, logs in {folder}", flush=True)
     try:
-        # `sbatch --wait` would take a requeued element for an ended one.
-        while sweep.launcher.wait and _queued_elements(sweep):
+        # `sbatch --wait` would take a requeued element for an ended one; so would squeue at the moment of the requeue.
+        empty_answers = 0 if sweep.launcher.wait else 2
+        while empty_answers < 2:
             time.sleep(_QUEUE_POLL_S)
+            empty_answers = 0 if _queued_elements(sweep) else empty_answers + 1
     except KeyboardInterrupt:
         return signal.SIGINT
     return 0

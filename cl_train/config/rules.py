@@ -39,7 +39,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
     for key, has_effect, remedy in _NEEDS:
         value, default = (functools.reduce(getattr, key.split("."), settings) for settings in (cfg, Config()))
         if value != default and not has_effect(cfg):
-            hint = f"write {key}={default} if a recipe sets it"
+            hint = f"write {key}={'null' if default is None else default} if a recipe sets it"
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
     yield from _data_problems(cfg.data, cfg.augment)
     yield from _run_problems(cfg)

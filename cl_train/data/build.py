@@ -229,6 +229,3 @@ def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)
     return source
-
-
-# --- for any training loop --------------------------------------------------------------------------------------------

@@ -143,6 +143,10 @@ WRONG = [
     (["optim=adamw", "optim.momentum=0.5"], "no effect without optim=sgd"),
     (["optim=sgd", "optim.beta1=0.5"], "no effect without optim=adamw"),
     (["optim=sgd", "optim.beta2=0.5"], "no effect without optim=adamw"),
+    (
+        ["optim=sgd", "optim.eps=1e-5"],
+        "no effect without optim=adamw or optim=rmsprop: leave it out, or write optim.eps=null",
+    ),
     (["config=/no/such"], "no such file"),
     (["config=conf/optim/sgd.yaml"], "unknown setting 'name'"),
     (["config=conf/config.yaml", "experiment=smoke"], "cannot be combined"),
