@@ -7,6 +7,7 @@ its output stream cannot be written (a closed pipe, a full disk).
 import importlib
 import io
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -56,8 +57,10 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
 
 def _run_command(words: list[str]) -> int:
     name, *rest = words
-    if not os.path.exists("."):
-        raise ConfigError("the working folder was deleted: change to another folder")
+    try:
+        os.getcwd()  # os.path.exists(".") is true in a deleted folder
+    except FileNotFoundError:
+        raise ConfigError("the working folder was deleted: change to another folder") from None
     end_with_torchrun()  # before the imports, which take seconds
     if name in ("-h", "--help"):
         lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
@@ -81,7 +84,9 @@ class _Console(io.FileIO):
 
     def write(self, data: Any) -> Any:
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:  # non-blocking, and its reader is slow
+                select.select([], [self], [])
+            return written
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # also for children
             return len(data)

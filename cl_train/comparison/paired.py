@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from statistics import geometric_mean, median
 from typing import Any
@@ -399,10 +399,14 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
     if best.step_ms < 10 * time_limit_s and not (workload.compile or workload.cuda_graph):
         measured = replace(measured, batch_size=done.batch_size)
         if mixed := _mixed_layout(model, measured, time_limit_s):
-            gain = benchmark_layouts(model, measured, [layout, mixed], time_limit_s=0.25 * time_limit_s)
-            layout = mixed if gain.verdict == "faster" else layout
-            reason = f"{layout.name}: {reason.partition(': ')[2]}; channels_last but for {', '.join(mixed.select)} is "
-            reason += f"{gain.ratio.ratio:.2f}x [{gain.ratio.low:.2f}, {gain.ratio.high:.2f}] as fast as {best.layout}"
+            with suppress(ConfigError):  # the pure layouts could be measured, so the run goes on
+                gain = benchmark_layouts(model, measured, [layout, mixed], time_limit_s=0.25 * time_limit_s)
+                layout = mixed if gain.verdict == "faster" else layout
+                ratio = (
+                    f"{gain.ratio.ratio:.2f}x [{gain.ratio.low:.2f}, {gain.ratio.high:.2f}] as fast as {best.layout}"
+                )
+                tried = f"channels_last but for {', '.join(mixed.select)} is {ratio}"
+                reason = f"{layout.name}: {reason.partition(': ')[2]}; {tried}"
     return Choice(layout.memory_format, layout.conversion, reason, 0.0, layout.select, conclusive=not is_noisy)
 
 
@@ -413,10 +417,11 @@ def _mixed_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> 
     images = place_batch(images, workload.device, workload.precision.input_dtype, torch.channels_last)
     try:
         times = audit(copied, images, precision=workload.precision, time=True, time_limit_s=0.25 * time_limit_s).times
-    except (ConfigError, RuntimeError, MemoryError):  # the layouts above could be measured, so the run goes on
+    except (ConfigError, RuntimeError, MemoryError):
         return None
     assert times is not None
-    names = tuple(times.better_contiguous())
+    modules = dict(copied.named_modules())
+    names = tuple(name for name in times.better_contiguous() if isinstance(modules.get(name), CONVOLUTIONS))
     return Layout("mixed", torch.channels_last, "mixed", names) if names else None
 
 

@@ -61,6 +61,8 @@ def compare_folders(
     report = Report(pairs, failed, by, differing(runs))
     if out:
         write_report(report, out)
+    for job in [] if show_table else report.failed:
+        print(f"not finished: job {job['job']} ({job['overrides']}): {job['why']}")
     where = f"Report: {out / 'comparison.md'}" if out else "For the report as files: out=FOLDER"
     print(f"{as_markdown(report)}\n{where}" if show_table else f"{verdict_sentence(report)} {where}", flush=True)
     return report

@@ -62,7 +62,9 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) ->
         ConfigError: as `plan_sweep` and `plan_slots`, started by torchrun or srun, or another process runs this sweep.
     """
     if read_launch() is not None:
-        raise ConfigError("torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun")
+        raise ConfigError(
+            "torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun"
+        )
     sweep = plan_sweep(arguments, runs)
     if sweep.only_group is not None:
         return _run_element(sweep)

@@ -8,6 +8,7 @@ Hydra's own message for a typo advises `+key`, which would train with the defaul
 import argparse
 import functools
 import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class CommandLine:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
-        parser.add_argument("--config-dir", type=lambda text: Path(text).expanduser().absolute())
+        parser.add_argument("--config-dir", type=lambda text: Path(text or os.devnull).expanduser().absolute())
         try:
             options, settings = parser.parse_known_args(words)
         except argparse.ArgumentError as error:
@@ -166,7 +167,7 @@ def _override_problems(override: Override, word: str, folders: Sequence[Path], m
     if key == "hydra.sweep.subdir":
         return [f"{word}: the folder of a job is named after its settings"]
     if key in HYDRA_KEYS:
-        return [] if value else [f"{word}: needs a folder"]
+        return [] if value and not override.is_sweep_override() else [f"{word}: needs a folder"]
     if re.match(r"hydra\b", key):
         return [f"{word}: {_ONLY}"]
     if key in GROUPS and isinstance(value, dict):
@@ -175,7 +176,7 @@ def _override_problems(override: Override, word: str, folders: Sequence[Path], m
         choices = group_choices(key, folders)
         swept = _swept_values(override, folders) if override.is_sweep_override() else [value]
         more = f"(there are {', '.join(choices)}{'; of timm optim=timm optim.name=NAME' if key == 'optim' else ''})"
-        unknown = [str(name) for name in swept if str(name) not in choices and name is not None]
+        unknown = [str(name) for name in swept if str(name) not in choices]
         return [f"{key}={name}: no such choice{suggest(name, choices)} {more}" for name in unknown]
     if key in CHOSEN_BY_GROUP:
         return [_write_group(word)]
@@ -302,7 +303,7 @@ def _start_words(typed: Mapping[str, Any], folders: Sequence[Path]) -> list[str]
     words = []
     for key, value in sorted(flatten(values, _FIELDS)):  # optim.library before optim.name
         group = key.partition(".")[0]
-        if key in how_started or typed.keys() & {key, group}:
+        if key in how_started or typed.keys() & {key, group} or (key in GROUPS and value is None):
             continue
         if key == "optim.name" and "optim=timm" not in words:
             words.append(f"{group}={value}")
@@ -372,10 +373,11 @@ def _word(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_word, value))}]"
     if isinstance(value, float):
-        return repr(value)
+        return repr(float(value))  # NumPy's too
     return quoted(value) if isinstance(value, str | Path) else show(value)
 
 
 def quoted(path: Path | str) -> str:
     """A text as the value of a setting, quoted so that commas and equal signs are literal."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra reads a backslash as an escape only before a quote or the end.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + (found[2] and "\\'"), str(path)) + "'"

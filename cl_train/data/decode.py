@@ -93,6 +93,7 @@ class Encoded:
             with suppress(Exception):  # strict: libjpeg's warnings are errors too; then Pillow decodes
                 pixels: Pixels = simplejpeg.decode_jpeg(self._data, "RGB", buffer=buffer, strict=True)
                 return pixels
+            self.needs_pillow = True
         return self._with_pillow(_rgb)
 
     def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:

@@ -48,6 +48,10 @@ class ImageLoader:
         """End the workers. A later iteration starts new ones."""
         self._loader.close()
 
+    def __del__(self) -> None:  # HostLoader, Workers and DataLoader's iterator are a cycle: end the workers now
+        if (workers := self._loader._workers) is not None:
+            workers._received = None
+
     def __enter__(self) -> "ImageLoader":
         return self
 

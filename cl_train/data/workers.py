@@ -69,6 +69,7 @@ class Workers(Dataset[Any], Generic[Task, Result]):
         self._tasks: Iterator[tuple[int, Task | None]] = repeat((0, None))
         self._received: Iterator[tuple[int, Result | None]] | None = None
         self.processes: list[BaseProcess] = []
+        self._taken = 0  # results: the next task goes to worker `_taken % count`
         # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
         util.Finalize(self, _kill, (self.processes,), exitpriority=10)
 
@@ -79,7 +80,8 @@ class Workers(Dataset[Any], Generic[Task, Result]):
         self._tasks = repeat((0, None))
         number = next(_ITERATIONS)
         try:
-            for _ in range(self._count * self._queued if self._received is not None else 0):
+            ahead = self._count * self._queued + -self._taken % max(1, self._count)  # and begin at worker 0 again
+            for _ in range(ahead if self._received is not None else 0):
                 self._next_result()
             self.iteration[0] = number
             self._tasks = zip(repeat(number), chain(tasks, repeat(None)))
@@ -116,7 +118,9 @@ class Workers(Dataset[Any], Generic[Task, Result]):
         received = self._start() if self._received is None else self._received
         while True:
             try:
-                return next(received)
+                result = next(received)
+                self._taken += 1
+                return result
             except RuntimeError as error:  # after _POLL_S without a result, or because a worker died
                 for process in self.processes:
                     if not process.is_alive():
@@ -146,7 +150,7 @@ class Workers(Dataset[Any], Generic[Task, Result]):
         if self._count:
             options |= {"num_workers": self._count, "prefetch_factor": self._queued, "timeout": _POLL_S}
             options |= {"multiprocessing_context": "fork", "worker_init_fn": self._begin_worker}
-        before = set(multiprocessing.active_children())
+        self._taken, before = 0, set(multiprocessing.active_children())
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
         try:
             with warnings.catch_warnings():

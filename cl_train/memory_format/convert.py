@@ -4,6 +4,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ def convert(
         mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`; "conv", the weights of
             convolutions only, as `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", the tensors of the
             selected modules; "mixed", every tensor but those of the selected modules, which stay contiguous and copy
-            their images at their borders, by forward hooks (not for scripted and exported models); "none", nothing.
+            their images at their borders, by forward hooks (not for scripted and exported models, nor for modules
+            that change their input in place for their caller); "none", nothing.
         select: for modes "select" and "mixed": shell patterns of module names (a pattern includes the module's
             children), or a predicate of (name, module).
         memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
@@ -106,40 +108,49 @@ def convert(
         report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
     tensors = named_tensors(model)
     _refuse_distributed(model, tensors)
-    if isinstance(model, nn.Module):
-        _remove_borders(model)
     selected = _selected(model, tensors, mode, select)
+    islands = _outermost(model, _chosen(model, mode, select)) if mode == "mixed" else []
+    if islands and memory_format == torch.contiguous_format:
+        raise ConfigError("conversion=mixed: the other modules must be channels_last")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands) if mode == "mixed"):
+        raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")
+    if isinstance(model, nn.Module) and mode != "none":
+        _remove_borders(model)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
-    if mode == "mixed":
-        _keep_contiguous(model, _chosen(model, mode, select))
+    for module in islands:
+        convert(module, memory_format=torch.contiguous_format)
+    for module in islands:
+        module.register_forward_pre_hook(_contiguous_inputs, with_kwargs=True)
+        module.register_forward_hook(_channels_last_outputs)
     return report
 
 
-def _keep_contiguous(model: nn.Module, chosen: set[str]) -> None:
-    """The chosen modules and what they contain compute in contiguous memory, and return channels_last."""
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError("conversion=mixed: a scripted model runs no hooks; convert it before torch.jit.script")
-    for name, module in model.named_modules():
-        if name in chosen and not any(name.startswith(f"{other}.") for other in chosen):
-            convert(module, memory_format=torch.contiguous_format)
-            module.register_forward_pre_hook(_contiguous_inputs)
-            module.register_forward_hook(_channels_last_outputs)
+def _outermost(model: nn.Module, chosen: set[str]) -> list[nn.Module]:
+    """The chosen modules that no other chosen one contains; a shared one once."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parents = {name: {name[:index] for index, letter in enumerate(name) if letter == "."} | {""} for name in chosen}
+    return list(dict.fromkeys(modules[name] for name in chosen if not parents[name] - {name} & chosen))
 
 
-def _contiguous_inputs(module: nn.Module, inputs: Any) -> Any:
-    return _images_in(torch.contiguous_format, inputs)
+def _contiguous_inputs(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Lists and dicts stay the objects that they are: the module may change them for its caller."""
+    contiguous = partial(_image_in, torch.contiguous_format)
+    return tuple(map(contiguous, inputs)), {name: contiguous(value) for name, value in named.items()}
 
 
 def _channels_last_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return _images_in(torch.channels_last, output)
+    return tree_map_only(torch.Tensor, partial(_image_in, torch.channels_last), output)
 
 
-def _images_in(memory_format: torch.memory_format, values: Any) -> Any:
-    def placed(value: torch.Tensor) -> torch.Tensor:
-        return to_memory_format(value, memory_format) if value.dim() in CHANNELS_LAST else value
+def _image_in(memory_format: torch.memory_format, value: Any) -> Any:
+    is_image = isinstance(value, torch.Tensor) and value.dim() in CHANNELS_LAST
+    return to_memory_format(value, memory_format) if is_image else value
 
-    return tree_map_only(torch.Tensor, placed, values)
+
+def has_borders(model: nn.Module) -> bool:
+    """Whether `convert` made the model's layouts mixed."""
+    return any(_channels_last_outputs in module._forward_hooks.values() for module in model.modules())
 
 
 def _remove_borders(model: nn.Module) -> None:
@@ -147,6 +158,7 @@ def _remove_borders(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (_contiguous_inputs, _channels_last_outputs)]:
                 del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:

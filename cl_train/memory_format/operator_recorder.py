@@ -99,11 +99,17 @@ class OperatorRecorder(OriginRecorder):
         self.calls: list[Call] = []
         self.step_bytes = 0
         self._rank = rank
+        self._viewed: dict[int, Layout] = {}  # by storage: the format of the image that was viewed last
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # there composite operators, such as contiguous, arrive whole
+            with self:
+                result = function.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         inputs = strided_tensors((args, kwargs))
         if self._rank is None:
             self._rank = next((tensor.dim() for tensor in inputs if classify(tensor) == "channels_last"), None)
@@ -114,10 +120,14 @@ class OperatorRecorder(OriginRecorder):
         origin = self.origin(_getframe(1))
         if origin.direction == "forward":
             self._activations |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
+        if _is_view(function):
+            self._viewed |= {_storage(tensor): layout for tensor, layout in images}
         # Instead of an allocation, the call that writes into it is recorded.
         if not _is_view(function) and "empty" not in function._schema.name:
             self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
             call = self._call(function, origin, inputs, images, outputs)
+            for tensor in outputs:  # a new tensor may have the address of a freed one
+                self._viewed.pop(_storage(tensor), None)
             if call is not None:
                 self.record(call)
         return result
@@ -135,8 +145,8 @@ class OperatorRecorder(OriginRecorder):
             outcome = _outcome(images, produced, self._activations if origin.direction == "backward" else set())
         elif is_copy and outputs and inputs and outputs[0].is_contiguous() and not inputs[-1].is_contiguous():
             # Window partitioning and channel shuffles view an image in more dimensions, permute these and copy.
-            image, produced = inputs[-1]._base, outputs
-            if image is not None and image.dim() == self._rank and classify(image) == "channels_last":
+            produced = outputs
+            if self._viewed.get(_storage(inputs[-1])) == "channels_last":
                 images, outcome = [(inputs[-1], "channels_last")], "lost"
         if outcome is None:
             return None
@@ -186,6 +196,10 @@ def _is_view(function: Any) -> bool:
 def strided_tensors(tree: Any) -> list[torch.Tensor]:
     leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _dtype(tensor: torch.Tensor) -> str:

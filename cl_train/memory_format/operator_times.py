@@ -25,8 +25,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from cl_train.config.schema import OptimConfig
+from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.audit_report import markdown_table, short_name
+from cl_train.memory_format.convert import has_borders
 from cl_train.memory_format.layout import model_memory_format, named_tensors, to_memory_format
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
@@ -186,14 +187,14 @@ class OperatorTimes:
     def better_contiguous(self) -> list[str]:
         """Modules whose convolution loses more in channels_last than copies of its images and gradients would cost."""
         losing = [row for row in self.modules() if row.is_loss]
-        return [row.name for row in losing if 0 < self._border_ms(row) < row.difference_ms]
+        return [row.name for row in losing if row.calls[0].module and 0 < self._border_ms(row) < row.difference_ms]
 
     def _border_ms(self, row: Row) -> float:
         """Of copying its images and their gradients, as the backward pass names them; 0 without a convolution."""
         calls = [call for call in row.calls if call.shape]
         backward = [call for call in calls if call.direction == "backward"]
-        images = [image for call in backward or calls for image in call.arguments[LAYOUTS[1]][: 1 + bool(backward)]]
-        return 2 * self.copy_ms_per_byte * sum(image.nbytes for image in images)
+        found = [call.arguments.get(LAYOUTS[1]) or call.arguments[LAYOUTS[0]] for call in backward or calls]
+        return 2 * self.copy_ms_per_byte * sum(one.nbytes for images in found for one in images[: 1 + bool(backward)])
 
     def summary(self) -> list[str]:
         """Three lines: where channels_last saves and loses time, the step's time, how much of it the rows explain."""
@@ -469,6 +470,8 @@ def time_operators(
         forward: returns the scalar loss of a batch, or None without a backward pass.
         time_limit_s: for all rounds, of which there are at least 4 and at most 40.
     """
+    if has_borders(model):
+        raise ConfigError("time=true compares with a contiguous model: leave out conversion=mixed")
     other_layout = torch.channels_last if model_memory_format(model) == "contiguous" else None
     selection = kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled())
     with _weights_restored(model) as weights, selection, closing(_Clock()) as clock:

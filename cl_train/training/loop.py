@@ -151,6 +151,9 @@ def record_failure(run: Run, kind: object, error: BaseException | None, trace: o
             log_submitted(run)
     with suppress(OSError):
         run.records.finish("failed", why=str(error).partition("\n")[0])
+    if isinstance(error, Exception):  # a second Ctrl-C does not wait; the process may end without joining threads
+        with suppress(Exception):
+            run.checkpoints.store.wait()
 
 
 def end_epoch(run: Run, *, save_due: bool) -> None:

@@ -187,7 +187,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist, build: Callable[[Config, int, D
     available = available_bytes(device)
     limit_gib = math.inf if available is None else MARGIN * available / 2**30
     workload = Workload(SMALLEST, (3, size, size), resolve_precision(cfg.precision, device), device, optim=cfg.optim)
-    layout = Layout("", torch.channels_last, "conv" if cfg.conversion == "conv" else "full")
+    layout = Layout("", torch.channels_last, cfg.conversion, tuple(cfg.select))
     with measurement_state(workload):
         model = build(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process)
         find = partial(search, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])

@@ -148,7 +148,8 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError):
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and isinstance(record.get("step"), int)]
+    found = [record for record in records if isinstance(record, dict) and "kind" in record]
+    return [record for record in found if isinstance(record.get("step"), int)]
 
 
 def finite_or_null(value: Any) -> Any:
@@ -240,7 +241,8 @@ class RunLog:
             log.addHandler(self._handlers[-1])
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        if not isinstance(args.exc_value, OSError):  # of TensorBoard on a full disk, whose next call raises it again
+        is_tensorboard = type(args.thread).__module__.startswith("tensorboard.")  # whose next call raises it again
+        if not (is_tensorboard and isinstance(args.exc_value, OSError)):
             self._before[1](args)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

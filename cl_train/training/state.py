@@ -96,7 +96,7 @@ def _restore_optimizer(saved: Mapping[str, Any], state: TrainState) -> None:
     # steps, which some of timm's optimizers (LAMB) count per group.
     packed = {index_of[id(parameters[key])]: value for key, value in saved["state"].items()}
     groups = optimizer.state_dict()["param_groups"]
-    if saved["step"] is not None:
+    if saved.get("step") is not None:  # absent from the first checkpoints of this format
         groups = [group | {"step": copy.deepcopy(saved["step"])} for group in groups]
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
     for parameter in ordered:

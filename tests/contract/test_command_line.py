@@ -143,6 +143,10 @@ WRONG = [
     (["optim=adamw", "optim.momentum=0.5"], "no effect without optim=sgd"),
     (["optim=sgd", "optim.beta1=0.5"], "no effect without optim=adamw"),
     (["optim=sgd", "optim.beta2=0.5"], "no effect without optim=adamw"),
+    (["optim=null"], "no such choice"),
+    (["experiment=null"], "no such choice"),
+    (["--config-dir="], "no such folder"),
+    (["-m", "hydra.sweep.dir=/a,/b", "channels_last=true,false"], "needs a folder"),
     (
         ["optim=sgd", "optim.eps=1e-5"],
         "no effect without optim=adamw or optim=rmsprop: leave it out, or write optim.eps=null",

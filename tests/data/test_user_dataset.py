@@ -73,6 +73,12 @@ def test_iterable_datasets_are_resumed_joined_and_counted(caplog):
     assert sorted(itertools.chain(*seen)) == list(range(12)) and all(len(values) == 4 for values in seen)
     assert all(targets.tolist() == [value % 2 for value in s] for (_, targets), s in zip(batches, seen, strict=True))
     assert batches[2][0].is_contiguous(memory_format=torch.channels_last)
+    with closing(own_data("DividedStream", workers=5)) as data:  # an epoch of 12 samples ends at the second worker
+        second = [
+            [(batch.images.clone(), batch.targets) for batch in data.train(epoch, FLOAT_CHANNELS_LAST)]
+            for epoch in range(2)
+        ][1]
+    same(epoch_of(own_data("DividedStream", workers=5), epoch=1, first_batch=1), second[1:])
     with pytest.raises(WorkerError, match="after 3 of 4 batches of 4 samples on rank 0"):
         epoch_of(own_data("ShortStream"))
 

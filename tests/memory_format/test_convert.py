@@ -14,7 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.convert import convert
+from cl_train.memory_format.audit import audit
+from cl_train.memory_format.convert import convert, has_borders
 from cl_train.memory_format.layout import (
     classify,
     layout_digest,
@@ -149,7 +150,7 @@ def test_selected_modules_of_a_mixed_model_compute_contiguous_between_copies() -
     model, seen = torchvision.models.resnet18(num_classes=5).eval(), {}
     images = torch.randn(2, 3, 64, 64).to(memory_format=CHANNELS_LAST)
     expected = model(images)
-    convert(model, "mixed", ["layer4", "layer1.0.conv?"])
+    convert(model, "mixed", ["layer4", "layer4.0", "layer1.0.conv?"])
     model = copy.deepcopy(model)  # as an EMA or a benchmark does
     layers = (model.layer1[0].conv2, model.layer1[1].conv2, model.layer4[0].conv1)
     assert [classify(layer.weight) for layer in layers] == ["contiguous", "channels_last", "contiguous"]
@@ -166,9 +167,56 @@ def test_selected_modules_of_a_mixed_model_compute_contiguous_between_copies() -
         "layer1.1.conv2": ("channels_last", "channels_last"),
         "layer4.1": ("contiguous", "contiguous"),
     }
+    assert has_borders(model) and not has_borders(model.layer2)
+    with pytest.raises(ConfigError, match="leave out conversion=mixed"):
+        audit(model, images, time=True)
+    convert(model, "none")
+    assert has_borders(model)
     convert(model, memory_format=torch.contiguous_format)
+    assert not has_borders(model)
     model(images.contiguous())
     assert {formats for name, formats in seen.items() if name != "avgpool"} == {("contiguous", "contiguous")}
+
+
+class Named(nn.Module):
+    """A shared convolution, called by name, that appends to its caller's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = Collecting()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        self.second(found, image=self.first(found, image=x))
+        return torch.cat(found)
+
+
+class Collecting(nn.Conv2d):
+    def __init__(self) -> None:
+        super().__init__(4, 4, 1)
+
+    def forward(self, found: list[torch.Tensor], image: torch.Tensor) -> torch.Tensor:
+        self.seen = classify(image)
+        found.append(super().forward(image))
+        return found[-1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_shared_modules_lists_and_keyword_arguments_at_the_borders() -> None:
+    model, images = Named(), torch.randn(2, 4, 6, 6).to(memory_format=CHANNELS_LAST)
+    expected = model(images)
+    convert(model, "mixed", ["second"])
+    torch.testing.assert_close(model(images), expected)
+    assert model.second.seen == "contiguous"
+    script = nn.Sequential(torch.jit.script(nn.Conv2d(4, 4, 3)))
+    for changed, arguments, message in (
+        (script, {"select": ["0"]}, "scripted"),
+        (model, {"select": ["first"], "memory_format": "contiguous"}, "must be channels_last"),
+    ):
+        before = layout_digest(changed)
+        with pytest.raises(ConfigError, match=message):
+            convert(changed, "mixed", **arguments)
+        assert layout_digest(changed) == before
 
 
 @pytest.mark.parametrize(
