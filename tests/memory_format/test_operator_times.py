@@ -93,8 +93,8 @@ class SlowConvolution(nn.Conv2d):
 @pytest.mark.slow
 def test_a_convolution_that_loses_more_than_copies_is_better_contiguous() -> None:
     times = times_of(nn.Sequential(model_with(), SlowConvolution(8, 8, 3)).to(memory_format=torch.channels_last))
-    assert times.better_contiguous() == ["1"]
-    assert "conversion=mixed select=[1]" in str(times)
+    first, *_ = times.better_contiguous()  # by chance another one of these tiny convolutions may follow
+    assert first == "1" and "conversion=mixed select=[1" in str(times)
 
 
 @pytest.mark.slow
