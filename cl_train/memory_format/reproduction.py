@@ -37,7 +37,10 @@ times = {{}}
 for _ in range(20):
     for layout in [*calls, *reversed(calls)]:
         arguments, options = calls[layout]
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        tensors = [
+            a for a, formal in zip(arguments, operator._schema.arguments)
+            if isinstance(a, torch.Tensor) and a.is_floating_point() and "running" not in formal.name
+        ]
         leaves = [a.requires_grad_() for a in tensors] if {differentiable} else []
         ms, result = milliseconds(lambda: operator(*arguments, **options))
         times.setdefault(f"{{layout:14}} {direction}", []).append(ms)
@@ -74,4 +77,6 @@ def _source(value: Any) -> str:
         return f"[{', '.join(map(_source, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {_source(item)}' for key, item in value.items())}}}"
-    return f"torch.device('{value}')" if isinstance(value, torch.device) else repr(value)
+    if isinstance(value, torch.device | float):  # also inf and nan
+        return f"{'torch.device' if isinstance(value, torch.device) else 'float'}('{value}')"
+    return repr(value)
