@@ -381,9 +381,7 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
     faster = [one for one in others if one.verdict == "faster"]
     best = max(faster, key=lambda one: one.images_per_s, default=baseline)
     ratios = [
-        f"{one.layout} is {one.ratio.ratio:.2f}x [{one.ratio.low:.2f}, {one.ratio.high:.2f}]"
-        if one.ratio.width < 1
-        else f"{one.layout} is perhaps {one.ratio.ratio:.1f}x"
+        f"{one.layout} is {_in_words(one.ratio) if one.ratio.width < 1 else f'perhaps {one.ratio.ratio:.1f}x'}"
         for one in others
     ]
     smaller = "" if done.batch_size == workload.batch_size else f" at batch {done.batch_size}"
@@ -398,27 +396,25 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
     layout = LAYOUTS[best.layout]
     if best.step_ms < 10 * time_limit_s and not (workload.compile or workload.cuda_graph):
         measured = replace(measured, batch_size=done.batch_size)
-        if mixed := _mixed_layout(model, measured, time_limit_s):
-            with suppress(ConfigError):  # the pure layouts could be measured, so the run goes on
+        with suppress(ConfigError, RuntimeError, MemoryError):  # pure layouts could be measured, so the run goes on
+            if mixed := _mixed_layout(model, measured, time_limit_s):
                 gain = benchmark_layouts(model, measured, [layout, mixed], time_limit_s=0.25 * time_limit_s)
                 layout = mixed if gain.verdict == "faster" else layout
-                ratio = (
-                    f"{gain.ratio.ratio:.2f}x [{gain.ratio.low:.2f}, {gain.ratio.high:.2f}] as fast as {best.layout}"
-                )
-                tried = f"channels_last but for {', '.join(mixed.select)} is {ratio}"
-                reason = f"{layout.name}: {reason.partition(': ')[2]}; {tried}"
+                tried = f"channels_last but for {', '.join(mixed.select)} is {_in_words(gain.ratio)}"
+                reason = f"{layout.name}: {reason.partition(': ')[2]}; {tried} as fast as {best.layout}"
     return Choice(layout.memory_format, layout.conversion, reason, 0.0, layout.select, conclusive=not is_noisy)
 
 
+def _in_words(ratio: Interval) -> str:
+    return f"{ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
 def _mixed_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Layout | None:
-    """channels_last but for the convolutions that lose by it; None if none does."""
+    """channels_last but for the convolutions that lose by it; None if none does. Raises as `audit`."""
     copied = model_in_layout(model, CHANNELS_LAST, workload.precision, workload.device).train()
     images = noise((workload.batch_size, *workload.input_shape))
     images = place_batch(images, workload.device, workload.precision.input_dtype, torch.channels_last)
-    try:
-        times = audit(copied, images, precision=workload.precision, time=True, time_limit_s=0.25 * time_limit_s).times
-    except (ConfigError, RuntimeError, MemoryError):
-        return None
+    times = audit(copied, images, precision=workload.precision, time=True, time_limit_s=0.25 * time_limit_s).times
     assert times is not None
     modules = dict(copied.named_modules())
     names = tuple(name for name in times.better_contiguous() if isinstance(modules.get(name), CONVOLUTIONS))

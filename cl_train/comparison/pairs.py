@@ -13,7 +13,7 @@ import yaml
 
 from cl_train.comparison.statistics import MIN_WINDOWS, Interval, interval_of_runs, repeats_to_decide, verdict_of
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
-from cl_train.config.validation import flatten, setting_fields, show
+from cl_train.config.validation import flatten, parse_yaml, setting_fields, show
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
@@ -114,7 +114,7 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{folder} is not a run folder: it has no file metrics.jsonl")
     try:
         windows, problems = _read_windows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
-        config = _read_mapping(folder / "config.yaml", _plain_yaml)
+        config = _read_mapping(folder / "config.yaml", parse_yaml)
         summary = _read_mapping(folder / "summary.json", json.loads) if (folder / "summary.json").exists() else {}
         summary = _known(summary, _SUMMARY_NUMBERS, "summary.json")
     except (OSError, ValueError) as error:
@@ -151,12 +151,6 @@ def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         return dict(flatten(parse(path.read_text(encoding="utf-8"))))
     except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path.name}: {error}") from None
-
-
-def _plain_yaml(text: str) -> Any:
-    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # they can expand without limit
-        raise ValueError("it has aliases")
-    return yaml.safe_load(text)
 
 
 def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.data.device import Batch
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import to_memory_format
+from cl_train.memory_format.layout import images_in
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.models.sources import copy_model
 from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_capturable
@@ -163,7 +163,6 @@ def place_batch(batch: Any, device: torch.device, dtype: torch.dtype | None, mem
     """A copy of `batch` on `device`: floating tensors in `dtype`, those with 4 or 5 dimensions in `memory_format`."""
 
     def place(value: torch.Tensor) -> torch.Tensor:
-        placed = value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
-        return to_memory_format(placed, memory_format) if placed.dim() in (4, 5) else placed
+        return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
 
-    return tree_map_only(torch.Tensor, place, batch)
+    return images_in(memory_format, tree_map_only(torch.Tensor, place, batch))

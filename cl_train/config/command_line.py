@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError, LauncherConfig
-from cl_train.config.validation import flatten, load, setting_fields, show, suggest, to_mapping
+from cl_train.config.validation import flatten, load, parse_yaml, setting_fields, show, suggest, to_mapping
 
 GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
 MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "only_group", "compare_by")  # and those of `launcher`
@@ -248,16 +248,11 @@ class UserFiles(FileConfigSource):
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """The content of a user's file: YAML that sets no more of Hydra than the command line may, and names no code.
-
-    Aliases are refused, because nested ones expand to any size (a "billion laughs" file); ${key} does the same job.
-    """
+    """The content of a user's file: YAML that sets no more of Hydra than the command line may, and names no code."""
     try:
         text = path.read_text(encoding="utf-8")
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError(f"{path}: YAML aliases (*name) are not supported; refer to a setting as ${{key}}")
-        values = yaml.safe_load(text) or {}
-    except (OSError, UnicodeError, yaml.YAMLError, RecursionError) as error:
+        values = parse_yaml(text) or {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected settings, key: value")

@@ -5,11 +5,20 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from cl_train.config import schema
-from cl_train.config.schema import DATA_SETS, LOSSES, OPTIMIZERS, AugmentConfig, Config, DataConfig, LauncherConfig
+from cl_train.config.schema import (
+    CLASS_FOLDERS,
+    DATA_SETS,
+    LOSSES,
+    OPTIMIZERS,
+    AugmentConfig,
+    Config,
+    DataConfig,
+    LauncherConfig,
+)
 
 
 def _has_class_folders(cfg: Config) -> bool:
-    return cfg.data.name in ("folder", "imagenet", "imagenette", "sample")
+    return cfg.data.name in CLASS_FOLDERS
 
 
 def _needs_optimizer(key: str) -> tuple[str, Callable[[Config], bool], str]:

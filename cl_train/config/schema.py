@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 _CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
 _SHARDS = "*-train-*.tar and *-val-*.tar, or a brace pattern of tar files"
+CLASS_FOLDERS = ("folder", "imagenet", "imagenette", "sample")  # data sets read as <class>/* folders
 # What data.root must hold; None: it may be left out.
 DATA_SETS = {"sample": None, "imagenet": _CLASSES, "folder": _CLASSES, "shards": _SHARDS}
 DATA_SETS |= dict.fromkeys(("dataset", "imagenette", "synthetic"))

@@ -36,6 +36,13 @@ class Setting:
     metadata: Mapping[str, Any]  # see `schema.Limits`
 
 
+def parse_yaml(text: str) -> Any:
+    """YAML without aliases: nested ones expand to any size (a "billion laughs" file). Raises ValueError, YAMLError."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        raise ValueError("YAML aliases (*name) are not supported; refer to a setting as ${key}")
+    return yaml.safe_load(text)
+
+
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key."""
     leaves: dict[str, Setting] = {}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import CLASS_FOLDERS, AugmentConfig, ConfigError, DataConfig
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, MixLabels, Normalise, to_device
 from cl_train.data.folder import read_folder, read_images
@@ -224,7 +224,7 @@ def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
     if cfg.name == "shards":
         source = read_shards(root, training=training)
     else:
-        assert cfg.name in ("folder", "imagenet", "imagenette", "sample"), cfg.name
+        assert cfg.name in CLASS_FOLDERS, cfg.name
         source = read_folder(root, cfg, training=training)
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)

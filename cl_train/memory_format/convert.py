@@ -4,13 +4,11 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
@@ -20,6 +18,7 @@ from cl_train.memory_format.layout import (
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
     classify,
+    images_in,
     named_tensors,
     refuse_lazy,
     to_memory_format,
@@ -109,11 +108,13 @@ def convert(
     tensors = named_tensors(model)
     _refuse_distributed(model, tensors)
     selected = _selected(model, tensors, mode, select)
-    islands = _outermost(model, _chosen(model, mode, select)) if mode == "mixed" else []
-    if islands and memory_format == torch.contiguous_format:
-        raise ConfigError("conversion=mixed: the other modules must be channels_last")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands) if mode == "mixed"):
-        raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")
+    islands: list[nn.Module] = []
+    if mode == "mixed":
+        islands = _outermost(model, _chosen(model, mode, select))
+        if memory_format == torch.contiguous_format:
+            raise ConfigError("conversion=mixed: the other modules must be channels_last")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands)):
+            raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")
     if isinstance(model, nn.Module) and mode != "none":
         _remove_borders(model)
     for group in _groups_sharing_memory(tensors):
@@ -135,17 +136,15 @@ def _outermost(model: nn.Module, chosen: set[str]) -> list[nn.Module]:
 
 def _contiguous_inputs(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Lists and dicts stay the objects that they are: the module may change them for its caller."""
-    contiguous = partial(_image_in, torch.contiguous_format)
+
+    def contiguous(value: Any) -> Any:
+        return images_in(torch.contiguous_format, value) if isinstance(value, torch.Tensor) else value
+
     return tuple(map(contiguous, inputs)), {name: contiguous(value) for name, value in named.items()}
 
 
 def _channels_last_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return tree_map_only(torch.Tensor, partial(_image_in, torch.channels_last), output)
-
-
-def _image_in(memory_format: torch.memory_format, value: Any) -> Any:
-    is_image = isinstance(value, torch.Tensor) and value.dim() in CHANNELS_LAST
-    return to_memory_format(value, memory_format) if is_image else value
+    return images_in(torch.channels_last, output)
 
 
 def has_borders(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from cl_train.config.schema import ConfigError
 
@@ -70,6 +71,15 @@ def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -
     if tensor.stride() == strides:
         return tensor
     return tensor.clone(memory_format=memory_format)
+
+
+def images_in(memory_format: torch.memory_format, values: Any) -> Any:
+    """Nested values, the tensors of 4 and 5 dimensions in `memory_format`; a list or dict is a new one."""
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        return to_memory_format(tensor, memory_format) if tensor.dim() in CHANNELS_LAST else tensor
+
+    return tree_map_only(torch.Tensor, placed, values)
 
 
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.audit_report import markdown_table, short_name
 from cl_train.memory_format.convert import has_borders
-from cl_train.memory_format.layout import model_memory_format, named_tensors, to_memory_format
+from cl_train.memory_format.layout import images_in, model_memory_format, named_tensors
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer
@@ -425,7 +425,7 @@ class _Side:
     def __init__(self, model: nn.Module, weights: Weights, batch: Any, memory_format: torch.memory_format | None):
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             copied = tensor.detach().clone()  # keeps the strides
-            return to_memory_format(copied, memory_format) if memory_format and tensor.dim() in (4, 5) else copied
+            return images_in(memory_format, copied) if memory_format else copied
 
         self._model, self._weights = model, [(tensor, placed(data)) for tensor, data in weights]
         self.batch = tree_map_only(torch.Tensor, placed, batch)

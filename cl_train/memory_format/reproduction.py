@@ -77,6 +77,6 @@ def _source(value: Any) -> str:
         return f"[{', '.join(map(_source, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {_source(item)}' for key, item in value.items())}}}"
-    if isinstance(value, torch.device | float):  # also inf and nan
-        return f"{'torch.device' if isinstance(value, torch.device) else 'float'}('{value}')"
-    return repr(value)
+    if isinstance(value, torch.device):
+        return f"torch.device('{value}')"
+    return f"float('{value}')" if isinstance(value, float) else repr(value)  # inf and nan have no literal

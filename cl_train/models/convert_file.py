@@ -14,7 +14,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import crash_safe
-from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, to_memory_format
+from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, images_in
 from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import sources as models
 from cl_train.models.files import (
@@ -271,7 +271,5 @@ def _outputs(
 def _in_format(model: nn.Module, inputs: Inputs, memory_format: torch.memory_format) -> Inputs:
     """Convert the model in place, and return its inputs in the same format."""
     convert(model, memory_format=memory_format)
-    converted: Inputs = tree_map_only(
-        torch.Tensor, lambda t: to_memory_format(t, memory_format) if t.dim() in CHANNELS_LAST else t, inputs
-    )
+    converted: Inputs = images_in(memory_format, inputs)
     return converted
