@@ -181,7 +181,8 @@ def test_a_sweep_survives_scancel_and_a_requeue(cluster: dict[str, str], tmp_pat
     slurm_command("scancel", "--batch", "--signal=TERM", second)
     wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")
     (gate / "open").touch()
-    slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now")  # Slurm would wait two minutes
+    # Slurm would wait two minutes. Within the second of the requeue, slurmd still takes the element for a killed job.
+    slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now+2")
     output, _ = waiting.communicate(timeout=LIMIT_S)
     assert waiting.returncode == 1
     problems = [problem_of(folder / job.name) for job in read_sweep(folder).jobs]
