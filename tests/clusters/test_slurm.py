@@ -51,6 +51,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 MinJobAge=600
+SchedulerParameters=sched_interval=1,bf_interval=1
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={port_1} CPUs=2 RealMemory=4000
 NodeName={host}-2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_2} CPUs=2 RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES State=UP
@@ -181,7 +182,7 @@ def test_a_sweep_survives_scancel_and_a_requeue(cluster: dict[str, str], tmp_pat
     slurm_command("scancel", "--batch", "--signal=TERM", second)
     wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")
     (gate / "open").touch()
-    # Slurm would wait two minutes. Within the second of the requeue, slurmd still takes the element for a killed job.
+    # Slurm would wait cred_expire. Within the second of the requeue, slurmd still takes the element for a killed job.
     slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now+2")
     output, _ = waiting.communicate(timeout=LIMIT_S)
     assert waiting.returncode == 1
