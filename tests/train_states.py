@@ -18,5 +18,6 @@ def train_state(
     ema: EMA | None = None,
 ) -> TrainState:
     precision = Precision("fp32")
-    parts = StepParts(model, optimizer, scaler, precision, torch.device("cpu"), masters=masters)
+    masters = masters or MasterWeights(model, precision)
+    parts = StepParts(model, masters, optimizer, scaler, precision, torch.device("cpu"))
     return TrainState(model, parts, ema, torch.contiguous_format, partial(train_step, parts))

@@ -16,7 +16,7 @@ from cl_train.memory_format.model_call import call_model, mean_square, output_te
 from cl_train.models.sources import copy_model
 from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model, trainable_parameters
+from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model
 from cl_train.step.train_step import StepParts, train_step, update_weights
 from cl_train.system.machine import peak_memory_of_step_gib, step_times_s
 
@@ -71,15 +71,15 @@ class TimedModel:
         self.model.train(workload.mode == "train")
         self._parts: StepParts | None = None
         if workload.mode == "train":
-            masters = MasterWeights(self.model) if precision.master_weights else None
-            parameters = trainable_parameters(self.model, masters)
+            masters = MasterWeights(self.model, precision)
+            parameters = masters.trainable()
             if not parameters:
                 raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
             optimizer = build_optimizer(workload.optim, self.model, parameters, LEARNING_RATE)
             if workload.cuda_graph:
                 make_capturable(optimizer, workload.device)
             scaler = build_scaler(precision, workload.device)
-            self._parts = StepParts(self.model, optimizer, scaler, precision, workload.device, masters=masters)
+            self._parts = StepParts(self.model, masters, optimizer, scaler, precision, workload.device)
         if workload.compile:
             self.model.compile(mode=workload.compile_mode)
         self.step: Callable[[], object] = self.eager_step

@@ -32,7 +32,7 @@ from cl_train.memory_format.layout import images_in, model_memory_format, named_
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, build_scaler, kernel_selection, trainable_parameters
+from cl_train.step.precision import MasterWeights, Precision, build_scaler, kernel_selection
 from cl_train.step.train_step import StepParts, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.machine import timed_s, wait_for
@@ -433,11 +433,11 @@ class _Side:
 
     def build_optimizer(self, precision: Precision, device: torch.device) -> None:
         self.apply()
-        masters = MasterWeights(self._model) if precision.master_weights else None
-        if parameters := trainable_parameters(self._model, masters):
+        masters = MasterWeights(self._model, precision)
+        if parameters := masters.trainable():
             optimizer = build_optimizer(OptimConfig(), self._model, parameters, lr=1e-4)
             scaler = build_scaler(precision, device)
-            self.parts = StepParts(self._model, optimizer, scaler, precision, device, masters=masters)
+            self.parts = StepParts(self._model, masters, optimizer, scaler, precision, device)
 
     def apply(self) -> None:
         for tensor, data in self._weights:

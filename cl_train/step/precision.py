@@ -1,28 +1,16 @@
-"""Mixed precision: the dtype of each part of a step, loss scaling, fp32 master weights, and their moving average.
-
-The dtypes of each precision. The names are those of `precision=`:
-
-| name    | weights | convolutions, matmuls | BatchNorm's input | loss scale | master weights |
-|---------|---------|-----------------------|-------------------|------------|----------------|
-| fp32    | fp32    | fp32, TF32 off        | fp32              | no         | no             |
-| tf32    | fp32    | TF32 on CUDA          | fp32              | no         | no             |
-| bf16    | fp32    | bf16 (autocast)       | bf16              | no         | no             |
-| fp16    | fp32    | fp16 (autocast)       | fp16              | dynamic    | no             |
-| fp16_o2 | fp16    | fp16                  | fp16              | dynamic    | fp32           |
-
-BatchNorm's parameters and statistics are fp32 in every row. In every row but `fp32`, matmuls and
-convolutions that remain in fp32 use TF32 on CUDA.
-"""
+"""Mixed precision: the dtype of each part of a step, loss scaling, fp32 master weights, and their moving average."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import PRECISIONS, ConfigError
 from cl_train.config.validation import suggest
 
 VOLTA, AMPERE = (7, 0), (8, 0)  # compute capability of the first GPUs with tensor cores, and with bf16 in them
@@ -30,13 +18,13 @@ VOLTA, AMPERE = (7, 0), (8, 0)  # compute capability of the first GPUs with tens
 
 @dataclass(frozen=True)
 class Precision:
-    """One row of the table above, with TF32 as a switch of its own."""
+    """What `precision=<name>` means (docs/training.md has a table). BatchNorm's parameters and statistics are fp32."""
 
     name: str  # never "auto"
-    autocast_dtype: torch.dtype | None = None
-    scales_loss: bool = False
-    master_weights: bool = False
-    tf32: bool = False
+    autocast_dtype: torch.dtype | None = None  # of convolutions and matmuls, with fp32 weights
+    scales_loss: bool = False  # dynamically
+    master_weights: bool = False  # fp32 copies of fp16 weights
+    tf32: bool = False  # on CUDA, in the matmuls and convolutions that remain in fp32
     reason: str = ""  # why `auto` chose it
 
     @property
@@ -50,23 +38,20 @@ class Precision:
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
 
 
-_TABLE = (
+_ROWS = (
     Precision("fp32"),
     Precision("tf32", tf32=True),
     Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
     Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
     Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
 )
-BY_NAME = {precision.name: precision for precision in _TABLE}
+BY_NAME = {precision.name: precision for precision in _ROWS}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
-    """Resolve a `precision=` name for `device`.
-
-    auto: fp16 on CUDA with compute capability >= 7.0 (tensor cores), bf16 on a CPU with native bf16, else fp32.
-    """
-    if name not in (*BY_NAME, "auto"):
-        raise ConfigError(f"precision={name}; use auto, {', '.join(BY_NAME)}{suggest(name, BY_NAME)}")
+    """The precision of that name; `auto`: as the help of `precision=` says. Raises ConfigError: an unknown name."""
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{suggest(name, PRECISIONS)}")
     if name != "auto":
         return BY_NAME[name]
     if device.type == "cuda":
@@ -80,12 +65,9 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
 
 def _cpu_has_native_bf16() -> bool:
     """AVX512-BF16, AMX or Arm's bf16. oneDNN also emulates bf16 on plain AVX512, slower than fp32."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            words = {word for line in file if line.startswith(("flags", "Features")) for word in line.split()}
-    except OSError:
-        return False
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+    with suppress(OSError):
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    return False
 
 
 def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
@@ -103,34 +85,23 @@ def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
 
 
 @contextmanager
-def kernel_selection(*, tf32: bool, autotune: bool) -> Iterator[None]:
-    """Set which CUDA kernels torch may select; the previous switches are restored at the end.
-
-    The switches are process-wide: PyTorch has no narrower scope.
+def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
+    """Set which CUDA kernels torch may select, in the whole process; the previous switches are restored at the end.
 
     Args:
-        tf32: allow TF32 in fp32 matmuls and convolutions.
-        autotune: let cuDNN time its convolution algorithms once per shape, all of them (torch's default is ten).
+        tf32: allow TF32 in fp32 matmuls and convolutions; None: as it is.
+        autotune: let cuDNN time its convolution algorithms once per shape, all of them (torch's default is ten). That
+            takes seconds, so not for a shape that occurs once.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit)
     try:
-        matmul.allow_tf32 = cudnn.allow_tf32 = tf32
+        if tf32 is not None:
+            matmul.allow_tf32 = cudnn.allow_tf32 = tf32
         cudnn.benchmark, cudnn.benchmark_limit = autotune, 0
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before
-
-
-@contextmanager
-def without_autotuning() -> Iterator[None]:
-    """For a shape that occurs once: cuDNN's search for the fastest algorithm takes seconds."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
@@ -143,8 +114,7 @@ def build_scaler(
     precision: Precision, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> torch.amp.GradScaler:
     """A dynamic loss scaler; for precisions without loss scaling it is disabled and every call is a no-op."""
-    options = {"init_scale": init_scale, "growth_interval": growth_interval}
-    return torch.amp.GradScaler(device.type, enabled=precision.scales_loss, **options)  # type: ignore[arg-type]
+    return torch.amp.GradScaler(device.type, init_scale, growth_interval=growth_interval, enabled=precision.scales_loss)
 
 
 def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
@@ -162,24 +132,33 @@ def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
 
 
 class MasterWeights:
-    """fp32 copies of a model's fp16 parameters, which the optimizer updates (Micikevicius et al. 2018, section 3.1).
-
-    fp32 parameters (BatchNorm's) are their own master weights. Each copy has the strides of its parameter.
+    """The weights of `model` that the optimizer updates: its own, or for fp16_o2 an fp32 copy of each fp16 parameter
+    with the same strides (Micikevicius et al. 2018, section 3.1).
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.by_name = dict(model.named_parameters())
-        half = {n: p for n, p in self.by_name.items() if p.dtype == torch.float16 and p.requires_grad}
-        full = {name: nn.Parameter(parameter.detach().float()) for name, parameter in half.items()}
-        self.by_name.update(full)
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        self._model = model
+        parameters = model.named_parameters() if precision.master_weights else ()
+        half = {name: p for name, p in parameters if p.dtype == torch.float16 and p.requires_grad}
+        self._full = {name: nn.Parameter(parameter.detach().float()) for name, parameter in half.items()}
         self._half: list[torch.Tensor] = list(half.values())
-        self._full: list[torch.Tensor] = list(full.values())
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates, by name."""
+        named = {**dict(self._model.named_parameters()), **self._full}
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict with fp32 weights, so that any precision can load it."""
+        return {**self._model.state_dict(), **{name: master.detach() for name, master in self._full.items()}}
 
     def copy_gradients_from_model(self) -> None:
-        """Move the fp16 gradients, still scaled, to the fp32 master weights."""
-        pairs = [(full, half.grad) for full, half in zip(self._full, self._half, strict=True) if half.grad is not None]
+        """Move the fp16 gradients, still scaled, to the fp32 copies."""
+        halves = zip(self._full.values(), self._half, strict=True)
+        pairs = [(full, half.grad) for full, half in halves if half.grad is not None]
         gradients = [torch.empty_like(full) for full, _ in pairs]
-        torch._foreach_copy_(gradients, [gradient for _, gradient in pairs])
+        if pairs:
+            torch._foreach_copy_(gradients, [gradient for _, gradient in pairs])
         for (full, _), gradient in zip(pairs, gradients, strict=True):
             full.grad = gradient
         for half in self._half:
@@ -187,29 +166,16 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_weights_to_model(self) -> None:
-        """Round the fp32 master weights into the model's fp16 parameters."""
-        torch._foreach_copy_(self._half, self._full)
+        """Round the fp32 copies into the model's fp16 parameters."""
+        if self._half:
+            torch._foreach_copy_(self._half, list(self._full.values()))
 
     @torch.no_grad()
-    def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Set master weights and model from `state`: fp32 values by parameter name, such as a model's state dict."""
-        for name, master in self.by_name.items():
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Set the fp32 copies, and with them the model, from a state dict with fp32 weights."""
+        for name, master in self._full.items():
             master.copy_(state[name])
         self.copy_weights_to_model()
-
-
-def full_precision_state(model: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor]:
-    """The model's state dict with master weights instead of fp16 weights, so that any precision can load it."""
-    state = dict(model.state_dict())
-    if masters is not None:
-        state.update({name: master.detach() for name, master in masters.by_name.items()})
-    return state
-
-
-def trainable_parameters(model: nn.Module, masters: MasterWeights | None) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by name: the model's own, or their fp32 master weights."""
-    named = dict(model.named_parameters()) if masters is None else masters.by_name
-    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
 class EMA:
@@ -224,9 +190,12 @@ class EMA:
         self.module = copy.deepcopy(model).float().requires_grad_(False).eval()
 
     @torch.no_grad()
-    def update(self, model: nn.Module, masters: MasterWeights | None = None) -> None:
-        """ema += (1 - decay) * (weights - ema). Integer buffers are copied. The host does not wait for the device."""
-        source, average = full_precision_state(model, masters), self.module.state_dict()
+    def update(self, source: Mapping[str, Any]) -> None:
+        """ema += (1 - decay) * (weights - ema), for a model's state dict `source`. Integer buffers are copied.
+
+        The host does not wait for the device.
+        """
+        average = self.module.state_dict()
         tensors = [name for name, value in average.items() if isinstance(value, torch.Tensor)]  # else an extra state
         averages = [name for name in tensors if average[name].is_floating_point()]
         copied = [name for name in tensors if not average[name].is_floating_point()]

@@ -1,19 +1,87 @@
-"""One optimizer step. No logging, no clock, no files.
+"""A classifier's loss, and one optimizer step. No logging, no clock, no files.
 
 A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update ->
 zero_grad. All results stay on the device: the host waits here only for an optimizer without a fused kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from cl_train.config.schema import LOSSES
+from cl_train.config.validation import user_function
 from cl_train.data.device import Batch
-from cl_train.step.loss import CROSS_ENTROPY, Loss, logits_of, loss_of
 from cl_train.step.precision import MasterWeights, Precision, autocast
+
+# Of the auxiliary heads of Inception v3 (Szegedy et al. 2015, as in torchvision's references) and GoogLeNet (Szegedy et
+# al. 2014, section 5).
+_AUX_WEIGHTS = {"aux_logits": 0.4, "aux_logits1": 0.3, "aux_logits2": 0.3}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cross-entropy, binary cross-entropy of each class (Wightman et al., "ResNet strikes back", 2021), or `function`.
+
+    bce_threshold: targets of the binary cross-entropy become 1 above it and 0 below; None = they are not changed.
+    """
+
+    name: str = "cross_entropy"  # or bce, or that of `function`
+    label_smoothing: float = 0.0
+    bce_threshold: float | None = None
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # of logits and targets
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean in float32. logits: [N, classes]. targets: int64 [N], or float [N, classes] (MixUp, CutMix)."""
+        logits = logits.float()
+        if self.function is not None:
+            return self.function(logits, targets)
+        if self.name == "cross_entropy":
+            return nn.functional.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        assert self.name == "bce", self.name
+        classes = logits.shape[1]
+        if not targets.is_floating_point():
+            targets = nn.functional.one_hot(targets, classes)
+        targets = targets * (1 - self.label_smoothing) + self.label_smoothing / classes
+        if self.bce_threshold is not None:
+            targets = targets > self.bce_threshold
+        return nn.functional.binary_cross_entropy_with_logits(logits, targets.float())
+
+
+CROSS_ENTROPY = Loss()
+
+
+def build_loss(name: str, label_smoothing: float, bce_threshold: float | None) -> Loss:
+    """Raises ConfigError: `name` is a function that cannot be imported."""
+    return Loss(name, label_smoothing, bce_threshold, None if name in LOSSES else user_function("loss", name))
+
+
+def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:
+    """The loss of a model's output (logits [N, classes]), with the auxiliary heads of Inception v3 and GoogLeNet.
+
+    targets: int64 [N], or float [N, classes] (MixUp, CutMix).
+    """
+    total = loss(logits_of(output), targets)
+    for name, weight in _AUX_WEIGHTS.items():
+        if (logits := getattr(output, name, None)) is not None:
+            total = total + weight * loss(logits, targets)
+    return total
+
+
+def logits_of(output: object) -> torch.Tensor:
+    """The main head's logits [N, classes].
+
+    Raises ValueError: the output is neither a tensor nor an object with a tensor `.logits`.
+    """
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(
+            f"the model returned a {type(output).__name__}; training needs logits, a tensor [N, classes], or an object"
+            " with the attribute `logits`: wrap the model in a module that returns them"
+        )
+    return logits
 
 
 @dataclass(frozen=True)
@@ -21,13 +89,13 @@ class StepParts:
     """The objects and settings that every step of a run uses."""
 
     model: nn.Module  # may be wrapped: DDP, compiled
+    masters: MasterWeights
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     precision: Precision
     device: torch.device
     loss: Loss = CROSS_ENTROPY
     clip_norm: float | None = None
-    masters: MasterWeights | None = None  # fp16_o2 only
 
 
 @dataclass(frozen=True)
@@ -38,13 +106,6 @@ class StepResult:
     correct1: torch.Tensor  # int64 (float32 from a CUDA graph), images whose top-1 prediction is correct
     correct5: torch.Tensor  # the same for top-5
     skipped: torch.Tensor  # float32, 1 if the update was skipped because a gradient was not finite
-
-
-def count_correct(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of N images are correct at top-1 and at top-5: two int64 0-d tensors on the device."""
-    labels, best = labels_and_top5(logits, targets)
-    hits = best == labels.unsqueeze(1)
-    return hits[:, 0].sum(), hits.any(1).sum()
 
 
 def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,46 +135,38 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
                 output = parts.model(batch.images)
                 loss = loss_of(output, batch.targets, parts.loss)
             parts.scaler.scale(loss / len(micro_batches)).backward()
-        rows.append((loss.detach(), *count_correct(logits_of(output), batch.targets)))
+        labels, best = labels_and_top5(logits_of(output), batch.targets)
+        hits = best == labels.unsqueeze(1)
+        rows.append((loss.detach(), hits[:, 0].sum(), hits.any(1).sum()))
     losses, correct1, correct5 = (torch.stack(values) for values in zip(*rows, strict=True))
     return StepResult(losses.mean(), correct1.sum(), correct5.sum(), update_weights(parts))
 
 
 def update_weights(parts: StepParts) -> torch.Tensor:
     """Unscale, clip, update, zero the gradients. Returns float32 [] on the device: 1 if the update was skipped."""
-    if parts.masters is not None:
-        parts.masters.copy_gradients_from_model()
-    parameters: list[torch.Tensor] = [p for group in parts.optimizer.param_groups for p in group["params"]]
-    update = _scaled_update if parts.precision.scales_loss else _plain_update
-    skipped = update(parts, parameters)
-    if parts.masters is not None:
-        parts.masters.copy_weights_to_model()
-    parts.optimizer.zero_grad(set_to_none=True)
-    return skipped
-
-
-def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
-    if parts.clip_norm is not None:
-        parts.scaler.unscale_(parts.optimizer)
-        nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
-    parts.scaler.step(parts.optimizer)
-    # Private, but the only flag on the device: comparing scales before and after would make the host wait.
-    flags = parts.scaler._found_inf_per_device(parts.optimizer).values()
-    skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax()
-    parts.scaler.update()
-    return skipped
-
-
-def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)  # not finite if any gradient is not
-    if parts.clip_norm is not None:
-        nn.utils.clip_grads_with_norm_(parameters, parts.clip_norm, norm)
-    skipped = (~norm.isfinite()).float()
-    if getattr(parts.optimizer, "_step_supports_amp_scaling", False):
-        parts.optimizer.found_inf = skipped  # type: ignore[attr-defined] # read by torch._fused_sgd_, _fused_adam(w)_
-        parts.optimizer.step()
-        del parts.optimizer.found_inf  # type: ignore[attr-defined]
-    elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device
-        parts.optimizer.step()
+    optimizer, scaler = parts.optimizer, parts.scaler
+    parts.masters.copy_gradients_from_model()
+    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    if parts.precision.scales_loss:
+        if parts.clip_norm is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
+        scaler.step(optimizer)
+        # Private, but the only flag on the device: comparing scales before and after would make the host wait.
+        flags = scaler._found_inf_per_device(optimizer).values()
+        skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax()
+        scaler.update()
+    else:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])  # not finite if one is not
+        if parts.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, parts.clip_norm, norm)
+        skipped = (~norm.isfinite()).float()
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = skipped  # type: ignore[attr-defined] # read by torch._fused_sgd_, _fused_adam(w)_
+            optimizer.step()
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device
+            optimizer.step()
+    parts.masters.copy_weights_to_model()
+    optimizer.zero_grad(set_to_none=True)
     return skipped

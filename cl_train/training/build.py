@@ -26,10 +26,9 @@ from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import failure_explained
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
-from cl_train.step.loss import Loss, build_loss
 from cl_train.step.optim import build_optimizer, freeze
-from cl_train.step.precision import EMA, MasterWeights, Precision, build_scaler, cast_model, trainable_parameters
-from cl_train.step.train_step import StepParts, StepResult, train_step
+from cl_train.step.precision import EMA, MasterWeights, Precision, build_scaler, cast_model
+from cl_train.step.train_step import Loss, StepParts, StepResult, build_loss, train_step
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, on_main
 from cl_train.training.preflight import check_batch_fits, check_runs
@@ -53,9 +52,9 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     freeze(model, cfg.freeze, head)
     model = cast_model(model.to(dist.device), precision)
     layout = convert_layout(cfg, model, precision, num_classes, dist)
-    masters = MasterWeights(model) if precision.master_weights else None
+    masters = MasterWeights(model, precision)
     ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
-    optimizer = build_optimizer(cfg.optim, model, trainable_parameters(model, masters), lr, head)
+    optimizer = build_optimizer(cfg.optim, model, masters.trainable(), lr, head)
     scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
     recorder = Recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
     if recorder is not None and recorder.stream is None:
@@ -69,7 +68,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     if cfg.compile:
         trained = compiled(trained, cfg.compile_mode, graphs=len(training_sizes(cfg)))
     loss = build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
-    parts = StepParts(trained, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm, masters)
+    parts = StepParts(trained, masters, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP

@@ -21,9 +21,8 @@ from cl_train.data.build import Data, ImageData
 from cl_train.data.decode import BadImage
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.model_call import explain_failure
-from cl_train.step.loss import logits_of
-from cl_train.step.precision import Precision, autocast, without_autotuning
-from cl_train.step.train_step import labels_and_top5
+from cl_train.step.precision import Precision, autocast, kernel_selection
+from cl_train.step.train_step import labels_and_top5, logits_of
 from cl_train.system.distributed import Dist, broadcast_buffers, gather_objects, max_over_ranks, on_main, sum_over_ranks
 from cl_train.system.files import write_text
 from cl_train.system.processes import StopRequest
@@ -162,7 +161,7 @@ def outputs(
         if len(batch.images) == 0:  # all images of the batch were skipped; some models fail on an empty batch
             continue
         largest = max(largest, len(batch.images))
-        selection = nullcontext() if len(batch.images) == largest else without_autotuning()  # the last, partial batch
+        selection = nullcontext() if len(batch.images) == largest else kernel_selection(autotune=False)  # the last
         with autocast(precision, batch.images.device), selection:
             logits = logits_of(model(batch.images))
             if flip:

@@ -18,8 +18,8 @@ from cl_train.config.validation import user_function
 from cl_train.data.loader import first_reasons
 from cl_train.data.transforms import check_augment
 from cl_train.models import sources as models
-from cl_train.step.loss import build_loss
 from cl_train.step.optim import check_optimizer, set_lr
+from cl_train.step.train_step import build_loss
 from cl_train.system.distributed import (
     broadcast_object,
     choose_device,
@@ -115,7 +115,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                 run.unlogged_steps.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
-                    state.ema.update(state.model, state.parts.masters)
+                    state.ema.update(state.parts.masters.state_dict())
                 run.meter.tick(plan.global_batch_size)
                 profile_step()
                 bar.update(progress.step - bar.n)

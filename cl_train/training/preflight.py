@@ -24,8 +24,8 @@ from cl_train.data.build import build_data, size_schedule
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import Crash, crash_safe
 from cl_train.memory_format.model_call import explain_failure, state_restored
-from cl_train.step.loss import logits_of, loss_of
 from cl_train.step.precision import Precision, autocast, resolve_precision
+from cl_train.step.train_step import logits_of, loss_of
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, describe_out_of_memory, is_out_of_memory, release_memory
 from cl_train.training.progress import TrainingFault

@@ -13,7 +13,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import flatten
 from cl_train.data.device import Batch
-from cl_train.step.precision import EMA, full_precision_state, trainable_parameters
+from cl_train.step.precision import EMA
 from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
@@ -39,10 +39,9 @@ def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[st
 
     fp32 weights and optimizer state by parameter name: a run in another precision, layout or grouping can load them.
     """
-    optimizer = state.parts.optimizer
-    trainable = trainable_parameters(state.model, state.parts.masters)
+    optimizer, trainable = state.parts.optimizer, state.parts.masters.trainable()
     return {
-        "model": full_precision_state(state.model, state.parts.masters),
+        "model": state.parts.masters.state_dict(),
         "optimizer": {
             "name": type(optimizer).__name__,
             "step": next((group["step"] for group in optimizer.param_groups if "step" in group), None),
@@ -74,14 +73,13 @@ def restore_weights(saved: Mapping[str, Any], state: TrainState) -> None:
         state.model.load_state_dict(saved["model"])
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint's weights do not fit the model: {error}") from error
-    if state.parts.masters is not None:
-        state.parts.masters.load(saved["model"])
+    state.parts.masters.load(saved["model"])
     if state.ema is not None:
         state.ema.module.load_state_dict(saved["average"] or saved["model"])
 
 
 def _restore_optimizer(saved: Mapping[str, Any], state: TrainState) -> None:
-    optimizer, parameters = state.parts.optimizer, trainable_parameters(state.model, state.parts.masters)
+    optimizer, parameters = state.parts.optimizer, state.parts.masters.trainable()
     name = type(optimizer).__name__
     if saved["name"] != name:
         raise CheckpointError(
@@ -152,7 +150,7 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises ConfigError: the disk has no space, or `get_extra_state` returns what cannot be saved."""
-        weights = full_precision_state(self.state.model, self.state.parts.masters)
+        weights = self.state.parts.masters.state_dict()
         try:
             snapshot({name: value for name, value in weights.items() if name.endswith("_extra_state")})
         except TypeError as error:

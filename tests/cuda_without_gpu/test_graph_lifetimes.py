@@ -130,7 +130,7 @@ class Halfway(StubRecorder):
         with autocast(parts.precision, CPU):
             output = parts.model(batch.images).float().sum()
         parts.scaler.scale(output).backward()
-        if parts.scaler.is_enabled() and parts.masters is None:
+        if parts.scaler.is_enabled() and not parts.precision.master_weights:
             parts.scaler.unscale_(parts.optimizer)
         raise RecordingError("CUDA error: operation not permitted when stream is capturing")
 

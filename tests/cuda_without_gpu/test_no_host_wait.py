@@ -11,10 +11,9 @@ from cl_train.data.device import Batch
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.step import train_step as step_module
 from cl_train.step.cuda_graph import GraphedStep, Recorder
-from cl_train.step.loss import Loss
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, EMA
-from cl_train.step.train_step import StepParts, StepResult, train_step
+from cl_train.step.train_step import Loss, StepParts, StepResult, train_step
 from tests.cuda_without_gpu.fake_cuda import without_data
 from tests.networks import small
 from tests.step.test_train_step import make_parts
@@ -61,7 +60,7 @@ def test_what_surrounds_a_step_does_not_wait_either(precision: str) -> None:
         ema = EMA(parts.model, 0.9)
         backup = BufferBackup(parts.model, ema.module)
         run(parts, GraphedStep(parts, Recorder(CPU), warm_up=1), 2, torch.int64)
-        ema.update(parts.model, parts.masters)
+        ema.update(parts.masters.state_dict())
         backup.settle(torch.zeros(()) > 0)
 
 
@@ -72,8 +71,8 @@ def test_an_optimizer_without_a_fused_kernel_is_documented_to_wait() -> None:
 
 
 def plant_in_accuracy(parts: StepParts, patch: pytest.MonkeyPatch) -> StepParts:
-    count = step_module.count_correct
-    patch.setattr(step_module, "count_correct", lambda logits, y: count(logits[: int(logits.abs().sum().item())], y))
+    best = step_module.labels_and_top5
+    patch.setattr(step_module, "labels_and_top5", lambda logits, y: best(logits[: int(logits.abs().sum().item())], y))
     return parts
 
 

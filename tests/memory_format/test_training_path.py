@@ -18,7 +18,7 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format, to_memory_format
 from cl_train.memory_format.operator_support import compiled_graphs
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import EMA, MasterWeights, cast_model, resolve_precision, trainable_parameters
+from cl_train.step.precision import EMA, MasterWeights, cast_model, resolve_precision
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,16 +30,15 @@ def test_gradients_averages_moments_and_master_weights_have_the_strides_of_the_w
     precision = resolve_precision(name, torch.device("cpu"))
     model = cast_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)), precision)
     convert(model)
-    masters = MasterWeights(model) if precision.master_weights else None
-    weights, ema = trainable_parameters(model, masters), EMA(model, 0.9)
+    masters, ema = MasterWeights(model, precision), EMA(model, 0.9)
+    weights = masters.trainable()
     updates = build_optimizer(OptimConfig(name=optimizer), model, weights, lr=0.1)
     images = torch.randn(2, 3, 8, 8, dtype=precision.input_dtype).to(memory_format=torch.channels_last)
     model(images).float().square().mean().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    if masters:
-        masters.copy_gradients_from_model()
+    masters.copy_gradients_from_model()
     updates.step()
-    ema.update(model, masters)
+    ema.update(masters.state_dict())
     averages = dict(ema.module.named_parameters())
     for name, parameter in model.named_parameters():
         moments = [value for value in updates.state[weights[name]].values() if value.shape == parameter.shape]

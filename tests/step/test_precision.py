@@ -12,11 +12,9 @@ from cl_train.step.precision import (
     autocast,
     build_scaler,
     cast_model,
-    full_precision_state,
     kernel_selection,
     precision_warnings,
     resolve_precision,
-    trainable_parameters,
 )
 from tests.networks import small
 
@@ -44,15 +42,20 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
 
 @pytest.fixture
 def half_model() -> tuple[nn.Module, MasterWeights]:
-    model = cast_model(small(3).to(memory_format=torch.channels_last), resolve_precision("fp16_o2", CPU))
-    return model, MasterWeights(model)
+    model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
+    return model, MasterWeights(model, BY_NAME["fp16_o2"])
 
 
-def test_masters_have_the_models_strides_and_take_small_changes(half_model: tuple[nn.Module, MasterWeights]) -> None:
+def test_masters_have_the_models_strides_and_take_gradients_and_small_changes(
+    half_model: tuple[nn.Module, MasterWeights],
+) -> None:
     model, masters = half_model
-    weight = model[3].weight
-    master = masters.by_name["3.weight"]
+    weight, master = model[3].weight, masters.trainable()["3.weight"]
     assert master.dtype == torch.float32 and master.stride() == weight.stride() == (72, 1, 24, 8)
+    model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
+    gradient = weight.grad.float()
+    masters.copy_gradients_from_model()
+    assert weight.grad is None and torch.equal(master.grad, gradient)
     before = master.detach().clone()
     for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
         with torch.no_grad():
@@ -62,22 +65,13 @@ def test_masters_have_the_models_strides_and_take_small_changes(half_model: tupl
     torch.testing.assert_close(weight.float(), master, rtol=1e-3, atol=1e-7)
 
 
-def test_gradients_move_to_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
+def test_the_state_dict_has_fp32_weights_and_the_model_keeps_batchnorm_in_fp32(
+    half_model: tuple[nn.Module, MasterWeights],
+) -> None:
     model, masters = half_model
-    model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
-    gradient = model[3].weight.grad.float()
-    masters.copy_gradients_from_model()
-    assert model[3].weight.grad is None
-    assert torch.equal(masters.by_name["3.weight"].grad, gradient)
-
-
-def test_full_precision_state_has_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
-    """The model keeps BatchNorm in fp32."""
-    model, masters = half_model
-    state = full_precision_state(model, masters)
+    state = masters.state_dict()
     assert state.keys() == model.state_dict().keys()
     assert all(value.dtype in (torch.float32, torch.int64) for value in state.values())
-    assert trainable_parameters(model, masters)["3.weight"] is masters.by_name["3.weight"]
     halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
     assert halves == {"0.weight", "3.weight", "3.bias", "8.weight", "8.bias"}
 
@@ -91,8 +85,10 @@ def test_kernel_selection_is_restored_also_after_an_error() -> None:
     with pytest.raises(KeyError), kernel_selection(tf32=True, autotune=True):
         assert switches() == (True, True, True, 0)
         raise KeyError
-    with kernel_selection(tf32=False, autotune=False):
-        assert switches() == (False, False, False, 0)
+    with kernel_selection(tf32=False, autotune=True):
+        with kernel_selection(autotune=False):
+            assert switches() == (False, False, False, 0)
+        assert switches() == (False, False, True, 0)
     assert switches() == before
 
 
@@ -104,7 +100,7 @@ def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:
         model[3].weight.add_(4.0)
         model[1].running_mean.add_(8.0)
         model[1].num_batches_tracked.add_(5)
-    average.update(model)
+    average.update(model.state_dict())
     torch.testing.assert_close(average.module[3].weight, before + 1.0)
     torch.testing.assert_close(average.module[1].running_mean, torch.full((8,), 2.0))
     assert average.module[1].num_batches_tracked.item() == 5
@@ -119,6 +115,6 @@ def test_under_o2_the_average_follows_the_masters(half_model: tuple[nn.Module, M
     before = average.module[3].weight.detach().clone()
     assert before.dtype == torch.float32
     with torch.no_grad():
-        masters.by_name["3.weight"].add_(2e-6)
-    average.update(model, masters)
+        masters.trainable()["3.weight"].add_(2e-6)
+    average.update(masters.state_dict())
     torch.testing.assert_close(average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0)

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from timm.data.mixup import mixup_target
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 
 from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.data.device import Batch
 from cl_train.models.sources import build_model
-from cl_train.step.loss import GOOGLENET_AUX_WEIGHT, INCEPTION_AUX_WEIGHT, Loss, loss_of
 from cl_train.step.optim import build_optimizer, set_lr
-from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision, trainable_parameters
-from cl_train.step.train_step import StepParts, train_step
+from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision
+from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
 from tests.conftest import CPU_PRECISIONS
 from tests.networks import small, without_batchnorm
 
@@ -30,10 +31,9 @@ def make_parts(
     torch.manual_seed(0)
     precision = resolve_precision(name, CPU)
     model = cast_model((model or small(3)).to(memory_format=layout), precision)
-    masters = MasterWeights(model) if precision.master_weights else None
-    cfg, trainable = OptimConfig(name=optimizer, weight_decay=0.0), trainable_parameters(model, masters)
-    built, scaler = build_optimizer(cfg, model, trainable, lr=0.1), build_scaler(precision, CPU, init_scale)
-    return StepParts(model, built, scaler, precision, CPU, Loss(label_smoothing=label_smoothing), clip_norm, masters)
+    masters, cfg = MasterWeights(model, precision), OptimConfig(name=optimizer, weight_decay=0.0)
+    built, scaler = build_optimizer(cfg, model, masters.trainable(), lr=0.1), build_scaler(precision, CPU, init_scale)
+    return StepParts(model, masters, built, scaler, precision, CPU, Loss(label_smoothing=label_smoothing), clip_norm)
 
 
 def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
@@ -74,7 +74,7 @@ def test_clipping_sees_unscaled_gradients(name: str) -> None:
     changes = []
     for init_scale in (1.0, 1024.0):
         parts = make_parts(name, clip_norm=0.01, init_scale=init_scale)
-        named = trainable_parameters(parts.model, parts.masters)
+        named = parts.masters.trainable()
         before = {key: value.detach().clone() for key, value in named.items()}
         train_step(parts, [make_batch(parts)])
         changes.append(torch.stack([(named[key] - before[key]).norm() for key in named]).norm().item())
@@ -131,14 +131,42 @@ def test_each_optimizer_learns(optimizer: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 3
+LABELS = torch.tensor([0, 1, 2, 3, 4, 4])
+
+
+def mixed(smoothing: float = 0.0) -> torch.Tensor:
+    return mixup_target(LABELS, 5, lam=0.7, smoothing=smoothing)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None) -> None:
+    ours = Loss("bce", label_smoothing=smoothing, bce_threshold=threshold)
+    theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold)
+    torch.testing.assert_close(ours(LOGITS, LABELS), theirs(LOGITS, LABELS))
+    torch.testing.assert_close(ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing)))  # timm's MixUp smooths
+
+
+def test_cross_entropy_is_timms() -> None:
+    ours = Loss(label_smoothing=0.1)
+    torch.testing.assert_close(ours(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
+    torch.testing.assert_close(ours(LOGITS, mixed()), SoftTargetCrossEntropy()(LOGITS, mixed(0.1)))
+
+
+def test_the_loss_is_float32_for_half_precision_logits() -> None:
+    for loss in (Loss(), Loss("bce")):
+        assert loss(LOGITS.bfloat16(), LABELS).dtype == loss(LOGITS.bfloat16(), mixed()).dtype == torch.float32
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size", "weight"), [("inception_v3", 299, INCEPTION_AUX_WEIGHT), ("googlenet", 64, GOOGLENET_AUX_WEIGHT)]
-)
-def test_auxiliary_heads_count(name: str, size: int, weight: float) -> None:
+@pytest.mark.parametrize(("name", "size"), [("inception_v3", 299), ("googlenet", 64)])
+def test_auxiliary_heads_count(name: str, size: int) -> None:
     torch.manual_seed(0)
     model = build_model(name, num_classes=5)
-    targets = torch.tensor([1, 2])
+    targets, weight = torch.tensor([1, 2]), {"inception_v3": 0.4, "googlenet": 0.3}[name]
     output = model(torch.randn(2, 3, size, size))
     auxiliary = [value for field, value in output._asdict().items() if field != "logits"]
     assert auxiliary and all(value.shape == (2, 5) for value in auxiliary)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.step.precision import EMA, MasterWeights, Precision, cast_model, trainable_parameters
+from cl_train.step.precision import BY_NAME, EMA, MasterWeights, cast_model
 from cl_train.system.checkpoints import CheckpointError, load, snapshot, write
 from cl_train.training.state import TrainState, check_compatible, collect, restore
 from tests.train_states import train_state
@@ -20,12 +20,12 @@ def build(channels_last: bool = False, optimizer: str = "sgd", half: bool = Fals
     model: nn.Module = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, classes)
     )
-    if half:
-        cast_model(model, Precision("fp16_o2", master_weights=True))
+    precision = BY_NAME["fp16_o2" if half else "fp32"]
+    cast_model(model, precision)
     if channels_last:
         model.to(memory_format=torch.channels_last)
-    masters = MasterWeights(model) if half else None
-    parameters = trainable_parameters(model, masters).values()
+    masters = MasterWeights(model, precision)
+    parameters = masters.trainable().values()
     sgd, adamw = torch.optim.SGD, torch.optim.AdamW
     built = sgd(parameters, 0.1, 0.9, fused=True) if optimizer == "sgd" else adamw(parameters, 0.01, fused=True)
     return train_state(model, built, torch.amp.GradScaler("cpu", enabled=half), masters)
@@ -49,8 +49,7 @@ def saved(path: Path, state: TrainState) -> dict[str, Any]:
 
 
 def moments(state: TrainState) -> dict[str, dict[str, torch.Tensor]]:
-    named = trainable_parameters(state.model, state.parts.masters)
-    return {name: state.parts.optimizer.state[parameter] for name, parameter in named.items()}
+    return {name: state.parts.optimizer.state[weight] for name, weight in state.parts.masters.trainable().items()}
 
 
 def assert_equal(ours: TrainState, theirs: TrainState) -> None:
@@ -114,8 +113,7 @@ def test_fp32_to_master_weights_and_back_keeps_fp32_values(tmp_path: Path) -> No
     steps(state, 2)
     restore(saved(tmp_path / "a.pt", state), half)
     assert torch.equal(half.model[0].weight, state.model[0].weight.half())
-    assert half.parts.masters is not None
-    assert torch.equal(half.parts.masters.by_name["0.weight"], state.model[0].weight)
+    assert torch.equal(half.parts.masters.trainable()["0.weight"], state.model[0].weight)
     assert half.parts.scaler.get_scale() == 65536.0  # the checkpoint had none
     restore(saved(tmp_path / "b.pt", half), back)
     assert_equal(state, back)
