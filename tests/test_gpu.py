@@ -19,7 +19,7 @@ from cl_train.config.validation import load
 from cl_train.data import device as transfer
 from cl_train.data.build import build_data
 from cl_train.data.collate import channels_last_collate
-from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, HostBatch, Normalise
+from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, RawBatch, Normalise
 from cl_train.memory_format.layout import classify
 from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr
@@ -236,11 +236,11 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     slots = [torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory() for _ in range(transfer.COPIES_UNDER_WAY + 1)]
     targets = torch.zeros(16, dtype=torch.int64).pin_memory()
 
-    def host_batches() -> Iterator[HostBatch]:
+    def host_batches() -> Iterator[RawBatch]:
         for number, numbers in enumerate(pixels):
             slot = slots[number % len(slots)].fill_(255)
             slot.copy_(numbers)
-            yield HostBatch(slot.permute(0, 3, 1, 2), targets, number, epoch=0)
+            yield RawBatch(slot.permute(0, 3, 1, 2), targets, number, epoch=0)
 
     form = DeviceFormat(state.parts.device, torch.bfloat16, torch.channels_last)
     normalise = Normalise([0.5] * 3, [0.25] * 3, form)

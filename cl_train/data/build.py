@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from cl_train.config.schema import CLASS_FOLDERS, AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, MixLabels, Normalise, to_device
 from cl_train.data.folder import read_folder, read_images
@@ -20,7 +20,7 @@ from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permu
 from cl_train.data.sample import FIRST_RUN, ensure_imagenette, ensure_sample
 from cl_train.data.shards import ShardSplit, read_shards
 from cl_train.data.source import ImageSource, Indices, Split
-from cl_train.data.transforms import ImageReader, label_mix
+from cl_train.data.transforms import ImageReader, ImageTransform, label_mix
 from cl_train.data.user_dataset import DatasetReader, StreamReader, load_datasets
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
@@ -87,14 +87,16 @@ class ImageData:
         return self.val_loader.reader.name(index)
 
     def validation_pixels(self, index: int) -> Pixels:
-        """Validation image `index` as the model sees it: uint8 [H, W, 3], not normalised."""
-        pixels = self.val_loader.validation_sample(index)
+        """Validation image `index` as the model sees it: uint8 [H, W, 3], not normalised. Raises BadImage."""
+        reader, size = self.val_loader.reader, self.val_loader.sizes.image_size_at(0)
+        pixels = torch.empty(size, size, 3, dtype=reader.dtype)
+        reader.read(pixels.permute(2, 0, 1), index, epoch=0, random_index=index)
         if pixels.is_floating_point():
             pixels = 255 * (pixels * torch.tensor(self.std) + torch.tensor(self.mean)).clamp(0, 1)
         return np.asarray(pixels.to(torch.uint8))
 
     def close(self) -> None:
-        """End the workers and free the shared memory."""
+        """End the workers and free their memory."""
         self.train_loader.close()
         self.val_loader.close()
 
@@ -110,7 +112,7 @@ class SyntheticData:
         self.fingerprint = f"synthetic-{self.train_images}-{self.num_classes}-{cfg.image_size}-{seed}"
         self.bad_images, self.times = BadImages(skip=True, limit=0), WorkerTimes()
         self._sizes, self._batch_size, self._val_size = sizes, batch_size, cfg.val_size or cfg.image_size
-        self._world_size, self._batch = world_size, cache(partial(_noise, seed, batch_size, self.num_classes))
+        self._world_size, self._seed, self._batch = world_size, seed, cache(self._noise)
 
     def batch_count(self) -> int:
         return self.train_images // (self._batch_size * self._world_size)
@@ -128,12 +130,11 @@ class SyntheticData:
     def close(self) -> None:
         self._batch.cache_clear()
 
-
-def _noise(seed: int, batch_size: int, classes: int, form: DeviceFormat, image_size: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(batch_size, 3, image_size, image_size, generator=generator)
-    targets = torch.randint(classes, (batch_size,), generator=generator)
-    return Batch(images.to(form.device, form.dtype, memory_format=form.memory_format), targets.to(form.device))
+    def _noise(self, form: DeviceFormat, size: int) -> Batch:
+        generator = torch.Generator().manual_seed(self._seed)
+        images = torch.randn(self._batch_size, 3, size, size, generator=generator)
+        targets = torch.randint(self.num_classes, (self._batch_size,), generator=generator)
+        return Batch(images.to(form.device, form.dtype, memory_format=form.memory_format), targets.to(form.device))
 
 
 Data = ImageData | SyntheticData
@@ -145,14 +146,9 @@ def build_data(
     """The data of `cfg` for this rank, in batches of `batch_size` images. Without `training` the validation images
     stand for the training images too. Raises ConfigError: data that is missing, or does not fit the settings or
     memory."""
-    sizes = size_schedule(cfg)
     if cfg.name == "synthetic":
-        return SyntheticData(cfg, sizes, batch_size, seed=seed, world_size=dist.world_size)
-    if training and augment.repeats > batch_size * dist.world_size:
-        global_batch = f"{batch_size * dist.world_size} ({batch_size} x {dist.world_size}) images of a global batch"
-        raise ConfigError(f"augment.repeats={augment.repeats} is more than the {global_batch}; raise batch_size")
-    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-    return image_data(cfg, augment, batch_size, seed, dist, bad_images, training=training)
+        return SyntheticData(cfg, size_schedule(cfg), batch_size, seed=seed, world_size=dist.world_size)
+    return image_data(cfg, augment, batch_size, seed, dist, training=training)
 
 
 def size_schedule(cfg: DataConfig) -> SizeSchedule:
@@ -166,37 +162,38 @@ def image_data(
     batch_size: int,
     seed: int,
     dist: Dist,
-    bad_images: BadImages,
     source: ImageSource | None = None,
     *,
-    training: bool = True,
+    training: bool,
 ) -> ImageData:
     """The images of a folder, of shards, of the user's datasets, or of `source`."""
-    val_size = cfg.val_size or cfg.image_size
-    if source is None:
-        is_own = cfg.name == "dataset"
-        source = load_datasets(cfg.dataset, cfg.image_size, val_size) if is_own else _source(cfg, dist, training)
+    global_batch = batch_size * dist.world_size
+    if training and augment.repeats > global_batch:
+        images_of = f"{global_batch} ({batch_size} x {dist.world_size}) images of a global batch"
+        raise ConfigError(f"augment.repeats={augment.repeats} is more than the {images_of}; raise batch_size")
+    source = source or _source(cfg, dist, training)
     classes, images = source.classes, source.train
+    if training and augment.repeats > 1 and isinstance(images, IterableDataset):
+        raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
     shards = images.by_shard() if cfg.shuffle == "shards" and isinstance(images, ShardSplit) else None
+    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
 
     def loader(images: Any, sizes: SizeSchedule, *, training: bool) -> HostLoader:
+        transform = ImageTransform(cfg, augment, seed, training=training)
         if isinstance(images, Split):
-            reader: Reader = ImageReader(images, cfg, augment, seed, training=training)
-        elif training and augment.repeats > 1 and isinstance(images, IterableDataset):
-            raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
+            reader: Reader = ImageReader(images, cfg, transform)
         else:
             kind = StreamReader if isinstance(images, IterableDataset) else DatasetReader
-            size = sizes.image_sizes[-1]
-            reader = kind(images, len(classes), size, cfg, augment, seed, dist, training=training)
+            reader = kind(images, len(classes), sizes.image_sizes[-1], transform, cfg.worker_timeout_s, dist)
 
         def order(epoch: int) -> Indices:
             indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(reader))
-            return repeated(indices, augment.repeats, batch_size * dist.world_size)
+            return repeated(indices, augment.repeats, global_batch)
 
         return HostLoader(reader, sizes, batch_size, cfg, dist, bad_images, order if training else None)
 
-    val = loader(source.val, SizeSchedule(((0, val_size),)), training=False)
-    train = loader(source.train, size_schedule(cfg), training=True) if training else val
+    val = loader(source.val, SizeSchedule(((0, cfg.val_size or cfg.image_size),)), training=False)
+    train = loader(images, size_schedule(cfg), training=True) if training else val
     if training and train.is_stream and dist.is_main:
         does = "controls its order, which depends on data.workers, and divides its samples among ranks and workers"
         log.warning("data.dataset is an IterableDataset: it %s; a resumed epoch reads the skipped batches again", does)
@@ -208,23 +205,24 @@ def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int,
     """For predictions: all images below `data.root`, or of its folder of validation images, as `validation`."""
     assert cfg.root is not None
     images = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
-    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=len(images))
-    source = ImageSource(classes, images, images, "")
-    return image_data(cfg, AugmentConfig(), batch_size, 0, dist, bad_images, source, training=False)
+    cfg = replace(cfg, max_bad_images=len(images))
+    return image_data(
+        cfg, AugmentConfig(), batch_size, 0, dist, ImageSource(classes, images, images, ""), training=False
+    )
 
 
 def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
-    if cfg.name == "imagenette":
-        root = ensure_imagenette(Path(cfg.root or DATA_DIR / "imagenette").expanduser(), download=cfg.download)
-    elif cfg.name == "sample" and cfg.root is None:
-        root = ensure_sample(DATA_DIR / "sample", FIRST_RUN)
-    else:
-        assert cfg.root is not None, "config/rules.py requires data.root"
-        root = Path(cfg.root).expanduser()
+    """A new source of images is a branch here."""
+    root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()
+    if cfg.name == "dataset":
+        return load_datasets(cfg.dataset, cfg.image_size, cfg.val_size or cfg.image_size)
     if cfg.name == "shards":
         source = read_shards(root, training=training)
     else:
-        assert cfg.name in CLASS_FOLDERS, cfg.name
+        if cfg.name == "imagenette":
+            root = ensure_imagenette(root, download=cfg.download)
+        elif cfg.name == "sample" and cfg.root is None:
+            ensure_sample(root, FIRST_RUN)
         source = read_folder(root, cfg, training=training)
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)

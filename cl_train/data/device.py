@@ -34,9 +34,9 @@ class Batch:
     targets: Tensor
 
 
-class HostBatch(NamedTuple):
-    """uint8 [N, 3, H, W] in channels_last, and int64 [N]: batch `number` of `epoch` in the loader's memory, valid until
-    the next one is requested; on CUDA until the third."""
+class RawBatch(NamedTuple):
+    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N]. It is in the loader's
+    memory, valid until the next one is requested, on CUDA until the third; or copied to the device."""
 
     images: Tensor
     targets: Tensor
@@ -134,12 +134,12 @@ class Normalise:
 
 
 def to_device(
-    batches: Iterable[HostBatch], normalise: Normalise, mix: MixLabels | None = None, ahead: int = 1
+    batches: Iterable[RawBatch], normalise: Normalise, mix: MixLabels | None = None, ahead: int = 1
 ) -> Iterator[Batch]:
     """The loader's batches on the device, normalised, then mixed; on CUDA `ahead` of them are prepared in advance."""
     device = normalise.format.device
 
-    def prepare(moved: HostBatch) -> tuple[Tensor, Tensor]:
+    def prepare(moved: RawBatch) -> tuple[Tensor, Tensor]:
         # On a CPU nothing was moved, and the loader's memory is about to be filled again.
         images, targets = normalise(moved.images), moved.targets.clone() if device.type == "cpu" else moved.targets
         return mix(images, targets, moved.epoch, moved.number) if mix else (images, targets)
@@ -147,25 +147,17 @@ def to_device(
     return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead))
 
 
-def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int) -> Iterator[Any]:
-    """`prepare` of each batch after its tensors have been moved to the device."""
-    if device.type == "cuda":
-        yield from _on_side_stream(batches, prepare, device, ahead)
-        return
-    for host in batches:
-        yield prepare(tree_map_only(Tensor, lambda tensor: tensor.to(device), host))
-
-
-@cache
+@cache  # one per device: the allocator caches memory per stream, and a stream per epoch would keep that of each epoch
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One per device: the allocator caches memory per stream, and a stream per epoch would keep that of each epoch."""
     return torch.cuda.Stream(device)
 
 
-def _on_side_stream(
-    batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int
-) -> Iterator[Any]:
-    """Copy and prepare on a side stream, `ahead` batches in advance."""
+def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int) -> Iterator[Any]:
+    """`prepare` of each batch on the device; on CUDA all of it on a side stream, `ahead` batches in advance."""
+    if device.type != "cuda":
+        for host in batches:
+            yield prepare(tree_map_only(Tensor, lambda tensor: tensor.to(device), host))
+        return
     side, ready, copying = _side_stream(device), deque[tuple[Any, torch.cuda.Event]](), deque[torch.cuda.Event]()
 
     def take() -> Any:

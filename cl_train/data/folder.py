@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import AnyStr
+from typing import AnyStr, NoReturn
 
 import numpy as np
 
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.decode import FORMATS, read_file
-from cl_train.data.source import ImageSource, Split, cache_path, fingerprint, listed, load_index, packed, save_index
+from cl_train.data.source import ImageSource, Split, fingerprint, listed, load_index, packed, save_index
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
@@ -38,37 +38,32 @@ class FolderSplit(Split):
 
 
 def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
-    """List the images below `root`, or take the list from the user's cache folder. Raises ConfigError for a missing
-    folder or one that cannot be read, no classes, different classes in the splits, or classes without images."""
+    """List the images below `root`, or take the list from the user's cache folder. Raises ConfigError: a folder that is
+    missing or cannot be read, no classes, different classes in the splits, or classes without images."""
     cfg = cfg or DataConfig()
     layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions, *([] if training else ["evaluation"]))
-    stored_at = cache_path("folder", f"{root.resolve()}{layout}")
+    key = f"folder {root.resolve()}{layout}"
     try:
         base, val = _split_folders(root, cfg, training)
         splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
-        return load_index(stored_at, *splits) or _index(base, val, cfg, stored_at)
+        return load_index(key, *splits) or _index(base, val, cfg, key)
     except OSError as error:
-        raise _unreadable(error) from None
+        _unreadable(error)
 
 
 def files_below(folder: AnyStr) -> Iterator[tuple[AnyStr, list[AnyStr]]]:
     """`folder` and each folder below it, with the names of its files. Raises ConfigError if one cannot be read."""
-
-    def fail(error: OSError) -> None:
-        raise _unreadable(error) from None
-
-    for below, _, names in os.walk(folder, onerror=fail):
+    for below, _, names in os.walk(folder, onerror=_unreadable):
         yield below, names
 
 
-def _unreadable(error: OSError) -> ConfigError:
-    return ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}")
+def _unreadable(error: OSError) -> NoReturn:
+    raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 
 def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> FolderSplit:
     """All images below `root`, or below its folder of validation images if it has one, sorted by name. An image below
-    the folder of a class has its label, others -100. Raises ConfigError: no folder, or no images.
-    """
+    the folder of a class has its label, others -100. Raises ConfigError: no images."""
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
     suffixes, top = tuple(os.fsencode(extension.lower()) for extension in extensions), os.fsencode(folder)
     paths = (os.path.join(below, name) for below, names in files_below(top) for name in names)
@@ -95,16 +90,17 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
         return (train, train) if train.is_dir() else (root, root)
     if val is not None and (train.is_dir() or not training):
         return train if training else val, val
-    lacking = "'train'" if training and not train.is_dir() else ""
+    lacking = ["'train'"] if training and not train.is_dir() else []
     if val is None:
-        lacking += " and no folder " * bool(lacking) + " or ".join(f"'{name}'" for name in val_names)
+        lacking.append(" or ".join(f"'{name}'" for name in val_names))
+    found = listed(sorted(os.listdir(root)))
     raise ConfigError(
-        f"data.root '{root}' has no folder {lacking}. Found: {listed(sorted(os.listdir(root)))}. Classes without a"
-        " split: data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
+        f"data.root '{root}' has no folder {' and no folder '.join(lacking)}. Found: {found}. Classes without a split:"
+        " data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
     )
 
 
-def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSource:
+def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
     settled_ns = time.time_ns() - _SETTLED_NS
     classes = _class_names(base)
     if (others := _class_names(val)) != classes:
@@ -119,7 +115,7 @@ def _index(base: Path, val: Path, cfg: DataConfig, stored_at: Path) -> ImageSour
     notes = tuple(note for _, _, note in listings.values() if note)
     source = ImageSource(tuple(classes), *splits, fingerprint(classes, splits, ("names", "starts", "labels")), notes)
     if sum(map(len, splits)) >= _CACHED_FROM:
-        save_index(stored_at, source, [folder for _, folders, _ in listings.values() for folder in folders], settled_ns)
+        save_index(key, source, [folder for _, folders, _ in listings.values() for folder in folders], settled_ns)
     return source
 
 
@@ -138,30 +134,29 @@ def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[
     """The image files of each class, relative to `folder`; the folders that were read; a note on ignored files. FIFOs
     and dangling links with the name of an image are listed as well: the reader reports them."""
     top, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
-    images: list[list[bytes]] = []
-    folders, ignored = [top], list[str]()
+    images, folders, ignored, note = list[list[bytes]](), [top], list[str](), ""
     for class_name in classes:
-        of_class: list[bytes] = []
+        of_class = list[bytes]()
         for below, names in files_below(os.path.join(top, os.fsencode(class_name))):
             folders.append(below)
             prefix = below[len(top) + 1 :] + b"/"
-            of_class += [prefix + name for name in names if name.lower().endswith(suffixes)]
-            others = (name for name in names if not name.lower().endswith(suffixes) and not name.startswith(b"."))
-            ignored += [os.fsdecode(prefix + name) for name in others]
+            for name in names:
+                if name.lower().endswith(suffixes):
+                    of_class.append(prefix + name)
+                elif not name.startswith(b"."):
+                    ignored.append(os.fsdecode(prefix + name))
         images.append(sorted(of_class))
-    note, least = _note(folder, ignored) if ignored else "", 1 if cfg.val_fraction is None else 2
+    if ignored:
+        kinds = Counter(os.path.splitext(path)[1].lower() for path in ignored)
+        shown = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common(_SHOWN))
+        readable = sorted(kinds.keys() & FORMATS.keys())
+        advice = f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them" if readable else ""
+        note = f"{len(ignored)} files in '{folder}' are ignored ({shown}), such as '{ignored[0]}'{advice}"
+    least = 1 if cfg.val_fraction is None else 2
     if empty := [name for name, files in zip(classes, images, strict=True) if len(files) < least]:
         what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(cfg.extensions)})"
         raise ConfigError(f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {note}")
     return images, folders, note
-
-
-def _note(folder: Path, ignored: list[str]) -> str:
-    kinds = Counter(os.path.splitext(path)[1].lower() for path in ignored)
-    shown = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common(_SHOWN))
-    readable = sorted(kinds.keys() & FORMATS.keys())
-    advice = f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them" if readable else ""
-    return f"{len(ignored)} files in '{folder}' are ignored ({shown}), such as '{ignored[0]}'{advice}"
 
 
 def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[bytes]], list[list[bytes]]]:

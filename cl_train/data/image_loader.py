@@ -1,6 +1,7 @@
 """The loader of train.py for any training loop."""
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from cl_train.config.validation import load
 from cl_train.data.build import ImageData, image_data
 from cl_train.data.device import DeviceFormat, Normalise, to_device
 from cl_train.data.folder import EXTENSIONS
-from cl_train.data.loader import BadImages
 from cl_train.system.distributed import Dist
 
 
@@ -25,6 +25,7 @@ class ImageLoader:
         self.classes, self.bad_images = data.classes, data.bad_images
         self._loader, self._normalise = data.train_loader, normalise
         self._epoch = self._first_batch = 0
+        weakref.finalize(self, self._loader.close).atexit = False  # a loader that is no longer used ends its workers
 
     def __len__(self) -> int:
         """Batches per epoch of this rank."""
@@ -47,10 +48,6 @@ class ImageLoader:
     def close(self) -> None:
         """End the workers. A later iteration starts new ones."""
         self._loader.close()
-
-    def __del__(self) -> None:  # HostLoader, Workers and DataLoader's iterator are a cycle: end the workers now
-        if (workers := self._loader._workers) is not None:
-            workers._received = None
 
     def __enter__(self) -> "ImageLoader":
         return self
@@ -115,14 +112,12 @@ def image_loader(
         raise ValueError(f"batch_size={batch_size!r}: expected a whole number")
     settings: dict[str, Any] = {"name": "folder", "root": str(root), "image_size": image_size, "workers": workers}
     settings |= {"mean": list(mean), "std": list(std), "val_fraction": val_fraction, "extensions": list(extensions)}
+    settings |= {"on_bad_image": "skip" if skip_bad_images else "error", "max_bad_images": sys.maxsize}
     cfg = load({"batch_size": batch_size, "seed": seed, "data": settings})
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
-    form = DeviceFormat(dist.device, dtype, memory_format)
-    normalise = Normalise(mean, std, form) if device is not None else None
+    normalise = None if device is None else Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    bad_images = BadImages(skip=skip_bad_images, limit=sys.maxsize)
-    data = image_data(cfg.data, augment, batch_size, seed, dist, bad_images, training=split == "train")
-    return ImageLoader(data, normalise)
+    return ImageLoader(image_data(cfg.data, augment, batch_size, seed, dist, training=split == "train"), normalise)
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:

@@ -12,7 +12,6 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.decode import BadImage
-from cl_train.data.device import COPIES_UNDER_WAY, HostBatch
+from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.order import SizeSchedule, rank_share
 from cl_train.data.source import Indices
 from cl_train.data.transforms import ImageReader
@@ -55,8 +54,7 @@ class BadImageError(RuntimeError):
 
 
 class BadImages:
-    """The bad samples of a run, of both splits: `reasons` by name, each sample once; `skipped`: how often one was
-    replaced or left out, over all epochs."""
+    """Bad samples of both splits: `reasons` by name, each once; `skipped`: how often one was replaced or left out."""
 
     def __init__(self, *, skip: bool, limit: int) -> None:
         self._skip, self._limit = skip, limit
@@ -64,13 +62,12 @@ class BadImages:
         self.skipped = 0
 
     def add(self, name: str, reason: str, *, skipped: bool) -> None:
-        """`skipped`: it was read for its own row, not in the place of another one. Raises BadImageError at the
-        limit."""
+        """`skipped`: it was read for its own row, not in the place of another one. Raises BadImageError."""
         self.skipped += skipped
         self.reasons[name] = reason
         if not self._skip:
-            advice = "Repair or remove it, or use data.on_bad_image=skip"
-            raise BadImageError(f"'{name}' cannot be decoded: {reason}. {advice}")
+            what = f"'{name}' cannot be decoded: {reason}"
+            raise BadImageError(f"{what}. Repair or remove it, or use data.on_bad_image=skip")
         if len(self.reasons) > self._limit:
             count = f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self._limit}"
             raise BadImageError(f"{count}; the last one: '{name}': {reason}")
@@ -92,15 +89,15 @@ class _Task(NamedTuple):
     indices: Sequence[int]
 
 
-@dataclass
-class _TaskResult:
+class _Filled(NamedTuple):
+    """What a worker found for a task."""
+
     number: int
-    worker: int
     rows: int
-    bad: list[tuple[str, str, bool]] = field(default_factory=list)  # name, reason, whether it was the row's own sample
-    missing: list[int] = field(default_factory=list)  # rows for which there was no good sample
-    is_end: bool = False  # of the worker's stream
-    error: str | None = None
+    worker: int
+    bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
+    missing: list[int]  # rows for which there was no good sample
+    is_end: bool  # of the worker's stream
 
 
 class HostLoader:
@@ -120,26 +117,27 @@ class HostLoader:
         order: Callable[[int], Indices] | None,
     ) -> None:
         """`order`: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
-        whose bad samples are replaced by the following ones; None = evaluation: each sample once, bad ones are left
-        out.
+        whose bad samples are replaced by the following ones; None = evaluation: each sample once, without bad ones.
 
         Raises ConfigError if the memory, or the limit of open files, is too small.
         """
-        self.reader, self._sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
+        self.reader, self.sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order, self.samples = bad_images, order, len(reader)
-        cores = cores_of_process(dist.world_size)
-        self.workers = min(_MAX_WORKERS, cores) if cfg.workers is None else cfg.workers
-        self.is_stream = isinstance(reader, StreamReader)
-        rows = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
-        self._parts = max(1, min(batch_size // rows, self.workers))  # tasks of a batch
-        in_use = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0  # batches that are read when one is requested
-        ahead = cfg.prefetch + COPIES_UNDER_WAY - in_use  # batches that the workers may be filling
-        self._queued = max(1, ahead * self._parts // max(1, self.workers))  # tasks of a worker
-        self._slot_count = -(-self._queued * self.workers // self._parts) + in_use + 1
+        most = min(_MAX_WORKERS, cores_of_process(dist.world_size))
+        self.workers = most if cfg.workers is None else cfg.workers
+        self.is_stream, count = isinstance(reader, StreamReader), max(1, self.workers)
+        least = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
+        self._parts = max(1, min(batch_size // least, self.workers))  # tasks of a batch
+        # When a batch is requested, copies of earlier ones to the GPU still read their slots; on a CPU the workers may
+        # fill as many slots instead.
+        copied = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0
+        filled = cfg.prefetch + COPIES_UNDER_WAY - copied
+        self._queued = max(1, filled * self._parts // count)  # tasks of a worker
+        self._slot_count = -(-self._queued * self.workers // self._parts) + copied + 1
         self._slots: tuple[Tensor, Tensor] | None = None  # pixels, NHWC, with room for the largest; targets
         self._pinned: list[Tensor] = []
-        self._times = shared((max(1, self.workers), len(WorkerTimes._fields)), torch.float64).numpy()
-        self._workers: Workers[_Task, _TaskResult] | None = None
+        self._times = shared((count, len(WorkerTimes._fields)), torch.float64).numpy()
+        self._workers: Workers | None = None
         self._user: tuple[threading.Thread, int] | None = None  # thread and process
         self._check_resources()
 
@@ -149,14 +147,12 @@ class HostLoader:
         if self.workers and limit != resource.RLIM_INFINITY and need > limit:
             what = f"data.workers={self.workers} needs {need} open files, and the limit is {limit}"
             raise ConfigError(f"{what}: raise it (ulimit -n {need}), or lower data.workers")
-        pixels = self._sizes.image_sizes[-1] ** 2 * 3
+        pixels = self.sizes.image_sizes[-1] ** 2 * 3
         batches = self._slot_count * self.batch_size * pixels * self.reader.dtype.itemsize
-        order_bytes = 0 if self.is_stream else 16 * self.samples
-        free = available_bytes(torch.device("cpu"))
+        order_bytes, free = 0 if self.is_stream else 16 * self.samples, available_bytes(torch.device("cpu"))
         if free is not None and batches + order_bytes > free:  # the size of /dev/shm does not matter
-            remedy = f"lower batch_size or data.prefetch={self._cfg.prefetch}"
-            if order_bytes > batches:
-                remedy = "is the length of the data set right?"
+            fewer = f"lower batch_size or data.prefetch={self._cfg.prefetch}"
+            remedy = fewer if batches >= order_bytes else "is the length of the data set right?"
             raise ConfigError(
                 f"the loader's batches need {batches / 2**30:.1f} GiB of memory, the order of {self.samples} samples"
                 f" {order_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: {remedy}"
@@ -168,12 +164,12 @@ class HostLoader:
         return WorkerTimes(*self._times.sum(0).tolist())
 
     def batch_count(self) -> int:
-        batch_size, ranks = self.batch_size, self._dist.world_size
+        rank, ranks = self._dist.rank, self._dist.world_size
         if self._order is None:
-            return -(-len(range(self._dist.rank, self.samples, ranks)) // batch_size)
-        return self.samples // (batch_size * ranks)
+            return -(-len(range(rank, self.samples, ranks)) // self.batch_size)
+        return self.samples // (self.batch_size * ranks)
 
-    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[HostBatch]:
+    def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Batch `first_batch`, `first_batch + 1`, ... of `epoch`, valid until the next one is requested, on CUDA until
         the third. Ends an earlier iteration. Raises BadImageError, WorkerError; RuntimeError: another thread is
         iterating."""
@@ -182,21 +178,9 @@ class HostLoader:
             raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
         self._user = user
         try:
-            if not self.is_stream:
-                yield from self._filled(epoch, first_batch)
-            elif self._order is None:
-                yield from self._evaluated(self._filled(epoch, 0))
-            else:
-                yield from self._trained(self._filled(epoch, 0), first_batch)
+            yield from self._of_stream(epoch, first_batch) if self.is_stream else self._filled(epoch, first_batch)
         finally:
             self._user = None
-
-    def validation_sample(self, index: int) -> Tensor:
-        """Sample `index` as in `batches`, [size, size, 3]. Raises BadImage."""
-        size = self._sizes.image_size_at(0)
-        sample = torch.empty(size, size, 3, dtype=self.reader.dtype)
-        self.reader.read(sample.permute(2, 0, 1), index, epoch=0, random_index=index)
-        return sample
 
     def close(self) -> None:
         """End the workers and free the memory. A later iteration starts new ones."""
@@ -206,11 +190,11 @@ class HostLoader:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._workers = self._slots = None
 
-    def _start(self) -> Workers[_Task, _TaskResult]:
+    def _start(self) -> Workers:
         reader, slots, size = self.reader, self._slot_count, self.batch_size
         if self._workers is None:
             label_type = torch.float32 if reader.label_shape else torch.int64
-            pixels = shared((slots, size * self._sizes.image_sizes[-1] ** 2 * 3), reader.dtype)
+            pixels = shared((slots, size * self.sizes.image_sizes[-1] ** 2 * 3), reader.dtype)
             self._slots = pixels, shared((slots, size, *reader.label_shape), label_type)
             self._workers = Workers(self._fill, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
         assert self._slots is not None
@@ -229,19 +213,19 @@ class HostLoader:
         shape = (len(pixels) // (image_size**2 * 3), image_size, image_size, 3)
         return pixels[: math.prod(shape)].view(shape).permute(0, 3, 1, 2), targets
 
-    def _fill(self, iteration: int, task: _Task) -> _TaskResult:
+    def _fill(self, iteration: int, task: _Task) -> _Filled:
         """Read the samples of a task into their rows, in a worker."""
-        worker, reader, workers = get_worker_info(), self.reader, self._workers
+        info, reader, workers = get_worker_info(), self.reader, self._workers
         assert workers is not None
-        done = _TaskResult(task.number, worker.id if worker else 0, len(task.indices))
-        reader.times, progress = self._times[done.worker], workers.progress[done.worker]
+        filled = _Filled(task.number, len(task.indices), info.id if info else 0, [], [], is_end=False)
+        reader.times, progress = self._times[filled.worker], workers.progress[filled.worker]
         images, labels = self._batch(task.number, task.image_size)
         targets = labels.numpy()  # writing a number into a tensor takes ten times as long
-        limited = contextlib.nullcontext if worker else partial(time_limit, self._cfg.worker_timeout_s)
+        limited = contextlib.nullcontext if info else partial(time_limit, self._cfg.worker_timeout_s)
         indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order else 1
+        if isinstance(reader, StreamReader):
+            indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize
         try:
-            if isinstance(reader, StreamReader):
-                indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize
             for row, index in enumerate(indices, task.first_row):
                 if workers.iteration[0] != iteration:  # it was abandoned
                     break
@@ -254,23 +238,21 @@ class HostLoader:
                             targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
                         break
                     except BadImage as bad:
-                        done.bad.append((reader.name(used), str(bad), used == index % count))
+                        filled.bad.append((reader.name(used), str(bad), used == index % count))
                 else:
-                    done.missing.append(row)
+                    filled.missing.append(row)
         except StreamEnd:
             if used > index and row > task.first_row:  # the last samples were bad: the one before takes their place
                 images[row], targets[row], row = images[row - 1], targets[row - 1], row + 1
-            done.missing += range(row, task.first_row + len(indices))
-            done.is_end = True
-        except Exception as error:  # a bug, or lack of memory: raised again in the parent
-            done.error = f"{type(error).__name__}: {error}"
-        return done
+            filled.missing.extend(range(row, task.first_row + len(indices)))
+            return filled._replace(is_end=True)
+        return filled
 
     def _tasks(self, epoch: int, first_batch: int) -> Iterator[_Task]:
-        """The tasks of this rank's batches; of an endless stream only the number of samples matters."""
-        size, rank, ranks = self._sizes.image_size_at(epoch), self._dist.rank, self._dist.world_size
+        """The tasks of this rank's batches; those of a stream have no end, and only their number of samples matters."""
+        size, rank, ranks = self.sizes.image_size_at(epoch), self._dist.rank, self._dist.world_size
         numbers: Iterable[int] = range(first_batch, self.batch_count())
-        order = np.empty(0, np.int64)
+        order: Indices | None = None
         if self.is_stream:
             numbers = itertools.count()
         elif self._order is not None:
@@ -278,81 +260,70 @@ class HostLoader:
         else:
             order, rank, ranks = np.arange(rank, self.samples, ranks), 0, 1
         for number in numbers:
-            share = np.arange(self.batch_size)
-            if not self.is_stream:
-                share = rank_share(order, number, self.batch_size, rank, ranks)
+            samples = self.batch_size
+            share = np.arange(samples) if order is None else rank_share(order, number, samples, rank, ranks)
             first_row = 0
             for part in np.array_split(share, self._parts):
                 yield _Task(number, first_row, epoch, size, part.tolist())
                 first_row += len(part)
 
-    def _filled(self, epoch: int, first_batch: int) -> Iterator[HostBatch]:
+    def _filled(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
         """The batches, without rows for which there is no sample."""
         ended = set[int]()
         results = self._start().results(self._tasks(epoch, first_batch))
         while parts := list(itertools.islice(results, self._parts)):
-            for done in parts:
-                for name, reason, skipped in done.bad:
-                    self._bad_images.add(name, reason, skipped=skipped)
-                if done.error:
-                    raise WorkerError(f"a loader worker failed: {done.error}")
-                if done.is_end:
-                    ended.add(done.worker)
-            number, rows = parts[0].number, sum(done.rows for done in parts)
-            images, targets = self._batch(number, self._sizes.image_size_at(epoch))
-            if missing := {row for done in parts for row in done.missing}:
+            for name, reason, skipped in (bad for part in parts for bad in part.bad):
+                self._bad_images.add(name, reason, skipped=skipped)
+            ended |= {part.worker for part in parts if part.is_end}
+            number, rows = parts[0].number, sum(part.rows for part in parts)
+            images, targets = self._batch(number, self.sizes.image_size_at(epoch))
+            if missing := {row for part in parts for row in part.missing}:
                 if self._order and not self.is_stream:
                     raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
                 kept = [row for row in range(rows) if row not in missing]
-                yield HostBatch(images[kept].to(memory_format=torch.channels_last), targets[kept], number, epoch)
+                yield RawBatch(images[kept].to(memory_format=torch.channels_last), targets[kept], number, epoch)
             else:
-                yield HostBatch(images[:rows], targets[:rows], number, epoch)
+                yield RawBatch(images[:rows], targets[:rows], number, epoch)
             if len(ended) == max(1, self.workers):
                 return
 
-    def _trained(self, batches: Iterable[HostBatch], first_batch: int) -> Iterator[HostBatch]:
-        """The whole batches of a stream's epoch; those before `first_batch` are read again."""
-        count, number = self.batch_count(), 0
-        for number, batch in zip(range(1, count + 1), _joined(batches, self.batch_size), strict=False):
+    def _of_stream(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
+        """In training whole batches, from incomplete ones too; those before `first_batch` are read again. Otherwise all
+        samples, as many as the length says at most."""
+        size, count, number, seen, rest = self.batch_size, self.batch_count(), 0, 0, list[RawBatch]()
+        for batch in self._filled(epoch, 0):
+            if self._order is None:
+                seen += len(batch.targets)
+                if seen > self.samples:
+                    raise WorkerError(
+                        f"data.dataset: the val dataset yields more than the {self.samples} samples of its length. It"
+                        " must end, and divide its samples among ranks and workers (torch.utils.data.get_worker_info)"
+                    )
+                yield batch
+                continue
+            if len(batch.targets) < size:
+                rest.append(batch)
+                images, targets = torch.cat([part.images for part in rest]), torch.cat([part.targets for part in rest])
+                if len(targets) < size:
+                    continue
+                rest = [batch._replace(images=images[size:], targets=targets[size:])]
+                batch = batch._replace(images=images[:size], targets=targets[:size])
+            number += 1
             if number > first_batch:
                 yield batch._replace(number=number - 1)
-        if number < count:
+            if number == count:
+                return
+        if self._order is not None:
             bad = "".join(f"; {name}: {reason}" for name, reason in list(self._bad_images.reasons.items())[-1:])
             raise WorkerError(
-                f"data.dataset ended after {number} of {count} batches of {self.batch_size} samples on rank "
-                f"{self._dist.rank}: its length is {self.samples}, of all ranks and workers together{bad}"
+                f"data.dataset ended after {number} of {count} batches of {size} samples on rank {self._dist.rank}: its"
+                f" length is {self.samples}, of all ranks and workers together{bad}"
             )
-
-    def _evaluated(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:
-        """All samples of a stream, as many as its length says at most."""
-        rows = 0
-        for batch in batches:
-            rows += len(batch.targets)
-            if rows > self.samples:
-                raise WorkerError(
-                    f"data.dataset: the val dataset yields more than the {self.samples} samples of its length. It must"
-                    " end, and divide its samples among ranks and workers (torch.utils.data.get_worker_info)"
-                )
-            yield batch
-
-
-def _joined(batches: Iterable[HostBatch], size: int) -> Iterator[HostBatch]:
-    """Batches of `size` samples, from incomplete copies too; less than one batch in all is dropped."""
-    rest: list[HostBatch] = []
-    for batch in batches:
-        if len(batch.targets) == size:
-            yield batch
-            continue
-        rest.append(batch)
-        images, targets = torch.cat([part.images for part in rest]), torch.cat([part.targets for part in rest])
-        if len(targets) >= size:
-            yield batch._replace(images=images[:size], targets=targets[:size])
-            rest = [batch._replace(images=images[size:], targets=targets[size:])]
 
 
 # --- where its time goes ----------------------------------------------------------------------------------------------
 
-WAIT_PCT = 10.0  # below, nothing is said
+_WAIT_PCT = 10.0  # below, nothing is said
 _STORAGE_SHARE = 0.4  # of the workers' busy time
 _IDLE_PCT = 15
 
@@ -360,11 +331,9 @@ _IDLE_PCT = 15
 def bottleneck_advice(
     times: WorkerTimes, *, workers: int, cores: int, seconds: float, data_wait_pct: float
 ) -> str | None:
-    """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None.
-
-    The step waited for `data_wait_pct` of a window of `seconds`, in which the workers took `times`.
-    """
-    if data_wait_pct <= WAIT_PCT or seconds <= 0:
+    """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None. The
+    step waited for `data_wait_pct` of a window of `seconds`, in which the workers took `times`."""
+    if data_wait_pct <= _WAIT_PCT or seconds <= 0:
         return None
     waits = f"the step waits for data {data_wait_pct:.0f} % of its time"
     if times.images == 0:

@@ -27,9 +27,8 @@ def permutation(seed: int, epoch: int, count: int) -> Indices:
 
 
 def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: int = 8192) -> Indices:
-    """The order of the training images in `epoch` for storage that is slow at random reads: shards are permuted as a
-    whole, then each image moves by less than `window` places. Images of one shard stay near each other, so each shard
-    must hold a mixture of all classes."""
+    """The order of the training images in `epoch` for storage that is slow at random reads: shards are permuted, then
+    each image moves by less than `window` places. Each shard must hold a mixture of all classes."""
     count = sum(map(len, shards))
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS]).random_raw(len(shards) + count)
     order = np.concatenate([shards[shard] for shard in np.argsort(words[: len(shards)], kind="stable")])
@@ -48,8 +47,7 @@ def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
 
 
 class SampleGenerator:
-    """The random numbers of an image in an epoch, valid until the next call: to change the key and the counter takes a
-    fifth of the time of creating a generator."""
+    """An image's random numbers in an epoch, valid until the next call; a new generator takes five times as long."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
@@ -89,8 +87,7 @@ class SizeSchedule:
 
     def image_size_at(self, epoch: int) -> int:
         """The side of the training images in `epoch`, pixels: linear between `points`, rounded to a multiple of 32, or
-        of the largest power of two that divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, 32. The last size
-        remains."""
+        of the largest power of two that divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, 32, ..."""
         for (first, start), (last, end) in pairwise(self.points):
             if epoch < last:
                 grid = math.gcd(_GRID, start, end)

@@ -1,12 +1,11 @@
 """WebDataset tar shards: every image is indexed once, then read at random, as from a folder.
 
 `*-train-*.tar` and `*-val-*.tar` (or `validation`, `valid`), with members `KEY.jpg|.jpeg|.png` and `KEY.cls` (the label
-as a number) or `KEY.json` (`{"label": 0}`). Images are sorted by label and key, so that shards made from a folder give
-the same images in the same order as the folder.
+as a number) or `KEY.json` (`{"label": 0}`). Images are sorted by label and key, as in the folder they were made from.
 
 `shards.json`, which `prepare_imagenet shards` writes, lists the classes and the number of images of every shard: what
-is missing is an error, and so are wrong labels. In other shards, a wrong label is detected if it contradicts the
-WordNet id in the key, and a missing sample if only a part of it is missing.
+is missing is an error, and so are wrong labels. Without it, a wrong label is detected if it contradicts the WordNet id
+in the key, and a missing sample if only a part of it is missing.
 """
 
 import glob
@@ -16,7 +15,7 @@ import re
 import tarfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -27,17 +26,7 @@ import numpy as np
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage
-from cl_train.data.source import (
-    ImageSource,
-    Indices,
-    Split,
-    cache_path,
-    fingerprint,
-    listed,
-    load_index,
-    packed,
-    save_index,
-)
+from cl_train.data.source import ImageSource, Indices, Split, fingerprint, listed, load_index, packed, save_index
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
@@ -82,23 +71,19 @@ class ShardSplit(Split):
 def read_shards(root: str | Path, workers: int | None = None, *, training: bool = True) -> ImageSource:
     """Index the shards of a folder or a brace pattern, `/data/im-{train-{0000..1023},val-{00..63}}.tar`, in `workers`
     processes, or take the index from the user's cache. Without `training` the val shards may stand for both.
-
-    Raises ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels.
-    """
+    Raises ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels."""
     shards, notes = _find_shards(str(root), training)
-    paths = [*shards["train"], *shards["val"]]
-    manifest = Path(paths[0]).parent / MANIFEST
-    files = [*paths, str(manifest)] if manifest.is_file() else paths
-    stored_at, started_ns = cache_path("shards", paths[0]), time.time_ns()
+    files = [*shards["train"], *shards["val"]]
+    manifest = Path(files[0]).parent / MANIFEST
+    if manifest.is_file():
+        files.append(str(manifest))
+    key, started_ns = "shards " + "\n".join(files), time.time_ns()
     train, val = (partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val"))
-    source = load_index(stored_at, train, val, files)
+    source = load_index(key, train, val)
     if source is None:
-        source = _index(shards, manifest if manifest.is_file() else None, workers)
-        save_index(stored_at, source, files, started_ns)
+        source = _index(shards, manifest if str(manifest) in files else None, workers)
+        save_index(key, source, files, started_ns)
     return replace(source, notes=notes)
-
-
-# --- which files ------------------------------------------------------------------------------------------------------
 
 
 def split_of(file_name: str) -> str:
@@ -130,29 +115,22 @@ def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple
     if absent := [path for path in paths if not os.path.isfile(path)]:
         raise ConfigError(f"data.root={root}: {len(absent)} of {len(paths)} shards do not exist: {listed(absent)}")
     shards: dict[str, list[str]] = {"train": [], "val": [], "": []}
-    for path in paths:
-        shards[split_of(os.path.basename(path))].append(os.path.abspath(path))
+    series: dict[tuple[str, str], set[int]] = {}  # a missing number of im-train-000000.tar, ... is a missing shard
+    for path in map(os.path.abspath, paths):
+        split = split_of(os.path.basename(path))
+        shards[split].append(path)
+        if split and not explicit and (match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path)):
+            series.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if not training:
         shards["train"] = shards["train"] or shards["val"]
     problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name in ("train", "val") if not shards[name]]
-    if problems := problems or ([] if explicit else list(_gaps(shards["train"] + shards["val"]))):
+    for (start, end), numbers in series.items():
+        if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
+            problems.append(f"{start}N{end}: shards are missing, N = {listed(lost)}")
+    if problems:
         raise ConfigError(problems)
     others = listed(shards[""])
     return shards, (f"these tar files are neither train nor val shards: {others}",) if shards[""] else ()
-
-
-def _gaps(paths: list[str]) -> Iterator[str]:
-    """Missing numbers in series such as `im-train-000000.tar`, which reveal missing shards."""
-    series: dict[tuple[str, str], set[int]] = {}
-    for path in paths:
-        if match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path):
-            series.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    for (start, end), numbers in series.items():
-        if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
-            yield f"{start}N{end}: shards are missing, N = {listed(lost)}"
-
-
-# --- contents of a shard ----------------------------------------------------------------------------------------------
 
 
 class _Image(NamedTuple):
@@ -160,9 +138,6 @@ class _Image(NamedTuple):
     name: str
     offset: int
     size: int
-
-
-Contents = dict[str, list[_Image]]  # of the shards, by their paths
 
 
 def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | None) -> ImageSource:
@@ -176,8 +151,9 @@ def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | N
             if (other := first.setdefault(samples, path)) != path:
                 raise ConfigError(f"{path} has the samples of {other}, which would count twice: move one away")
     train, val = (_split({path: contents[path] for path in shards[name]}) for name in ("train", "val"))
-    has_train = shards["train"] != shards["val"]
-    classes = _checked_classes(train.labels if has_train else None, contents, manifest)
+    classes = _checked_classes(contents, manifest)
+    if shards["train"] != shards["val"] and (lacking := sorted(set(range(len(classes))) - set(train.labels.tolist()))):
+        raise ConfigError(f"no training image has label {listed(lacking)}; labels start at 0")
     return ImageSource(classes, train, val, fingerprint(classes, (train, val), ("names", "labels", "sizes")))
 
 
@@ -217,8 +193,8 @@ def _label(text: bytes, extension: str, what: str) -> int:
     return label
 
 
-def _split(contents: Contents) -> ShardSplit:
-    """All images, sorted by label and name."""
+def _split(contents: dict[str, list[_Image]]) -> ShardSplit:
+    """All images of these shards, sorted by label and name."""
     rows = sorted(
         (label, name, number, offset, size)
         for number, images in enumerate(contents.values())
@@ -229,49 +205,43 @@ def _split(contents: Contents) -> ShardSplit:
     return ShardSplit(names, starts, labels, tuple(contents), shard, offsets, sizes)
 
 
-def _checked_classes(train_labels: Indices | None, contents: Contents, manifest: Path | None) -> tuple[str, ...]:
+def _checked_classes(contents: dict[str, list[_Image]], manifest: Path | None) -> tuple[str, ...]:
     """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text. Raises
-    ConfigError for labels without a training image or in contradiction to the names, and for missing images."""
-    pairs: dict[tuple[int, str], str] = {}  # label, class in the name -> the first sample with both
+    ConfigError for labels in contradiction to the names, and for other numbers of images than the manifest's."""
+    samples: dict[tuple[int, str], str] = {}  # label, class in the name -> the first sample with both
     for path, images in contents.items():
         for image in images:
             wordnet = _WORDNET_ID.match(image.name)
             name = image.name.rpartition("/")[0] if manifest else wordnet[1] if wordnet else ""
-            pairs.setdefault((image.label, name), f"{path}/{image.name}")
-    problems: list[str] = []
-    first = {label: name for label, name in reversed(pairs)}
-    classes = [first.get(label, "") for label in range(max(first) + 1)]
+            samples.setdefault((image.label, name), f"{path}/{image.name}")
+    first = {label: name for label, name in reversed(samples)}
+    classes, problems = [first.get(label, "") for label in range(max(first) + 1)], list[str]()
     if manifest is not None:
-        classes, problems = _check_manifest(manifest, contents)
-    if manifest is not None or all(name for _, name in pairs):
-        known = {name: label for label, name in reversed(list(enumerate(classes)))}
-        wrong = [f"{sample} has label {label}" for (label, name), sample in pairs.items() if known.get(name) != label]
-        if wrong:
-            problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
-    else:
-        classes = [str(label) for label in range(len(classes))]
-    if train_labels is not None and (lacking := sorted(set(range(len(classes))) - set(train_labels.tolist()))):
-        problems.append(f"no training image has label {listed(lacking)}; labels start at 0")
+        classes, problems = _read_manifest(manifest, contents)
+    elif not all(name for _, name in samples):
+        return tuple(map(str, range(len(classes))))
+    known = {name: label for label, name in reversed(list(enumerate(classes)))}
+    wrong = [f"{sample} has label {label}" for (label, name), sample in samples.items() if known.get(name) != label]
+    if wrong:
+        problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
     if problems:
         raise ConfigError(problems)
     return tuple(classes)
 
 
-def _check_manifest(path: Path, contents: Contents) -> tuple[list[str], list[str]]:
-    """Classes, and problems with the number of images."""
+def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[list[str], list[str]]:
+    """Classes, and problems with the number of images. An evaluation needs no train shards."""
+    found = {os.path.basename(shard): len(images) for shard, images in contents.items()}
+    splits = set(map(split_of, found))
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        classes, expected = [str(name) for name in manifest["classes"]], dict(manifest["images"])
+        classes = [str(name) for name in manifest["classes"]]
+        expected = {name: count for name, count in dict(manifest["images"]).items() if split_of(name) in splits}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
-    found = {os.path.basename(path): len(images) for path, images in contents.items()}
-    splits = {split_of(name) for name in found}  # an evaluation needs no train shards
-    expected = {name: count for name, count in expected.items() if split_of(name) in splits}
-    differing = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
-    if not differing:
-        return classes, []
+    differing = [name for name in sorted(found | expected) if found.get(name) != expected.get(name)]
     counts = [f"{name} has {found.get(name, 'missing')} of {expected.get(name, 0)} images" for name in differing]
-    return classes, [f"{path} lists other numbers of images: {listed(counts)}"]
+    return classes, [f"{path} lists other numbers of images: {listed(counts)}"] if counts else []
 
 
 # --- untrusted tar files ----------------------------------------------------------------------------------------------
@@ -304,13 +274,11 @@ def _readable(what: str) -> Iterator[None]:
 def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
     """An uncompressed tar file, or a tar within a tar, for `regular_files` and `read_member`. `what` names it in
     messages. Raises ConfigError if it cannot be opened, or is not a tar archive."""
-    with _readable(what):
-        file = source.open("rb") if isinstance(source, Path) else source
-    with file:
+    with ExitStack() as stack:
         with _readable(what):
-            archive = tarfile.TarFile(fileobj=cast(IO[bytes], _BoundedFile(file)))
-        with archive:
-            yield archive
+            file = stack.enter_context(source.open("rb") if isinstance(source, Path) else source)
+            archive = stack.enter_context(tarfile.TarFile(fileobj=cast(IO[bytes], _BoundedFile(file))))
+        yield archive
 
 
 def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:

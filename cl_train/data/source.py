@@ -79,16 +79,14 @@ def listed(names: Sequence[object]) -> str:
     return ", ".join(map(str, names[:_NAMED])) + more if names else "nothing"
 
 
-# --- the cache of indexes ---------------------------------------------------------------------------------------------
+def _stored_at(key: str) -> Path:
+    return cache_folder() / f"index-{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.npz"
 
 
-def cache_path(kind: str, key: str) -> Path:
-    return cache_folder() / f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.npz"
-
-
-def save_index(path: Path, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
+def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
     """Does nothing if one of the files and folders in `made_from` was modified later than `unchanged_since_ns`, or if
     the cache cannot be written: the index is then made again at the next start."""
+    path = _stored_at(key)
     with contextlib.suppress(OSError):
         status = _status(made_from)
         if max(modified_ns for _, modified_ns in status) > unchanged_since_ns:
@@ -104,21 +102,17 @@ def save_index(path: Path, source: ImageSource, made_from: Sequence[str | bytes]
             np.savez(file, allow_pickle=False, **arrays)
 
 
-def load_index(
-    path: Path, train: Callable[..., Split], val: Callable[..., Split], made_from: Sequence[str] | None = None
-) -> ImageSource | None:
+def load_index(key: str, train: Callable[..., Split], val: Callable[..., Split]) -> ImageSource | None:
     """The stored source, with splits that `train` and `val` make of their arrays; None if there is none, or if it is
-    damaged or not valid. `made_from`: the files that it must be made from; None = those that it names."""
+    damaged or not valid."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+        with open(_stored_at(key), "rb") as file, np.load(file, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())
-            if header["made_from"] != list(made_from or header["made_from"]):
-                return None
             if header["status"] != _status(header["made_from"]):
                 return None
             first, second = (
-                make(**{key.split("/")[1]: stored[key] for key in stored.files if key.startswith(f"{name}/")})
-                for name, make in (("train", train), ("val", val))
+                make(**{name.split("/")[1]: stored[name] for name in stored.files if name.startswith(split)})
+                for split, make in (("train/", train), ("val/", val))
             )
             return ImageSource(tuple(header["classes"]), first, second, header["fingerprint"], tuple(header["notes"]))
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # TypeError: an array is missing

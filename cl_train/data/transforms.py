@@ -30,9 +30,6 @@ _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer 
 RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, position
 
 
-# --- crops ------------------------------------------------------------------------------------------------------------
-
-
 class Box(NamedTuple):
     """A rectangle of an image, pixels."""
 
@@ -66,39 +63,20 @@ def random_resized_crop(height: int, width: int, augment: AugmentConfig, uniform
     return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
 
 
-def resized_size(height: int, width: int, short_side: int) -> tuple[int, int]:
-    """(height, width) after torchvision's `Resize(short_side)`."""
-    if height <= width:
-        return short_side, int(short_side * width / height)
-    return int(short_side * height / width), short_side
-
-
-def centre(height: int, width: int, side: int) -> Box:
-    """The box of torchvision's `CenterCrop(side)`; the image is at least `side` in both directions."""
-    return Box(round((height - side) / 2.0), round((width - side) / 2.0), side, side)
-
-
 def default_val_resize(image_size: int) -> int:
     """The short side before the centre crop: 256 for 224, in proportion for other sizes."""
     return round(image_size * 256 / 224)
 
 
-# --- pixels to a row --------------------------------------------------------------------------------------------------
-
-
 class ImageReader:
-    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips. uint8 throughout.
-
-    Labels have the shape () of int64, or [classes] of the float32 vectors that a Dataset may give. `times`: seconds
-    spent in `read`, in the order of `WorkerTimes`; set by the loader.
-    """
+    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips. `times`: an array of the loader
+    in the order of `WorkerTimes`. `label_shape`: () of int64, or [classes] of the float32 that a Dataset may give."""
 
     dtype = torch.uint8
     label_shape: tuple[int, ...] = ()
 
-    def __init__(self, split: Split, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
-        self._split, self._decoder = split, (cfg.decoder, formats_of(cfg.extensions))
-        self._transform = ImageTransform(cfg, augment, seed, training=training)
+    def __init__(self, split: Split, cfg: DataConfig, transform: "ImageTransform") -> None:
+        self._split, self._decoder, self._transform = split, (cfg.decoder, formats_of(cfg.extensions)), transform
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
         self.times = np.zeros(5)
 
@@ -109,8 +87,8 @@ class ImageReader:
         return self._split.name(index)
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write image `index` into `row`, uint8 [3, size, size], with the random numbers of `random_index`; return its
-        label. Raises BadImage."""
+        """Write image `index` into `row`, uint8 [3, size, size], with the random numbers of `random_index`, and return
+        its label. Raises BadImage."""
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
@@ -125,7 +103,7 @@ class ImageTransform:
     """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last, of any size."""
 
     def __init__(self, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
-        self._cfg, self._augment, self._seed, self._training = cfg, augment, seed, training
+        self._cfg, self._augment, self.seed, self.training = cfg, augment, seed, training
         self._operations = image_augment(augment, cfg.mean) if training else None
         self._unflipped = torch.empty(0)
         self._generator = SampleGenerator()
@@ -133,14 +111,15 @@ class ImageTransform:
     def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """In training with the random numbers of sample `random_index` in `epoch`."""
         height, width, _ = pixels.shape
-        if not self._training:
+        if not self.training:  # torchvision's Resize and CenterCrop
             side = row.shape[-1]
-            size = resized_size(height, width, self._cfg.val_resize or default_val_resize(side))
+            short = self._cfg.val_resize or default_val_resize(side)
+            size = (short, int(short * width / height)) if height <= width else (int(short * height / width), short)
             image = resized(pixels, None, size, bicubic=self._cfg.val_interpolation == "bicubic")
-            box = centre(*size, side)
-            row.copy_(image[0, :, box.top : box.top + side, box.left : box.left + side])
+            top, left = (round((length - side) / 2.0) for length in size)
+            row.copy_(image[0, :, top : top + side, left : left + side])
             return
-        generator = self._generator.of_sample(self._seed, epoch, random_index)
+        generator = self._generator.of_sample(self.seed, epoch, random_index)
         uniform = generator.random(RANDOM_NUMBERS).tolist()
         box = random_resized_crop(height, width, self._augment, uniform[1:])
         flip = uniform[0] < self._augment.flip
@@ -166,9 +145,6 @@ def resized(
     if out is None:
         return resize(image, size, False, None, None)
     return resize.out(image, size, False, None, None, out=out)
-
-
-# --- augmentation -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -198,13 +174,15 @@ def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, in
     """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off. Erased pixels
     take the data's mean colour. Raises ConfigError if timm is missing, or cannot read `timm_policy`."""
     fill = [round(255 * m) for m in mean]
+    one_of_three = [v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(13, sigma=(0.1, 2.0))]
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "timm": lambda: _timm_policy(cfg.timm_policy, fill),
         "randaugment": lambda: v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude),
         "trivialaugment": v2.TrivialAugmentWide,
         "autoaugment": v2.AutoAugment,
         "augmix": v2.AugMix,
-        "three_augment": _three_augment,
+        # Touvron et al., "DeiT III: revenge of the ViT", 2022
+        "three_augment": lambda: v2.Compose([v2.RandomChoice(one_of_three), v2.ColorJitter(0.3, 0.3, 0.3)]),
     }
     steps = [] if cfg.policy == "none" else [policies[cfg.policy]()]
     if cfg.erase > 0:
@@ -233,14 +211,6 @@ def check_augment(cfg: AugmentConfig, mean: list[float]) -> None:
     except Exception as error:
         what = f"augment.timm_policy={cfg.timm_policy} fails on some images"
         raise ConfigError(f"{what} ({error}): choose another") from None
-
-
-def _three_augment() -> Callable[[Tensor], Tensor]:
-    """Grayscale, solarization or blur, then colour jitter (Touvron et al., "DeiT III: revenge of the ViT", 2022)."""
-    one_of_three = [v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(13, sigma=(0.1, 2.0))]
-    jitter = v2.ColorJitter(brightness=0.3, contrast=0.3, saturation=0.3)
-    composed: Callable[[Tensor], Tensor] = v2.Compose([v2.RandomChoice(one_of_three), jitter])
-    return composed
 
 
 def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import ConfigError
 from cl_train.config.validation import user_function
 from cl_train.data.decode import BadImage, Pixels
 from cl_train.data.source import ImageSource
@@ -36,8 +36,7 @@ _SHOWN = 300  # characters of a message of the user's code
 def load_datasets(name: str | None, image_size: int, val_size: int) -> ImageSource:
     """What the user's function returns for ("train", image_size) and ("val", val_size). Raises ConfigError."""
     assert name is not None, "config/rules.py requires data.dataset"
-    function = user_function("data.dataset", name)
-    built = []
+    function, built = user_function("data.dataset", name), list[Any]()
     for split, size in (("train", image_size), ("val", val_size)):
         try:
             built.append(function(split, size))
@@ -56,65 +55,55 @@ def load_datasets(name: str | None, image_size: int, val_size: int) -> ImageSour
 def _class_names(dataset: Any) -> tuple[str, ...]:
     names: Any = getattr(dataset, "classes", None)
     count: Any = getattr(dataset, "num_classes", None)
-    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence | np.ndarray)):
-        raise TypeError(f"`classes` must be a list of names in the order of the labels, not {_described(names)}")
     if names is None and count is None:
         raise ValueError("it has neither `classes` nor `num_classes`")
-    if names is None and (isinstance(count, bool) or not 1 <= operator.index(count) <= _MOST_CLASSES):
-        raise ValueError(f"`num_classes` is {count}, not a number from 1 to {_MOST_CLASSES}")
-    named = tuple(map(str, names)) if names is not None else tuple(f"class_{label}" for label in range(count))
-    if count not in (None, len(named)) or not named:
-        raise ValueError(f"`classes` has {len(named)} names, and `num_classes` is {count}")
-    return named
+    if names is None:
+        if isinstance(count, bool) or not 1 <= operator.index(count) <= _MOST_CLASSES:
+            raise ValueError(f"`num_classes` is {count}, not a number from 1 to {_MOST_CLASSES}")
+        return tuple(f"class_{label}" for label in range(count))
+    if isinstance(names, str) or not isinstance(names, Sequence | np.ndarray):
+        raise TypeError(f"`classes` must be a list of names in the order of the labels, not {_described(names)}")
+    if len(names) == 0 or count not in (None, len(names)):
+        raise ValueError(f"`classes` has {len(names)} names, and `num_classes` is {count}")
+    return tuple(map(str, names))
 
 
 class DatasetReader:
     """Reads the samples of a map-style Dataset, (image, label, ...). It has the public members of `ImageReader`.
 
-    A PIL image, or a uint8 array [H, W, 3], gets the transforms of the settings; so does a uint8 tensor [3, H, W] of
-    another size than the required one. Other tensors [3, size, size] are not transformed: uint8 is normalised on the
-    device, floating point is assumed to be normalised. A label is the number of a class, or in all samples a
-    floating-point vector [classes] of numbers from 0 to 1 (multi-label).
+    A PIL image, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W] of another size than the required one gets the
+    transforms of the settings. Other tensors [3, size, size] are not transformed: uint8 is normalised on the device,
+    floating point is assumed to be normalised. A label is the number of a class, or in all samples a floating-point
+    vector [classes] of numbers from 0 to 1 (multi-label).
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        classes: int,
-        image_size: int,
-        cfg: DataConfig,
-        augment: AugmentConfig,
-        seed: int,
-        dist: Dist,
-        *,
-        training: bool,
+        self, dataset: Any, classes: int, size: int, transform: ImageTransform, timeout_s: float, dist: Dist
     ) -> None:
-        """Raises ConfigError if the first sample cannot be used."""
-        self._dataset, self._classes, self._seed, self._training = dataset, classes, seed, training
-        self._transform = ImageTransform(cfg, augment, seed, training=training)
-        self._samples, self.times, self._dist = len(dataset), np.zeros(5), dist
+        """Raises ConfigError if the first sample cannot be used at `size` pixels."""
+        self._dataset, self._classes, self._transform, self._dist = dataset, classes, transform, dist
+        self._samples, self.times = len(dataset), np.zeros(5)
         self.dtype, self.label_shape = torch.uint8, ()
         # The first sample is read in a worker: files that the Dataset opens then must not be shared by all workers.
-        workers: Workers[int, Any] = Workers(self._first_form, 1, cfg.worker_timeout_s, self.name)
         try:
-            with closing(workers):
-                self.dtype, self.label_shape, problem = next(workers.results(iter([image_size])))
+            with closing(Workers(self._first_form, 1, timeout_s, self.name)) as workers:
+                self.dtype, self.label_shape, problem = next(workers.results(iter([size])))
         except WorkerError as error:
             problem = str(error)
         if problem:
-            raise ConfigError(f"data.dataset: {self.name(0)} at {image_size} px: {problem}")
+            raise ConfigError(f"data.dataset: {self.name(0)} at {size} px: {problem}")
 
     def __len__(self) -> int:
         return self._samples
 
     def name(self, index: int) -> str:
-        return f"sample {index} of the {'train' if self._training else 'val'} dataset"
+        return f"sample {index} of the {'train' if self._transform.training else 'val'} dataset"
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> Label:
         """Write sample `index` into `row`; return its label. Raises BadImage for any exception of the dataset."""
         begin = perf_counter()
         try:
-            sample = self._load(index, epoch if self._training else 0, random_index)
+            sample = self._load(index, epoch if self._transform.training else 0, random_index)
             loaded = perf_counter()
             if not isinstance(sample, tuple | list) or len(sample) < 2:
                 raise TypeError(f"a sample must be (image, label), not {_described(sample)}")
@@ -135,11 +124,12 @@ class DatasetReader:
             raise BadImage(_reason(error)) from error
 
     def _load(self, index: int, epoch: int, random_index: int) -> Any:
-        with seeded_everywhere(self._seed, epoch, random_index):
+        with seeded_everywhere(self._transform.seed, epoch, random_index):
             return self._dataset[index]
 
     def _first_form(self, _: int, image_size: int) -> tuple[torch.dtype, tuple[int, ...], str]:
         """The dtype of images and the shape of labels, from the first sample, or why it cannot be used."""
+        problem = ""
         with suppress(Exception, SystemExit):  # `read` has the reason
             image, label, *_ = self._load(0, 0, 0)
             self.dtype = torch.float32 if isinstance(image, Tensor) and image.is_floating_point() else torch.uint8
@@ -147,8 +137,8 @@ class DatasetReader:
         try:
             self.read(torch.empty(image_size, image_size, 3, dtype=self.dtype).permute(2, 0, 1), 0, 0, 0)
         except (BadImage, StreamEnd) as error:
-            return self.dtype, self.label_shape, str(error)
-        return self.dtype, self.label_shape, ""
+            problem = str(error)
+        return self.dtype, self.label_shape, problem
 
 
 class StreamEnd(Exception):
@@ -184,7 +174,7 @@ class StreamReader(DatasetReader):
         if self._taken <= index:
             self._taken += 1
             try:
-                with seeded_everywhere(self._seed, epoch, seed_index):
+                with seeded_everywhere(self._transform.seed, epoch, seed_index):
                     self._stream = iter(self._dataset) if self._stream is None else self._stream
                     self._last = next(self._stream)
             except StopIteration:
@@ -206,12 +196,10 @@ def checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
     elif isinstance(image, Tensor) and (image.dtype == torch.uint8 or image.is_floating_point()):
         if image.device.type != "cpu" or image.layout != torch.strided:
             raise TypeError(f"a tensor must be dense and on the CPU, not {image.layout} on {image.device}")
-        image = image.detach()
-        is_ready = image.shape == row.shape and image.is_floating_point() == row.is_floating_point()
-        if is_ready or image.is_floating_point():
-            if not is_ready:
-                raise ValueError(f"{_described(image)} instead of {_described(row)}")
-            return image
+        if image.shape == row.shape and image.is_floating_point() == row.is_floating_point():
+            return image.detach()
+        if image.is_floating_point():
+            raise ValueError(f"{_described(image)} instead of {_described(row)}")
         image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise TypeError(

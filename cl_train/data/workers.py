@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from itertools import chain, count, repeat
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,34 +31,32 @@ _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 _ITERATIONS = count(1)
 BEGUN, SAMPLE, PID = range(3)  # columns of the progress array
 
-Task = TypeVar("Task")
-Result = TypeVar("Result")
-
 
 class WorkerError(RuntimeError):
-    """The next batch will not come: a worker died or hangs (the message names the sample that it began last), or an
-    IterableDataset ended too early."""
+    """The next batch will not come: a worker failed, died or hangs (the message names the sample that it began last),
+    or an IterableDataset ended too early."""
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that workers, which are forked, share with this process. It is anonymous: no name remains after a crash,
-    it takes no space in /dev/shm, and it is freed with the last process that maps it."""
+    """Memory that forked workers share with this process: without a name that could remain after a crash, not in
+    /dev/shm, and freed with the last process that maps it."""
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
-class Workers(Dataset[Any], Generic[Task, Result]):
+class Workers(Dataset[Any]):
     """Runs tasks in `count` processes; results come back in the order of the tasks. 0 = in the caller.
 
-    A single iteration over one DataLoader has no end: after the last task of `results` its sampler yields empty ones.
-    `work` is called with the number of the iteration and a task, in a fork: it is not pickled. It must not raise. It
-    writes into its row of `progress`, int64 [workers, 3], which sample it began; when no worker has begun another one
-    for `timeout_s`, `results` raises. `iteration[0]` is the number of the running iteration; others can be skipped.
-    Each worker gets `queued` tasks in advance.
+    All iterations (calls of `results`) go through one DataLoader, whose sampler has no end: it yields the tasks of the
+    running iteration, then empty ones. Each worker gets `queued` tasks in advance.
+
+    `work` is called with the number of the iteration and a task, in a fork: it is not pickled. It writes into its row
+    of `progress`, int64 [workers, 3], which sample it began; when no worker has begun another one for `timeout_s`,
+    `results` raises. `iteration[0]` is the number of the running iteration; the tasks of others can be skipped.
     """
 
     def __init__(
         self,
-        work: Callable[[int, Task], Result],
+        work: Callable[[int, Any], Any],
         count: int,
         timeout_s: float,
         name_of: Callable[[int], str],
@@ -66,27 +64,29 @@ class Workers(Dataset[Any], Generic[Task, Result]):
     ) -> None:
         self._work, self._count, self._queued, self._timeout_s, self._name_of = work, count, queued, timeout_s, name_of
         self.iteration, self.progress = shared((1,), torch.int64).numpy(), shared((count or 1, 3), torch.int64).numpy()
-        self._tasks: Iterator[tuple[int, Task | None]] = repeat((0, None))
-        self._received: Iterator[tuple[int, Result | None]] | None = None
+        self._tasks: Iterator[tuple[int, Any]] = repeat((0, None))
+        self._received: Iterator[tuple[int, Any]] | None = None
         self.processes: list[BaseProcess] = []
         self._taken = 0  # results: the next task goes to worker `_taken % count`
         # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
         util.Finalize(self, _kill, (self.processes,), exitpriority=10)
 
-    def results(self, tasks: Iterator[Task]) -> Iterator[Result]:
+    def results(self, tasks: Iterator[Any]) -> Iterator[Any]:
         """The result of each task. Ends an earlier iteration. Raises WorkerError; RuntimeError: another one has
         begun."""
         self.iteration[0] = 0  # workers leave what an abandoned iteration prepared in advance
         self._tasks = repeat((0, None))
         number = next(_ITERATIONS)
         try:
-            ahead = self._count * self._queued + -self._taken % max(1, self._count)  # and begin at worker 0 again
-            for _ in range(ahead if self._received is not None else 0):
-                self._next_result()
+            if self._received is not None:  # results that are on their way; then worker 0 is the next again
+                for _ in range(self._count * self._queued + -self._taken % max(1, self._count)):
+                    self._next_result()
             self.iteration[0] = number
             self._tasks = zip(repeat(number), chain(tasks, repeat(None)))
             while self.iteration[0] == number:
                 iteration, result = self._next_result()
+                if isinstance(result, WorkerError):
+                    raise result
                 if iteration == number and result is None:  # of the first task after the last one
                     return
                 if result is not None:
@@ -108,12 +108,15 @@ class Workers(Dataset[Any], Generic[Task, Result]):
         timer.cancel()
         _kill(self.processes)
 
-    def __getitem__(self, task: tuple[int, Task | None]) -> tuple[int, Result | None]:
+    def __getitem__(self, task: tuple[int, Any]) -> tuple[int, Any]:
         """In a worker."""
         iteration, content = task
-        return iteration, None if content is None else self._work(iteration, content)
+        try:
+            return iteration, None if content is None else self._work(iteration, content)
+        except Exception as error:  # a bug, or lack of memory; its own type may not be picklable
+            return iteration, WorkerError(f"a loader worker failed: {type(error).__name__}: {error}")
 
-    def _next_result(self) -> tuple[int, Result | None]:
+    def _next_result(self) -> tuple[int, Any]:
         begun, since = -1, time.monotonic()
         received = self._start() if self._received is None else self._received
         while True:
@@ -143,7 +146,7 @@ class Workers(Dataset[Any], Generic[Task, Result]):
         rows = [row for row in self.progress if row[BEGUN] and of in (None, row[PID])]
         return "; ".join(f"{self._name_of(int(row[SAMPLE]))} (pid {row[PID]})" for row in rows) or "none yet"
 
-    def _start(self) -> Iterator[tuple[int, Result | None]]:
+    def _start(self) -> Iterator[tuple[int, Any]]:
         # DataLoader draws a seed for its workers; a separate generator keeps the training's random numbers unchanged.
         options: dict[str, Any] = {"generator": torch.Generator(), "batch_size": None, "collate_fn": lambda done: done}
         options["sampler"] = iter(lambda: next(self._tasks), None)  # of the iteration that is running
@@ -202,6 +205,5 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _kill(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
+    for process in filter(BaseProcess.is_alive, processes):
+        process.kill()

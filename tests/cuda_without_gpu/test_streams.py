@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cl_train.data import device as data_device
-from cl_train.data.device import DeviceFormat, DevicePrefetcher, HostBatch, Normalise, to_device
+from cl_train.data.device import DeviceFormat, DevicePrefetcher, RawBatch, Normalise, to_device
 from cl_train.memory_format import model_call
 from cl_train.step.cuda_graph import Recorder
 from cl_train.step.precision import resolve_precision
@@ -30,10 +30,10 @@ def train_with_to_device(device: Device) -> None:
     torch.cuda.synchronize()
     slots = [images() for _ in range(3)]
 
-    def loader() -> Iterator[HostBatch]:
+    def loader() -> Iterator[RawBatch]:
         for number in range(BATCHES):
             device.write_on_host(slots[number % len(slots)])
-            yield HostBatch(slots[number % len(slots)], torch.zeros(4, dtype=torch.int64), number, epoch=0)
+            yield RawBatch(slots[number % len(slots)], torch.zeros(4, dtype=torch.int64), number, epoch=0)
 
     for batch in to_device(loader(), normalise):
         (batch.images * 2).sum()

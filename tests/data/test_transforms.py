@@ -17,6 +17,7 @@ from cl_train.data.folder import read_folder
 from cl_train.data.order import SampleGenerator
 from cl_train.data.transforms import (
     ImageReader,
+    ImageTransform,
     image_augment,
     label_mix,
     random_resized_crop,
@@ -77,15 +78,13 @@ def test_boxes_lie_in_their_image_and_long_images_take_torchvisions_central_crop
         assert ours.tolist() == torchvisions(height, width, 0.99, 1).tolist()
 
 
-@pytest.mark.parametrize("size", [(375, 500), (500, 375), (500, 333), (257, 256), (1, 500), (2592, 3888), (33, 500)])
-def test_evaluation_has_torchvisions_sizes_and_centre(size):
-    """Every pixel holds its own place, so equal crops are equal tensors."""
-    height, width = transforms.resized_size(*size, 64)
-    assert v2.Resize(64)(torch.empty(3, *size, dtype=torch.uint8)).shape[1:] == (height, width)
-    places = torch.arange(height * width).view(1, height, width)
-    box = transforms.centre(height, width, 56)
-    ours = places[:, box.top : box.top + box.height, box.left : box.left + box.width]
-    assert torch.equal(F.center_crop(places, [56, 56]), ours)
+@pytest.mark.parametrize("size", [(375, 500), (500, 375), (500, 333), (257, 256), (1, 500), (1944, 2592), (33, 500)])
+def test_evaluation_is_torchvisions_resize_and_centre_crop(size):
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    row = torch.empty(56, 56, 3, dtype=torch.uint8).permute(2, 0, 1)
+    ImageTransform(DataConfig(val_resize=64), AUGMENT, 0, training=False)(row, pixels, 0, 0)
+    expected = v2.CenterCrop(56)(v2.Resize(64)(torch.from_numpy(pixels).permute(2, 0, 1)))
+    assert torch.equal(row, expected)
 
 
 # --- pixels -----------------------------------------------------------------------------------------------------------
@@ -103,7 +102,8 @@ def folder(tmp_path_factory):
 
 def pixels_of(split, index, epoch=0, *, training=True, **settings):
     row = torch.empty(96, 96, 3, dtype=torch.uint8).permute(2, 0, 1)
-    reader = ImageReader(split, DataConfig(**settings), AUGMENT, seed=0, training=training)
+    cfg = DataConfig(**settings)
+    reader = ImageReader(split, cfg, ImageTransform(cfg, AUGMENT, 0, training=training))
     assert reader.read(row, index, epoch, random_index=index) == 0
     return row.permute(1, 2, 0).numpy().astype(float)
 
