@@ -19,7 +19,7 @@ from cl_train.config.validation import load
 from cl_train.data import device as transfer
 from cl_train.data.build import build_data
 from cl_train.data.collate import channels_last_collate
-from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, RawBatch, Normalise
+from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch
 from cl_train.memory_format.layout import classify
 from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr

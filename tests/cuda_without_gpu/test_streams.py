@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cl_train.data import device as data_device
-from cl_train.data.device import DeviceFormat, DevicePrefetcher, RawBatch, Normalise, to_device
+from cl_train.data.device import DeviceFormat, DevicePrefetcher, Normalise, RawBatch, to_device
 from cl_train.memory_format import model_call
 from cl_train.step.cuda_graph import Recorder
 from cl_train.step.precision import resolve_precision
