@@ -75,6 +75,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.step.precision import kernel_selection, resolve_precision
     from cl_train.step.train_step import labels_and_top5
     from cl_train.system.distributed import Dist, choose_device
+    from cl_train.system.machine import keep_freed_memory
     from cl_train.training.evaluation import check_evaluation, outputs
     from cl_train.training.records import progress_bar
 
@@ -86,6 +87,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
         raise ConfigError(f"weights={settings.weights} record no preprocessing: data.image_size=224 is ImageNet's")
     preprocessing = card.preprocessing or Preprocessing.of(DataConfig(image_size=settings.image_size or 224))
     device = choose_device(settings.device)
+    keep_freed_memory(device)
     precision = resolve_precision(settings.precision or card.precision or "auto", device).for_fp32_weights
     cfg = DataConfig(
         name="folder", root=settings.root, workers=settings.workers, on_bad_image=settings.on_bad_image,

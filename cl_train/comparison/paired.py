@@ -46,7 +46,13 @@ from cl_train.models.sources import copy_model, device_of
 from cl_train.step.precision import kernel_selection, resolve_precision
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.files import cache_folder, write_json
-from cl_train.system.machine import describe_environment, device_name, is_out_of_memory, release_memory
+from cl_train.system.machine import (
+    describe_environment,
+    device_name,
+    is_out_of_memory,
+    keep_freed_memory,
+    release_memory,
+)
 from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 
 log = logging.getLogger(__name__)
@@ -235,9 +241,10 @@ def _benchmark(
 
 @contextmanager
 def measurement_state(workload: Workload) -> Iterator[None]:
-    """Kernel selection as in training; the previous switches and all random generators are restored at the end."""
+    """Kernel selection and memory as in training; switches and random generators are restored at the end."""
     if workload.compile:
         torch._dynamo.reset()  # else the model runs eagerly once the recompile limit is reached
+    keep_freed_memory(workload.device)
     autotune = not torch.are_deterministic_algorithms_enabled()
     with random_state_restored(workload.device), kernel_selection(tf32=workload.precision.tf32, autotune=autotune):
         yield

@@ -35,7 +35,7 @@ from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, build_scaler, kernel_selection
 from cl_train.step.train_step import StepParts, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
-from cl_train.system.machine import timed_s, wait_for
+from cl_train.system.machine import keep_freed_memory, timed_s, wait_for
 
 LAYOUTS = ("contiguous", "channels_last")
 PYTHON = "python"
@@ -472,6 +472,7 @@ def time_operators(
     """
     if has_borders(model):
         raise ConfigError("time=true compares with a contiguous model: leave out conversion=mixed")
+    keep_freed_memory(device)
     other_layout = torch.channels_last if model_memory_format(model) == "contiguous" else None
     selection = kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled())
     with _weights_restored(model) as weights, selection, closing(_Clock()) as clock:

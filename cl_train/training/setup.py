@@ -33,7 +33,7 @@ from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.launcher import cores_of_process
-from cl_train.system.machine import DeviceClock, describe_environment, device_name, git_state
+from cl_train.system.machine import DeviceClock, describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.machine_load import MachineLoad
 from cl_train.system.processes import StopRequest
 from cl_train.training.build import build_train_state, check_loss
@@ -197,6 +197,7 @@ def prepare_torch(dist: Dist, *, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results
+    keep_freed_memory(dist.device)
     if dist.world_size > 1 and dist.device.type == "cpu":
         torch.set_num_threads(cores_of_process(dist.world_size))
 

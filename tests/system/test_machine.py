@@ -1,5 +1,6 @@
 """The load of others, the memory that is free, and the memory that a step needs."""
 
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from cl_train.system import machine_load
-from cl_train.system.machine import available_bytes, peak_memory_of_step_gib
+from cl_train.system.machine import available_bytes, keep_freed_memory, peak_memory_of_step_gib, release_memory
 from cl_train.system.machine_load import MachineLoad, _own_cpu_s
 from tests.processes import Process, wait_until
 
@@ -51,3 +52,16 @@ def test_free_memory_and_the_peak_of_a_known_allocation() -> None:
     free = available_bytes(CPU)
     assert free is not None and 0 < free < 2**50
     assert peak_memory_of_step_gib(step, 2**30, 0, CPU) == pytest.approx(1 + 16 / 1024, rel=1e-3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+def test_freed_memory_is_kept_without_page_faults_until_it_is_released() -> None:
+    def page_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(25_600, 1024)  # 100 MiB, of which glibc would map each tensor anew: 25,600 pages of 4 KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_freed_memory(CPU)
+    assert min(page_faults() for _ in range(20)) < 1000  # small tensors may take the place of the first ones
+    release_memory()
+    assert page_faults() > 10_000
