@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 from cl_train import __version__
 from cl_train.commands import COMMANDS
-from cl_train.config.help import command_help
 from cl_train.config.schema import ConfigError
-from cl_train.config.validation import suggest
+from cl_train.config.validation import command_help, suggest
 from cl_train.system.processes import end_with_torchrun, exit_without_teardown
 
 
@@ -73,7 +72,8 @@ def _run_command(words: list[str]) -> int:
         raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
     command = importlib.import_module(f"cl_train.commands.{name}")
     if {"-h", "--help"} & set(rest) and hasattr(command, "SETTINGS"):
-        print(command_help(f"cl-train {name} {command.USAGE}", command.__doc__ or "", command.SETTINGS))
+        usage = f"cl-train {name} {getattr(command, 'USAGE', '[key=value ...]')}"
+        print(command_help(usage, command.__doc__ or "", command.SETTINGS))
         return 0
     code: int = command.main(rest)
     return code

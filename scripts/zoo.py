@@ -1,5 +1,3 @@
-"""`cl-train zoo` from a checkout that is not installed."""
-
 from from_checkout import run
 
 if __name__ == "__main__":

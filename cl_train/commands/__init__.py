@@ -1,11 +1,21 @@
 """The commands of `cl-train`: one short file each, which reads settings, calls other packages and prints the result.
 
-Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then examples), USAGE and
-SETTINGS. Other packages are imported inside functions, so that --help and invalid arguments do not import torch. May
-import every other package. Read `convert.py` first. The commands that measure print and
-save their results with `json_result.py`.
+Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then examples), SETTINGS and
+where it takes files USAGE. Other packages are imported inside functions, so that --help and invalid arguments do not
+import torch. May import every other package. Read `convert.py` first.
 """
 
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cl_train.config.validation import settings_from_arguments
+from cl_train.system.files import output_file, write_json
+
+T = TypeVar("T")
 COMMANDS = {
     "train": "train a model, or with -m compare settings",
     "compare": "compare finished runs, or check that both layouts of a model compute the same",
@@ -18,3 +28,28 @@ COMMANDS = {
     "prepare_imagenet": "unpack, check and resize ImageNet",
     "completion": 'tab completion in bash: eval "$(cl-train completion)"',
 }
+
+
+def print_result(schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]) -> Any:
+    """Call `measure` with the settings in `words`, print its text, and write its result to the file `out`.
+
+    With json=true stdout has the JSON only, and everything else is printed to stderr. Returns the result.
+    """
+    settings: Any = settings_from_arguments(schema, words)
+    text = ""
+    with redirect_stdout(sys.stderr if settings.json else sys.stdout):
+        try:
+            # Opened before the measurement, which may take hours.
+            out = output_file(Path(settings.out), overwrite=settings.overwrite) if settings.out else nullcontext()
+            with out as file:
+                result, text = measure(settings)
+                if file is not None:
+                    write_json(file, result)
+            if settings.out:
+                print(f"written: {settings.out}")
+        finally:
+            if text:  # also if the file cannot be written
+                print(text)
+    if settings.json:
+        print(json.dumps(result))
+    return result

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cl_train.commands.json_result import print_result
+from cl_train.commands import print_result
 from cl_train.config.schema import (
     CONVERSIONS,
     DEVICES,
@@ -52,9 +52,7 @@ class AuditSettings:
     frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     input_channels: int = setting(3, "channels of the images", minimum=1)
     num_classes: int = setting(1000, "number of classes", minimum=2)
-    output_entry: str | None = setting(
-        None, "entry of the model's output to use: a dict's key, an attribute or an index"
-    )
+    output_entry: str | None = setting(None, "entry of the model's output: a dict's key, an attribute or an index")
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
@@ -71,13 +69,11 @@ class AuditSettings:
     json: bool = setting(False, "print the report as JSON")
 
 
-USAGE = "[key=value ...]"
 SETTINGS = {"settings": AuditSettings}
 
 
 def main(words: list[str]) -> int:
-    result = print_result(AuditSettings, words, measure)
-    return 1 if result.get("exceeded") else 0
+    return int(print_result(AuditSettings, words, measure).get("exceeded", False))
 
 
 def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
@@ -110,10 +106,9 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         report = _audit_model(settings, device, precision)
         if program:
             program.write_text(reproduction(report.times.worst(), report.model, report.device), encoding="utf-8")
-        if chart:
-            title = f"{report.model}, {report.precision} on {report.device}"
-            if not write_times_chart(report.times, title, chart):
-                raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
+        title = f"{report.model}, {report.precision} on {report.device}"
+        if chart and not write_times_chart(report.times, title, chart):
+            raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
     text, lost = f"{report}\n\n{report.summary()}", report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:
@@ -139,23 +134,12 @@ def _audit_model(settings: AuditSettings, device: "torch.device", precision: "Pr
     cast_model(model.to(device), precision).train(settings.backward)
     if settings.channels_last:
         print(convert(model, settings.conversion, settings.select))
-    frames = [settings.frames] * bool(settings.frames)
-    shape = (settings.batch_size, settings.input_channels, *frames, settings.image_size, settings.image_size)
-    images = torch.randn(shape).to(device, precision.input_dtype)
+    sides = [settings.frames] * bool(settings.frames) + [settings.image_size] * 2
+    images = torch.randn(settings.batch_size, settings.input_channels, *sides).to(device, precision.input_dtype)
     if settings.channels_last and settings.input_channels_last:
         images = images.to(memory_format=torch.channels_last_3d if settings.frames else torch.channels_last)
-
-    report = audit(
-        model,
-        images,
-        precision=precision,
-        output=settings.output_entry,
-        backward=settings.backward,
-        measure=settings.measure,
-        time=settings.time,
-        time_limit_s=settings.time_limit_s,
-        name=settings.model,
-    )
+    options = {name: getattr(settings, name) for name in ("backward", "measure", "time", "time_limit_s")}
+    report = audit(model, images, precision=precision, output=settings.output_entry, name=settings.model, **options)
 
     def loss(compiled: "nn.Module") -> "torch.Tensor":
         with autocast(precision, device):

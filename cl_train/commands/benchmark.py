@@ -11,10 +11,9 @@ Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 
 from typing import Any
 
-from cl_train.commands.json_result import print_result
-from cl_train.config.benchmarks import BenchmarkSettings
+from cl_train.commands import print_result
+from cl_train.config.schema import BenchmarkSettings
 
-USAGE = "[key=value ...]"
 SETTINGS = {"settings": BenchmarkSettings}
 
 

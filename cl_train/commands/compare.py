@@ -31,15 +31,13 @@ class CompareSettings:
     model: str | None = setting(None, f"parity=true: {MODEL_HELP}")
     precision: str = setting("fp32", "parity=true: precision of the step", choices=PRECISIONS)
     device: str = setting("auto", "parity=true: cuda if available, else cpu", choices=DEVICES)
-    image_size: int | None = setting(
-        None, "parity=true: side of the images, pixels; null = the model's own", minimum=8, key="data.image_size"
-    )
+    image_size: int | None = setting(None, "parity=true: pixels; null = the model's", minimum=8, key="data.image_size")
     seed: int = setting(0, "parity=true: seed of the weights", minimum=0)
 
 
-MARKERS = ("comparison.json", "sweep.json")  # of folders that hold reports
 USAGE = "[FOLDER ...] [key=value ...]"
 SETTINGS = {"settings": CompareSettings}
+MARKERS = ("comparison.json", "sweep.json")  # of folders that hold reports
 
 
 def main(words: list[str]) -> int:
@@ -52,7 +50,7 @@ def main(words: list[str]) -> int:
         raise ConfigError("parity=true needs model=NAME")
     if not folders and not settings.parity:
         raise ConfigError("nothing to compare: name a sweep's folder, two run folders, or parity=true model=NAME")
-    failures = parity_failures(settings) if settings.parity else {}
+    failures = parity_failures(str(settings.model), settings) if settings.parity else {}
     if folders:
         from cl_train.comparison.report import compare_folders
 
@@ -62,7 +60,7 @@ def main(words: list[str]) -> int:
     return 1 if failures else 0
 
 
-def parity_failures(settings: CompareSettings) -> dict[str, str]:
+def parity_failures(name: str, settings: CompareSettings) -> dict[str, str]:
     """The reason by the model's name if its layouts differ; empty if they agree. Prints the outcome."""
     import torch
 
@@ -70,7 +68,6 @@ def parity_failures(settings: CompareSettings) -> dict[str, str]:
     from cl_train.models.sources import build_model, usual_image_size
     from cl_train.system.distributed import choose_device
 
-    name = str(settings.model)
     torch.manual_seed(settings.seed)
     size = settings.image_size or usual_image_size(name)
     model = build_model(name, num_classes=100, image_size=size)

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from cl_train.commands import COMMANDS
 from cl_train.config.command_line import GROUPS, TYPED_KEYS, group_choices
 from cl_train.config.schema import Config
-from cl_train.config.validation import Setting, setting_fields
+from cl_train.config.validation import setting_fields
 from cl_train.system.files import cache_folder, write_text
 
 
@@ -38,17 +38,16 @@ def candidates(line: str) -> list[str]:
     key, equals, value = word.partition("=")
     if not equals:
         return sorted(f"{name}=" for name in (TYPED_KEYS if is_train else known) if name.startswith(key))
+    choices: list[str] = []
+    if is_train and key in GROUPS:
+        choices = group_choices(key)
+    elif key == "model" and key in known:
+        choices = model_names()
+    elif key in known:
+        words = ("true", "false") if known[key].base_type is bool else known[key].metadata["choices"] or ()
+        choices = [*words, *(known[key].metadata["words"] or {})]
     done, comma, last = value.rpartition(",")
-    choices = group_choices(key) if is_train and key in GROUPS else _values(known[key]) if key in known else []
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
-
-
-def _values(setting: Setting) -> list[str]:
-    if setting.key == "model":
-        return model_names()
-    if setting.base_type is bool:
-        return ["true", "false"]
-    return [*(setting.metadata["choices"] or ()), *(setting.metadata["words"] or {})]
 
 
 def model_names() -> list[str]:

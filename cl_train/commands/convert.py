@@ -30,9 +30,7 @@ class ConvertSettings:
     overwrite: bool = setting(False, "replace an existing file")
     model: str | None = setting(None, "the model that a file of weights belongs to; null = the one that the file names")
     weights: str | None = setting(None, "weights by name (DEFAULT, ...) or file of the model given instead of a file")
-    input: list[int] = setting(
-        [], "shape of the random images for the comparison; empty = 2 of the recorded size, or of 224 px", minimum=1
-    )
+    input: list[int] = setting([], "shape of random images to compare with; empty = 2 of the recorded size", minimum=1)
     entry: str | None = setting(None, "which entry of a checkpoint holds the weights, such as model_ema")
     prefix: str | None = setting(None, "take only the names with this prefix, such as backbone., and remove it")
     output_entry: str | None = setting(None, "which entry of the model's output is compared: a dict's key or an index")

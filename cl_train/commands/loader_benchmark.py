@@ -9,10 +9,9 @@ Exit codes: 0 done, 2 wrong usage.
 
 from typing import Any
 
-from cl_train.commands.json_result import print_result
-from cl_train.config.benchmarks import LoaderBenchmarkSettings
+from cl_train.commands import print_result
+from cl_train.config.schema import LoaderBenchmarkSettings
 
-USAGE = "[key=value ...]"
 SETTINGS = {"settings": LoaderBenchmarkSettings}
 
 

@@ -30,13 +30,6 @@ class Tars:
     devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz or its folder, or a text file with the val labels")
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
-    def run(self, **options: Any) -> int:
-        from cl_train.imagenet.archives import unpack
-
-        for split, images in unpack(**options).items():
-            print(f"{self.out}/{split}: {images:,} images")
-        return 0
-
 
 @dataclass
 class _Folder:
@@ -51,13 +44,6 @@ class Verify(_Folder):
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
     expect: str = setting("imagenet", "expected numbers of classes and images", choices=("imagenet", "any"))
 
-    def run(self, **options: Any) -> int:
-        from cl_train.imagenet.verify import verify
-
-        lines, problems = verify(**options)
-        print("\n".join([*lines, *problems, f"{len(problems)} problems found"]))
-        return 1 if problems else 0
-
 
 @dataclass
 class Resize(_Folder):
@@ -69,12 +55,6 @@ class Resize(_Folder):
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
-    def run(self, **options: Any) -> int:
-        from cl_train.imagenet.resize import resize_folder
-
-        print(resize_folder(**options))
-        return 0
-
 
 @dataclass
 class Shards(_Folder):
@@ -84,14 +64,6 @@ class Shards(_Folder):
     images_per_shard: int = setting(1000, "images in each shard", minimum=1)
     seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
     overwrite: bool = setting(False, OVERWRITE_HELP)
-
-    def run(self, **options: Any) -> int:
-        from cl_train.imagenet.shards import write_shards
-
-        images, bad = write_shards(**options)
-        summary = f"{self.out}: {sum(images.values()):,} images in {len(images):,} shards"
-        print("\n".join([summary, *(f"left out: {line}" for line in bad)]))
-        return 1 if bad else 0
 
 
 @dataclass
@@ -103,17 +75,8 @@ class Parquet(_Folder):
     to: str = setting("folder", "what to write", choices=("folder", "shards"))
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
-    def run(self, **options: Any) -> int:
-        from cl_train.imagenet.parquet import unpack_parquet
 
-        for split, images in unpack_parquet(**options).items():
-            print(f"{self.out}: {images:,} {split} images")
-        return 0
-
-
-TASKS: dict[str, type[Tars | Verify | Resize | Shards | Parquet]] = {
-    task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards, Parquet)
-}
+TASKS: dict[str, type] = {task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards, Parquet)}
 _PATHS = ("root", "out", "train", "val", "devkit")
 USAGE = f"{'|'.join(TASKS)} [key=value ...]"
 SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in TASKS.items()}
@@ -123,13 +86,41 @@ def main(words: list[str]) -> int:
     name = words[0] if words else ""
     if name not in TASKS:
         raise ConfigError(f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
-    task = settings_from_arguments(TASKS[name], words[1:])
-    paths = {key: Path(path).expanduser() for key, path in vars(task).items() if key in _PATHS and path}
+    settings: Any = settings_from_arguments(TASKS[name], words[1:])
+    paths = {key: Path(path).expanduser() for key, path in vars(settings).items() if key in _PATHS and path}
     try:
-        return task.run(**(vars(task) | paths))
+        lines, is_right = run(name, **(vars(settings) | paths))
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died
         print(f"failed: {error}. Run the same command again to continue", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted. Run the same command again to continue", file=sys.stderr)
         return 130
+    print("\n".join(lines))
+    return 0 if is_right else 1
+
+
+def run(task: str, **options: Any) -> tuple[list[str], bool]:
+    """What a task reports, and whether it found nothing wrong."""
+    if task == "tars":
+        from cl_train.imagenet.archives import unpack
+
+        return [f"{options['out']}/{split}: {images:,} images" for split, images in unpack(**options).items()], True
+    if task == "verify":
+        from cl_train.imagenet.verify import verify
+
+        lines, problems = verify(**options)
+        return [*lines, *problems, f"{len(problems)} problems found"], not problems
+    if task == "resize":
+        from cl_train.imagenet.resize import resize_folder
+
+        return [str(resize_folder(**options))], True
+    if task == "shards":
+        from cl_train.imagenet.shards import write_shards
+
+        images, bad = write_shards(**options)
+        summary = f"{options['out']}: {sum(images.values()):,} images in {len(images):,} shards"
+        return [summary, *(f"left out: {line}" for line in bad)], not bad
+    from cl_train.imagenet.parquet import unpack_parquet
+
+    return [f"{options['out']}: {images:,} {split} images" for split, images in unpack_parquet(**options).items()], True

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from cl_train.config.command_line import GROUPS, CommandLine, Composed, compose, group_choices, words_of
-from cl_train.config.help import train_help
 from cl_train.config.schema import LAYOUT_NAMES, ConfigError
+from cl_train.config.validation import train_help
 from cl_train.system.files import safe_name
 from cl_train.system.launcher import adopt_srun, read_launch
 

@@ -16,11 +16,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cl_train.config.benchmarks import ZooSettings
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, ZooSettings
 from cl_train.config.validation import settings_from_arguments, suggest
 
-USAGE = "[key=value ...]"
 SETTINGS = {"settings": ZooSettings}
 
 

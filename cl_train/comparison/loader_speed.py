@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from cl_train.comparison.alternation import alternate
-from cl_train.config.benchmarks import LoaderBenchmarkSettings
-from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig, LoaderBenchmarkSettings
 from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
 from cl_train.memory_format.audit_report import markdown_table

@@ -20,8 +20,7 @@ from torch import nn
 from cl_train.comparison.paired import benchmark_layouts
 from cl_train.comparison.parity import check_parity
 from cl_train.comparison.timed_model import CONTIGUOUS, LAYOUTS, Workload
-from cl_train.config.benchmarks import BenchmarkSettings, ZooSettings
-from cl_train.config.schema import ConfigError, OptimConfig
+from cl_train.config.schema import BenchmarkSettings, ConfigError, OptimConfig, ZooSettings
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.memory_format.convert import convert

@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class CommandLine:
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where files of settings are searched: --config-dir, `conf/` of the working folder, the project's own."""
-        users = [folder for folder in (self.config_dir, Path.cwd() / "conf") if folder and folder.is_dir()]
-        return (*(folder for folder in dict.fromkeys(users) if folder.resolve() != CONF_DIR), CONF_DIR)
+        users = (self.config_dir or CONF_DIR, Path.cwd() / "conf")
+        return (*(folder for folder in users if folder.is_dir() and folder.resolve() != CONF_DIR), CONF_DIR)
 
 
 @dataclass(frozen=True)
@@ -116,82 +116,67 @@ def compose(line: CommandLine) -> list[Composed]:
 
     Raises ConfigError: every problem found.
     """
-    overrides, problems = _checked_overrides(line.words, line.folders, line.multirun)
-    runs = []
-    for words in itertools.product(*(_alternatives(override, line.folders) for override in overrides)):
+    problems, axes, runs = [], [], []
+    for word in line.words:
+        found = _word_problems(word, line.folders, line.multirun)
+        problems += found
+        axes += [] if found else [_alternatives(word, line.folders)]
+    for words in itertools.product(*axes):
         try:
             runs.append(run := _composed(words, line.folders))
-            if run.cfg.optim.library == "torch":
-                problems += [_write_group(word) for word in words if "optim.name=" in word]
-            problems += [] if line.multirun else _multirun_problems(run.cfg)
         except ConfigError as error:
             problems += error.problems
+            continue
+        if run.cfg.optim.library == "torch":
+            problems += [f"{word}: {_chosen_by_group(word)}" for word in words if "optim.name=" in word]
+        problems += [] if line.multirun else _multirun_problems(run.cfg)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
 
 
-def _checked_overrides(
-    words: Iterable[str], folders: Sequence[Path], multirun: bool = False
-) -> tuple[list[Override], list[str]]:
-    """The words that are right, as Hydra reads them, and the problems of the others."""
-    valid, problems = [], []
-    for word in words:
-        if word.startswith("launcher.gpus=") and "[" not in word:
-            word = f"launcher.gpus=[{word.partition('=')[2]}]"  # 0,1,2 is a list here, not a sweep
-        try:
-            override = _parsed(word)
-        except HydraException:
-            hint = "" if "=" in word else "; settings are written key=value"
-            problems.append(f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')")
-            continue
-        found = _override_problems(override, word, folders, multirun)
-        problems += found
-        valid += [] if found else [override]
-    return valid, problems
-
-
 @functools.lru_cache(maxsize=4096)
 def _parsed(word: str) -> Override:
+    if word.startswith("launcher.gpus=") and "[" not in word:
+        word = f"launcher.gpus=[{word.partition('=')[2]}]"  # 0,1,2 is a list here, not a sweep
     return OverridesParser.create().parse_override(word)
 
 
-def _override_problems(override: Override, word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
-    key, value = override.key_or_group, override.value()
-    if override.is_delete():
-        return [f"{word}: a setting cannot be removed; give it another value"]
-    if override.is_sweep_override() and not multirun:
-        return [f"{word}: several values need multirun, python train.py -m ..."]
-    if key.startswith(("hydra/launcher", "hydra.launcher")):
-        return [f"{word}: Hydra's launchers are not used; launcher=slurm submits the jobs to Slurm"]
-    if key == "hydra.sweep.subdir":
-        return [f"{word}: the folder of a job is named after its settings"]
-    if key in HYDRA_KEYS:
-        return [] if value and not override.is_sweep_override() else [f"{word}: needs a folder"]
-    if re.match(r"hydra\b", key):
-        return [f"{word}: {_ONLY}"]
-    if key in GROUPS and isinstance(value, dict):
-        return [f"{word}: write {key}=NAME, or {key}.key=value for a single setting"]
+def _word_problems(word: str, folders: Sequence[Path], multirun: bool = False) -> list[str]:
+    """What is wrong with key=value, besides the type and the range of the value."""
+    try:
+        override = _parsed(word)
+    except HydraException:
+        hint = "" if "=" in word else "; settings are written key=value"
+        return [f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"]
+    key, value, is_sweep = override.key_or_group, override.value(), override.is_sweep_override()
+    is_added = override.is_add() and not override.is_force_add()
+    for is_wrong, problem in (
+        (override.is_delete(), "a setting cannot be removed; give it another value"),
+        (is_sweep and not multirun, "several values need multirun, python train.py -m ..."),
+        (re.match("hydra[./]launcher", key), "Hydra's launchers are not used; launcher=slurm submits jobs to Slurm"),
+        (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
+        (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
+        (key not in HYDRA_KEYS and re.match(r"hydra\b", key), _ONLY),
+        (key in GROUPS and isinstance(value, dict), f"write {key}=NAME, or {key}.key=value for a single setting"),
+        (key in CHOSEN_BY_GROUP, _chosen_by_group(word)),
+        (key in _FIELDS and is_added, "the setting exists, so leave out the '+'"),
+        (word == "resume=", "the value is empty: give a checkpoint file, a run folder or auto, or leave it out"),
+    ):
+        if is_wrong:
+            return [f"{word}: {problem}"]
     if key in GROUPS:
         choices = group_choices(key, folders)
-        swept = _swept_values(override, folders) if override.is_sweep_override() else [value]
+        names = [name.partition("=")[2] for name in _alternatives(word, folders)] if is_sweep else [str(value)]
         more = f"(there are {', '.join(choices)}{'; of timm optim=timm optim.name=NAME' if key == 'optim' else ''})"
-        unknown = [str(name) for name in swept if str(name) not in choices]
-        return [f"{key}={name}: no such choice{suggest(name, choices)} {more}" for name in unknown]
-    if key in CHOSEN_BY_GROUP:
-        return [_write_group(word)]
-    if key not in _FIELDS:
-        return [f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"]
-    if override.is_add() and not override.is_force_add():
-        return [f"{word}: the setting exists, so leave out the '+'"]
-    if word == "resume=":
-        return ["resume= is empty: give a checkpoint file, a run folder or auto, or leave it out"]
-    return []
+        return [f"{key}={x}: no such choice{suggest(x, choices)} {more}" for x in names if x not in choices]
+    is_known = key in _FIELDS or key in HYDRA_KEYS
+    return [] if is_known else [f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"]
 
 
-def _write_group(word: str) -> str:
+def _chosen_by_group(word: str) -> str:
     group, _, value = word.partition("=")
-    return f"{word}: write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
+    return f"write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
 
 
 def _multirun_problems(cfg: Config) -> list[str]:
@@ -204,28 +189,25 @@ def _multirun_problems(cfg: Config) -> list[str]:
 def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """The words of a sweep that was checked already: those of every job, and those of each key that varies."""
     line = CommandLine.parse(words)
-    axes = [_alternatives(override, line.folders) for override in _checked_overrides(line.words, line.folders, True)[0]]
+    axes = [_alternatives(word, line.folders) for word in line.words]
     fixed = [f"--config-dir={line.config_dir}"] if line.config_dir else []
     return fixed + [axis[0] for axis in axes if len(axis) == 1], [axis for axis in axes if len(axis) > 1]
 
 
-def _alternatives(override: Override, folders: Sequence[Path]) -> list[str]:
-    """The arguments an override expands to: one, or one per value for a sweep (`epochs=1,2`)."""
+def _alternatives(word: str, folders: Sequence[Path]) -> list[str]:
+    """The arguments a word expands to: one, or one per value of `a,b`, `range(...)`, `choice(...)`, `glob(...)`."""
+    override = _parsed(word)
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    as_typed = {"True": "true", "False": "false", "None": "null"}
-    return [f"{override.get_key_element()}={as_typed.get(v, v)}" for v in _swept_values(override, folders)]
-
-
-def _swept_values(override: Override, folders: Sequence[Path]) -> list[str]:
-    """The values of `a,b`, `range(...)`, `choice(...)` or, for a group, `glob(...)`; intervals are refused."""
-    value = override.value()
+    key, value = override.get_key_element(), override.value()
     if isinstance(value, Glob):
-        return value.filter(group_choices(override.get_key_element().lstrip("+~"), folders))
+        return [f"{key}={name}" for name in value.filter(group_choices(key.lstrip("+~"), folders))]
     try:
-        return list(override.sweep_string_iterator())
+        values = list(override.sweep_string_iterator())
     except HydraException:
-        raise ConfigError(f"{override.input_line}: list the values, or use range()") from None
+        raise ConfigError(f"{word}: list the values, or use range()") from None
+    as_typed = {"True": "true", "False": "false", "None": "null"}
+    return [f"{key}={as_typed.get(value, value)}" for value in values]
 
 
 def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
@@ -306,9 +288,8 @@ def _start_words(typed: Mapping[str, Any], folders: Sequence[Path]) -> list[str]
             words += [f"{group}={value}"] if value != "torch" else []
         else:
             words.append(f"{key}={_word(value)}")
-    problems = _checked_overrides(words, folders)[1]
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    if problems := [f"{path}: {problem}" for word in words for problem in _word_problems(word, folders)]:
+        raise ConfigError(problems)
     return words
 
 
@@ -317,9 +298,8 @@ def _composed(words: Sequence[str], folders: Sequence[Path]) -> Composed:
     typed = {override.key_or_group: override.value() for override in map(_parsed, words)}
     try:
         raw = _compose_files([*_start_words(typed, folders), *words], folders)
-        plain = {str(key): raw[key] for key in raw if key != "hydra"}
-        for key, value in plain.items():
-            plain[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        settings = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
+        plain: Any = OmegaConf.to_container(settings, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     composed = Composed(load(plain), raw, frozenset(typed))
@@ -329,11 +309,8 @@ def _composed(words: Sequence[str], folders: Sequence[Path]) -> Composed:
 
 
 def _compose_files(words: Sequence[str], folders: Sequence[Path]) -> DictConfig:
-    """What Hydra's composition makes of the words and the files.
-
-    Its public `compose` would add Hydra's own node, and import every module `hydra_plugins.*`, also of the working
-    folder.
-    """
+    """What Hydra's composition makes of the words and the files."""
+    # Hydra's public `compose` would import every module `hydra_plugins.*`, also of the working folder.
     for source in (UserFiles, FileConfigSource, StructuredConfigSource):
         SourcesRegistry.instance().register(source)
     setup_globals()

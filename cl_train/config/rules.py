@@ -2,58 +2,37 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from cl_train.config import schema
-from cl_train.config.schema import (
-    CLASS_FOLDERS,
-    DATA_SETS,
-    LOSSES,
-    OPTIMIZERS,
-    AugmentConfig,
-    Config,
-    DataConfig,
-    LauncherConfig,
-)
-
-
-def _has_class_folders(cfg: Config) -> bool:
-    return cfg.data.name in CLASS_FOLDERS
-
-
-def _needs_optimizer(key: str) -> tuple[str, Callable[[Config], bool], str]:
-    names = [name for name, keys in OPTIMIZERS.items() if key in keys]
-    return (
-        f"optim.{key}",
-        lambda cfg: cfg.optim.library == "timm" or cfg.optim.name in names,
-        " or ".join(f"optim={name}" for name in names),
-    )
-
-
-# Settings that have an effect only if the function says so, and what the user would have to write for it.
-_NEEDS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
-    ("label_smoothing", lambda cfg: cfg.loss in LOSSES, "loss=cross_entropy"),
-    ("patience", lambda cfg: cfg.evaluate_every > 0, "evaluate_every=1"),
-    ("bce_threshold", lambda cfg: cfg.loss == "bce", "loss=bce"),
-    ("data.val_fraction", _has_class_folders, "data=folder"),
-    ("data.val_split", _has_class_folders, "data=folder"),
-    ("data.extensions", _has_class_folders, "data=folder"),
-    ("augment.timm_policy", lambda cfg: cfg.augment.policy == "timm", "augment.policy=timm"),
-    *(_needs_optimizer(key) for key in sorted({key for keys in OPTIMIZERS.values() for key in keys})),
-)
+from cl_train.config.schema import AugmentConfig, Config, DataConfig, LauncherConfig
 
 
 def combination_problems(cfg: Config) -> Iterator[str]:
     """One line per problem."""
-    for key, has_effect, remedy in _NEEDS:
+    has_class_folders = cfg.data.name in schema.CLASS_FOLDERS
+    needs = [  # a setting, whether it has an effect, and what the user would have to write for it
+        ("label_smoothing", cfg.loss in schema.LOSSES, "loss=cross_entropy"),
+        ("patience", cfg.evaluate_every > 0, "evaluate_every=1"),
+        ("bce_threshold", cfg.loss == "bce", "loss=bce"),
+        ("data.val_fraction", has_class_folders, "data=folder"),
+        ("data.val_split", has_class_folders, "data=folder"),
+        ("data.extensions", has_class_folders, "data=folder"),
+        ("augment.timm_policy", cfg.augment.policy == "timm", "augment.policy=timm"),
+    ]
+    for key in sorted({key for keys in schema.OPTIMIZERS.values() for key in keys}):
+        readers = [f"optim={name}" for name, keys in schema.OPTIMIZERS.items() if key in keys]
+        is_read = cfg.optim.library == "timm" or f"optim={cfg.optim.name}" in readers
+        needs.append((f"optim.{key}", is_read, " or ".join(readers)))
+    for key, has_effect, remedy in needs:
         value, default = (functools.reduce(getattr, key.split("."), settings) for settings in (cfg, Config()))
-        if value != default and not has_effect(cfg):
+        if value != default and not has_effect:
             hint = f"write {key}={'null' if default is None else default} if a recipe sets it"
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
     yield from _data_problems(cfg.data, cfg.augment)
     yield from _run_problems(cfg)
-    if cfg.optim.library == "torch" and cfg.optim.name not in OPTIMIZERS:
-        yield f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(OPTIMIZERS)}"
+    if cfg.optim.library == "torch" and cfg.optim.name not in schema.OPTIMIZERS:
+        yield f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(schema.OPTIMIZERS)}"
     if cfg.optim.nesterov and cfg.optim.momentum == 0:
         yield "optim.nesterov=true needs optim.momentum above 0"
     conflict = graph_conflict(cfg)
@@ -63,14 +42,17 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         yield "launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"
     if cfg.launcher.name == "local" and cfg.launcher != LauncherConfig(gpus=cfg.launcher.gpus):
         yield "with launcher=local only launcher.gpus can be set; the other launcher settings need launcher=slurm"
-    if cfg.data.size_schedule:
-        yield from _size_schedule_problems(cfg.data.size_schedule, cfg.epochs)
+    if not _is_schedule(cfg.data.size_schedule, cfg.epochs):
+        yield (
+            f"data.size_schedule={cfg.data.size_schedule}: write [[epoch,size],...], such as [[0,128],[6,160]]: epochs "
+            f"that rise from 0 to below epochs={cfg.epochs}, sizes that are multiples of 4 from 8 to 4096"
+        )
 
 
 def _data_problems(data: DataConfig, augment: AugmentConfig) -> Iterator[str]:
     val_size = data.val_size or data.image_size
-    if data.root is None and DATA_SETS[data.name]:
-        yield f"data={data.name} needs data.root=FOLDER with {DATA_SETS[data.name]}"
+    if data.root is None and schema.DATA_SETS[data.name]:
+        yield f"data={data.name} needs data.root=FOLDER with {schema.DATA_SETS[data.name]}"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"
     if data.name == "dataset" and data.size_schedule:
@@ -89,8 +71,8 @@ def _data_problems(data: DataConfig, augment: AugmentConfig) -> Iterator[str]:
 def _run_problems(cfg: Config) -> Iterator[str]:
     if cfg.resume == "auto" and cfg.overwrite:
         yield "resume=auto continues the run in the folder and overwrite=true deletes it: leave out one of them"
-    if cfg.loss not in LOSSES and ":" not in cfg.loss:
-        yield f"loss={cfg.loss}: use {', '.join(LOSSES)}, or your own function as package.module:function"
+    if cfg.loss not in schema.LOSSES and ":" not in cfg.loss:
+        yield f"loss={cfg.loss}: use {', '.join(schema.LOSSES)}, or your own function as package.module:function"
     if cfg.schedule.warmup_epochs > cfg.epochs:
         yield f"schedule.warmup_epochs={cfg.schedule.warmup_epochs:g} is longer than epochs={cfg.epochs}"
     if (cfg.conversion in ("select", "mixed")) != bool(cfg.select):
@@ -117,16 +99,10 @@ def graph_conflict(cfg: Config) -> str | None:
     return None
 
 
-def _size_schedule_problems(schedule: list[list[int]], epochs: int) -> Iterator[str]:
-    """One problem at most."""
-    if any(len(point) != 2 for point in schedule):
-        yield f"data.size_schedule={schedule}: write pairs of epoch and size, such as [[0,128],[6,160],[12,192]]"
-        return
-    starts, sizes = zip(*schedule, strict=True)
-    wrong = [size for size in sizes if not 8 <= size <= 4096 or size % 4]
-    if starts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
-        yield f"data.size_schedule={schedule}: the first epoch must be 0, and each later than the one before it"
-    elif wrong:
-        yield f"data.size_schedule={schedule}: size {wrong[0]} is not a multiple of 4 from 8 to 4096"
-    elif starts[-1] >= epochs:
-        yield f"data.size_schedule={schedule}: epoch {starts[-1]} is not reached with epochs={epochs}"
+def _is_schedule(points: list[list[int]], epochs: int) -> bool:
+    """Whether the sizes and the epochs of `data.size_schedule` are possible; also if there are none."""
+    if not points or any(len(point) != 2 for point in points):
+        return not points
+    starts, sizes = zip(*points, strict=True)
+    is_rising = starts[0] == 0 and all(later > earlier for earlier, later in itertools.pairwise((*starts, epochs)))
+    return is_rising and all(8 <= size <= 4096 and size % 4 == 0 for size in sizes)

@@ -83,12 +83,8 @@ class DataConfig:
     val_split: str | None = setting(None, "folder of the validation images; null = val, valid, validation or test")
     val_fraction: float | None = setting(None, "share of the training images used for validation", above=0, maximum=0.9)
     extensions: list[str] = setting([".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff")
-    image_size: int = setting(
-        224, "side of the training crop, pixels; sample sets 48, imagenette 128", minimum=8, maximum=4096
-    )
-    size_schedule: list[list[int]] = setting(
-        [], "growing images: [[epoch,size],...] replaces image_size in training; linear in between, rounded to 32"
-    )
+    image_size: int = setting(224, "training crop, pixels; sample sets 48, imagenette 128", minimum=8, maximum=4096)
+    size_schedule: list[list[int]] = setting([], "growing images: [[epoch,size],...]; linear in between, rounded to 32")
     val_size: int | None = setting(None, "side of the validation crop; null = image_size", minimum=8, maximum=4096)
     val_resize: int | None = setting(None, "validation: short side before the crop; null = val_size * 8/7", minimum=8)
     interpolation: str = setting("bilinear", "of the resize in training, antialiased", choices=("bilinear", "bicubic"))
@@ -217,7 +213,7 @@ class Config:
     compile_mode: str = setting("default", "mode of torch.compile", choices=COMPILE_MODES)
     cuda_graph: str = setting("false", "one CUDA graph per step; auto = where it is possible", choices=BOOL_OR_AUTO)
     conversion: str = setting(
-        "full", "convert all, only convolutions, only the modules in `select`, or all others", choices=CONVERSIONS
+        "full", "what is converted: all, convolutions, `select`, or all others", choices=CONVERSIONS
     )
     select: list[str] = setting([], "conversion=select, mixed: names of modules (shell patterns)")
     accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
@@ -247,9 +243,7 @@ class Config:
     overwrite: bool = neutral_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
     resume: str | None = neutral_setting(None, "checkpoint or run folder; auto = the newest one in the run folder")
     profile: bool = setting(False, "write a torch.profiler trace of a few steps into the run folder")
-    log_to: list[str] = neutral_setting(
-        ["tensorboard"], "receive the records; also wandb, mlflow, package.module:function"
-    )
+    log_to: list[str] = neutral_setting(["tensorboard"], "get the records; also wandb, mlflow, package.module:function")
     on_nonfinite: str = neutral_setting("stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip"))
     max_nonfinite: int = neutral_setting(10, "on_nonfinite=skip: stop after more than this many", minimum=0)
     rank_timeout_s: float = neutral_setting(600.0, "end the run if a rank is silent for this many seconds", above=0)
@@ -267,3 +261,59 @@ class Config:
     amp: AmpConfig = field(default_factory=AmpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
+
+
+LAYOUTS = ["contiguous", "channels_last", "channels_last_conv"]  # of a benchmark; the last converts convolutions only
+
+
+@dataclass
+class BenchmarkSettings:
+    """What to measure: every combination of the lists, which are written a,b,c."""
+
+    model: list[str] = setting(["resnet50"], MODEL_HELP)
+    mode: list[str] = setting(["train"], "train (forward, backward, optimizer) or infer", choices=("train", "infer"))
+    precision: list[str] = setting(["auto"], PRECISION_HELP, choices=PRECISIONS)
+    batch_size: list[int] = setting([32], "images per step", minimum=1)
+    compile: list[bool] = setting([False], "compile the model with torch.compile")
+    cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
+    image_size: int | None = setting(None, "pixels; null = 224, inception_v3: 299", minimum=8, key="data.image_size")
+    layouts: list[str] = setting(LAYOUTS[:2], "the baseline first; channels_last_conv: convolutions", choices=LAYOUTS)
+    optimizer: str = setting("sgd", "optimizer of the training step", choices=OPTIMIZERS)
+    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
+    target_ci: float = setting(0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0)
+    time_limit_s: float = setting(60.0, "seconds per combination, without warm-up and compilation", above=0)
+    parity: bool = setting(True, "first check that the layouts compute the same")
+    out: str | None = setting(None, "file for the result as JSON")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
+    json: bool = setting(False, "print the result as JSON")
+
+
+@dataclass
+class LoaderBenchmarkSettings:
+    """The data, and the loaders to compare."""
+
+    root: str | None = setting(None, "folder of train/<class>/* and val/<class>/*; null = the sample", key="data.root")
+    image_size: int = setting(224, "side of the crops, pixels", minimum=8, key="data.image_size")
+    workers: list[int] = setting([], "numbers to try; empty = 1, 2, 4, ... cores", minimum=1, key="data.workers")
+    batch_size: int = setting(64, "images per batch", minimum=1)
+    images: int = setting(2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1)
+    rounds: int = setting(3, "interleaved rounds A B B A, after one warm-up", minimum=1)
+    gpu_images_per_s: float = setting(5400.0, "training speed, images/s, for which cores are computed", above=0)
+    out: str | None = setting(None, "file for the result as JSON")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
+    json: bool = setting(False, "print the result as JSON")
+
+
+@dataclass
+class ZooSettings:
+    """Which models, and how they are measured."""
+
+    model: list[str] = setting(["tutorial"], "tutorial, torchvision, timm, or names and shell patterns")
+    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
+    precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
+    batch_size: int = setting(32, "images per step of the timing", minimum=1)
+    image_size: int | None = setting(None, "pixels; null = 224, speed=false: 64", minimum=8, key="data.image_size")
+    speed: bool = setting(True, "time both layouts")
+    time_limit_s: float = setting(20.0, "seconds for each timing", above=0)
+    model_time_limit_s: float = setting(900.0, "timeout per model, seconds", above=0)
+    out: str = setting("results", "folder for the tables")

@@ -1,4 +1,4 @@
-"""From plain values to checked settings: types, ranges, choices, suggestions for unknown names, and names of code.
+"""From plain values to checked settings, names of code, and `--help`, which is generated from the settings.
 
 Every problem is reported at once, one line each. Nothing here imports torch or Hydra.
 """
@@ -8,7 +8,9 @@ import difflib
 import importlib
 import math
 import re
+import shutil
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 import yaml
 
 from cl_train.config.rules import combination_problems
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
 
 T = TypeVar("T")
 MAX_LENGTH = 4096  # of a value; the longest path of Linux
@@ -46,9 +48,11 @@ def parse_yaml(text: str) -> Any:
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key."""
     leaves: dict[str, Setting] = {}
-    for key, item, hint in _fields(schema, prefix):
+    for item in dataclasses.fields(schema):
+        hint: Any = item.type
+        key = prefix + (item.metadata.get("key") or item.name)
         if dataclasses.is_dataclass(hint):
-            leaves |= setting_fields(typing.cast(type, hint), f"{key}.")
+            leaves |= setting_fields(hint, f"{key}.")  # type: ignore[arg-type]
             continue
         optional, list_depth = isinstance(hint, types.UnionType), 0
         hint = typing.get_args(hint)[0] if optional else hint
@@ -57,12 +61,6 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         leaves[key] = Setting(key, hint, list_depth, optional, default, item.metadata)
     return leaves
-
-
-def _fields(schema: type, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """The key, the field and the type of each."""
-    for item in dataclasses.fields(schema):
-        yield prefix + (item.metadata.get("key") or item.name), item, item.type
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -89,15 +87,17 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _built(schema, checked)
+    built: T = _built(schema, checked)
+    return built
 
 
-def _built(schema: type[T], checked: Mapping[str, Any], prefix: str = "") -> T:
+def _built(schema: Any, checked: Mapping[str, Any], prefix: str = "") -> Any:
     """The dataclass, and those in its fields, with these values by key; others have their defaults."""
     values: dict[str, Any] = {}
-    for key, item, hint in _fields(schema, prefix):
-        if dataclasses.is_dataclass(hint):
-            values[item.name] = _built(typing.cast(type, hint), checked, f"{key}.")
+    for item in dataclasses.fields(schema):
+        key = prefix + (item.metadata.get("key") or item.name)
+        if dataclasses.is_dataclass(item.type):
+            values[item.name] = _built(item.type, checked, f"{key}.")
         elif key in checked:
             values[item.name] = checked[key]
     return schema(**values)
@@ -264,3 +264,44 @@ def optional_module(module: str, setting: str) -> types.ModuleType:
     except ImportError:
         package = module.partition(".")[0]
         raise ConfigError(f"{setting}: {package} is not installed; pip install {package}") from None
+
+
+def command_help(usage: str, doc: str, settings: Mapping[str, type]) -> str:
+    """The help page of a command.
+
+    Args:
+        doc: the docstring of its module: a summary, a blank line, then examples and notes.
+        settings: dataclasses of settings by the title of their section.
+    """
+    return _page(usage, doc, {title: setting_fields(schema).values() for title, schema in settings.items()})
+
+
+def train_help(usage: str, doc: str, groups: Mapping[str, list[str]]) -> str:
+    """The help page of train.py: the choices of the groups, then the settings by group."""
+    choices = [f"\n  {group}={'|'.join(names)}" for group, names in groups.items()]
+    sections: dict[str, list[Setting]] = {f"groups of settings (conf/<group>/<choice>.yaml){''.join(choices)}": []}
+    for setting in setting_fields(Config).values():
+        group = setting.key.rpartition(".")[0]
+        title = f"{group}: {Config.__annotations__[group].__doc__}" if group else "settings"
+        if setting.key not in CHOSEN_BY_GROUP:
+            sections.setdefault(title, []).append(setting)
+    return _page(usage, doc, sections)
+
+
+def _page(usage: str, doc: str, sections: Mapping[str, Iterable[Setting]]) -> str:
+    summary, _, examples = doc.strip().partition("\n\n")
+    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+    indent = " " * 34  # of the meanings
+    texts = []
+    for title, settings in sections.items():
+        rows = [title]
+        for item in settings:
+            required = ", required" if item.metadata["required"] else ""
+            default = "..." if required else "" if item.default == [] else show(item.default)
+            name = f"  {item.key}={default}"
+            first = name.ljust(len(indent)) if len(name) < len(indent) else f"{name}\n{indent}"
+            meaning = f"{item.metadata['help']} [{kind_of(item)}{required}]"
+            rows.append(first + f"\n{indent}".join(textwrap.wrap(meaning, width - 34, break_on_hyphens=False)))
+        texts.append("\n".join(rows))
+    summary = textwrap.fill(" ".join(summary.split()), width)
+    return "\n\n".join([f"usage: {usage}", summary, *texts, f"examples:\n{examples.rstrip()}"])

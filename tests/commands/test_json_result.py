@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cl_train.commands.json_result import print_result
+from cl_train.commands import print_result
 from cl_train.config.schema import ConfigError, setting
 
 

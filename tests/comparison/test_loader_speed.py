@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cl_train.comparison.loader_speed import benchmark
-from cl_train.config.benchmarks import LoaderBenchmarkSettings
+from cl_train.config.schema import LoaderBenchmarkSettings
 from cl_train.config.schema import ConfigError
 from tests.data.image_folders import write_folder
 from tests.processes import LIMIT_S

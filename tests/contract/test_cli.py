@@ -12,7 +12,7 @@ import pytest
 from cl_train.cli import main
 from cl_train.commands import COMMANDS, train
 from cl_train.commands.completion import candidates
-from cl_train.config.help import command_help, train_help
+from cl_train.config.validation import command_help, train_help
 from cl_train.config.schema import Config, ConfigError, setting
 from cl_train.config.validation import is_setting, setting_fields, settings_from_arguments
 from tests.processes import LIMIT_S
