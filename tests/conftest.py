@@ -41,13 +41,6 @@ def write_images(folder: Path, counts: dict[str, int], size: tuple[int, int] = (
                 image.save(folder / split / name / f"{index:03d}.JPEG", quality=90)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """3 classes, 32 training and 7 validation images each."""
@@ -138,10 +131,11 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_threads() -> Any:
-    """A run may change torch's process-wide switches; the next test starts from the same ones."""
+def same_switches() -> Any:
+    """One thread; a run may change torch's process-wide switches, the next test starts from the same ones."""
     import torch
 
+    torch.set_num_threads(1)
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(deterministic)

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def unsaveable(num_classes: int) -> nn.Module:
 
 
 class Fault(nn.Module):
-    """Calls `at(images, number)` in each forward pass; `number` counts them, apart in training and in evaluation."""
+    """Calls `at(self, images, number)` in each forward pass; `number` counts those in training or in evaluation."""
 
     def __init__(self, at: Callable[["Fault", torch.Tensor, int], torch.Tensor | None]) -> None:
         super().__init__()
@@ -98,10 +99,9 @@ def nan_at_third_step(num_classes: int) -> nn.Module:
 
 
 def gated(num_classes: int) -> nn.Module:
-    """Can be interrupted in training, with random numbers that a checkpoint must restore.
+    """Its tenth forward pass in training waits until the folder GATE has the file `open`, or a signal arrives.
 
-    The tenth forward pass waits until the folder GATE has the file `open`, or a signal arrives. The process announces
-    its wait by a file in that folder, with its id as name.
+    The process announces its wait by a file in that folder, with its id as name.
     """
 
     def wait(module: Fault, images: torch.Tensor, number: int) -> None:
@@ -124,16 +124,9 @@ def signalling(num_classes: int, signum: int, *, in_training: bool, at_call: int
     return nn.Sequential(Fault(send), small(num_classes))
 
 
-def terminated_in_evaluation(num_classes: int) -> nn.Module:
-    return signalling(num_classes, signal.SIGTERM, in_training=False)
-
-
-def terminated_in_training(num_classes: int) -> nn.Module:
-    return signalling(num_classes, signal.SIGTERM, in_training=True)
-
-
-def asked_to_save(num_classes: int) -> nn.Module:
-    return signalling(num_classes, signal.SIGUSR1, in_training=True)
+terminated_in_evaluation = partial(signalling, signum=signal.SIGTERM, in_training=False)
+terminated_in_training = partial(signalling, signum=signal.SIGTERM, in_training=True)
+asked_to_save = partial(signalling, signum=signal.SIGUSR1, in_training=True)
 
 
 def killed_at(num_classes: int) -> nn.Module:

@@ -25,32 +25,23 @@ class Process:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._started = self._fields()[19:20]
+        self._started = fields_of(pid)[19:20]
 
     def is_running(self) -> bool:
         """A zombie, which waits for its parent, has ended."""
-        fields = self._fields()
+        fields = fields_of(self.pid)
         return bool(fields) and fields[0] != "Z" and fields[19:20] == self._started
 
     def cpu_s(self) -> float:
-        return sum(map(int, self._fields()[11:13])) / os.sysconf("SC_CLK_TCK")
+        return sum(map(int, fields_of(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
-    def has_pending(self, signum: int) -> bool:
-        """Whether a signal to the process has not been delivered yet; another one of its kind would be lost."""
-        return self._is_in("ShdPnd", signum)
-
-    def ignores(self, signum: int) -> bool:
-        return self._is_in("SigIgn", signum)
-
-    def _is_in(self, mask: str, signum: int) -> bool:
+    def has(self, mask: str, signum: int) -> bool:
+        """Whether the signal is pending ("ShdPnd": another one of its kind would be lost) or ignored ("SigIgn")."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
             return False
         return bool(int(status.partition(f"{mask}:")[2].split()[0], 16) >> (signum - 1) & 1)
-
-    def _fields(self) -> list[str]:
-        return fields_of(self.pid)
 
 
 def fields_of(pid: int) -> list[str]:
@@ -76,7 +67,7 @@ def children_of(pid: int) -> list[int]:
 def send_and_wait(pid: int, signum: int) -> None:
     """Send a signal, and wait until it is delivered: signals that are pending together are one."""
     os.kill(pid, signum)
-    wait_until(lambda: not Process(pid).has_pending(signum))
+    wait_until(lambda: not Process(pid).has("ShdPnd", signum))
 
 
 def is_signal_received() -> bool:

@@ -16,6 +16,7 @@ from cl_train.models.convert_file import convert_file, load_model
 from tests.conftest import Run
 
 SMALL = "tests.networks:small"
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -23,20 +24,16 @@ def run(train: Callable[..., Run]) -> Run:
     return train("max_steps=2", "optim.lr=0.05", "channels_last=true", "data.val_resize=36", "data.mean=[0.4,0.5,0.6]")
 
 
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[str, str]]:
     words = (f"weights={weights}", f"data.root={images}", f"out={out}", f"model={SMALL}", *words)
     assert predict.main([*words, "data.workers=0", "device=cpu"]) == 0
-    return table(out)
+    with out.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("suffix", ["run", ".pth", ".safetensors"])
 def test_predictions_equal_the_evaluation_of_the_run(
-    suffix: str, run: Run, image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    suffix: str, run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     weights = run.folder if suffix == "run" else tmp_path / f"weights{suffix}"
     if suffix != "run":
@@ -72,9 +69,7 @@ def test_torchvision_code_with_the_recorded_preprocessing_predicts_alike(
             assert {classes[int(model(x[None]).argmax())] for x in (ours, theirs)} == {row["class1"]}
 
 
-def test_a_flat_folder_has_no_labels(
-    run: Run, image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flat_folder_has_no_labels(run: Run, image_folder: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "flat").mkdir()
     for index, path in enumerate(sorted(image_folder.glob("val/*/*"))):
         shutil.copy(path, tmp_path / "flat" / f"{index:02d}.jpg")
@@ -87,14 +82,13 @@ def test_a_flat_folder_has_no_labels(
     assert [row["class1"] for row in rows] == [row["class1"] for row in labelled]
 
 
-def test_what_cannot_be_predicted(
-    run: Run, image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
+def test_what_cannot_be_predicted(run: Run, image_folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    for name in ("empty", "bad"):
+        (tmp_path / name).mkdir()
     state = run.checkpoint()["model"]
     torch.save(state, tmp_path / "plain.pth")
+    torch.save(state | {"0.weight": state["0.weight"] * torch.nan}, tmp_path / "nan.pth")
     (tmp_path / "weights.onnx").write_bytes(b"ONNX")
-    (tmp_path / "bad").mkdir()
     (tmp_path / "bad/image.jpg").write_bytes(b"damaged")
     where = {"weights": run.folder, "data.root": image_folder, "out": tmp_path / "out.csv", "model": SMALL}
     where |= {"data.workers": 0}
@@ -107,12 +101,9 @@ def test_what_cannot_be_predicted(
     ):
         with pytest.raises(ConfigError, match=problem):
             predict.main([f"{name}={value}" for name, value in (where | change).items()])
-    state["0.weight"].fill_(torch.nan)
-    torch.save(state, tmp_path / "nan.pth")
     bad = {"data.root": tmp_path / "bad"}
-    for failing in (
-        {"weights": tmp_path / "nan.pth", "data.image_size": 32}, bad, bad | {"data.on_bad_image": "skip"}
-    ):  # fmt: skip
+    nan = {"weights": tmp_path / "nan.pth", "data.image_size": 32}
+    for failing in (nan, bad, bad | {"data.on_bad_image": "skip"}):
         assert predict.main([f"{name}={value}" for name, value in (where | failing).items()]) == 1
         assert "failed: " in capsys.readouterr().err
     assert not (tmp_path / "out.csv").exists()

@@ -17,47 +17,55 @@ RECIPE = "conf/experiment/recipe.yaml"
 GLOBAL = "# @package _global_\n"
 LOG = "{version: 1, handlers: {x: {(): os.mkdir, path: planted}}, root: {handlers: [x]}}"
 
+_OF_HYDRA = {  # what a recipe sets of Hydra
+    "callback": f"callbacks: {{x: {CALL}}}",
+    "launcher": f"launcher: {CALL}",
+    "sweeper": f"sweeper: {CALL}",
+    "partial": "callbacks: {x: {_target_: os.mkdir, _partial_: true}}",
+    "nested target": f"callbacks: {{x: {{_target_: builtins.list, y: {CALL}}}}}",
+    "interpolated target": f"callbacks: ${{oc.create:'{{x: {CALL}}}'}}",
+    "job logging": f"job_logging: {LOG}",
+    "hydra logging": f"hydra_logging: {LOG}",
+    "log file": "job_logging: {handlers: {file: {filename: planted}}}",
+    "environment": "job: {env_set: {PYTHONSTARTUP: planted}}",
+    "chdir": "job: {chdir: true}",
+    "output folder": "output_subdir: ../planted",
+    "sweep subfolder": "sweep: {subdir: ../planted}",
+    "verbose": "verbose: true",
+    "unknown resolver in the folder": "run: {dir: '${sh:mkdir planted}'}",
+}
+_OWN_FILES = {  # what the defaults of a recipe name, and the content of that file
+    "own group hydra/callbacks": ("/hydra/callbacks: evil", "hydra/callbacks/evil", f"x: {CALL}"),
+    "own hydra/config": ("/hydra/config", "hydra/config", f"callbacks: {{x: {CALL}}}"),
+    "own launcher": ("override /hydra/launcher: evil", "hydra/launcher/evil", CALL),
+    "own sweeper": ("override /hydra/sweeper: evil", "hydra/sweeper/evil", CALL),
+    "own job_logging": ("override /hydra/job_logging: evil", "hydra/job_logging/evil", LOG),
+}
+_SETTINGS = {  # what a recipe sets of the run
+    "target at the top": "_target_: os.mkdir\npath: planted",
+    "target of a setting": f"model: {CALL}",
+    "yaml object": "model: !!python/object/apply:os.mkdir [planted]",
+    "yaml module": "model: !!python/module:evil",
+    "unknown resolver": 'model: ${eval:\'__import__("os").mkdir("planted")\'}',
+    "decode": 'seed: ${oc.decode:\'__import__("os").mkdir("planted")\'}',
+    "alias": f"x: &x {CALL}\nhydra: {{callbacks: {{x: *x}}}}",
+    "bomb": "a0: &a0 [x,x,x]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 12)),
+}
+_HYDRA_CALL = f"hydra: {{callbacks: {{x: {CALL}}}}}"
 # name: files, and the words of the command line (default: experiment=recipe)
 PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
-    "callback": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: {{x: {CALL}}}}}"}, []),
+    **{name: ({RECIPE: f"{GLOBAL}hydra: {{{text}}}"}, []) for name, text in _OF_HYDRA.items()},
+    **{
+        name: ({RECIPE: f"{GLOBAL}defaults:\n- {default}", f"conf/{file}.yaml": text}, [])
+        for name, (default, file, text) in _OWN_FILES.items()
+    },
+    **{name: ({RECIPE: GLOBAL + text, "evil.py": ""}, []) for name, text in _SETTINGS.items()},
     "callback by package": ({RECIPE: f"# @package hydra.callbacks\nx: {CALL}"}, []),
     "package hydra": ({RECIPE: f"# @package hydra\ncallbacks: {{x: {CALL}}}"}, []),
     "package of a default": (
         {RECIPE: "defaults:\n- /optim@hydra.callbacks: evil", "conf/optim/evil.yaml": f"x: {CALL}"},
         [],
     ),
-    "own group hydra/callbacks": (
-        {RECIPE: f"{GLOBAL}defaults:\n- /hydra/callbacks: evil", "conf/hydra/callbacks/evil.yaml": f"x: {CALL}"},
-        [],
-    ),
-    "own hydra/config": (
-        {RECIPE: f"{GLOBAL}defaults:\n- /hydra/config", "conf/hydra/config.yaml": f"callbacks: {{x: {CALL}}}"},
-        [],
-    ),
-    "own launcher": (
-        {RECIPE: f"{GLOBAL}defaults:\n- override /hydra/launcher: evil", "conf/hydra/launcher/evil.yaml": CALL},
-        [],
-    ),
-    "own sweeper": (
-        {RECIPE: f"{GLOBAL}defaults:\n- override /hydra/sweeper: evil", "conf/hydra/sweeper/evil.yaml": CALL},
-        [],
-    ),
-    "launcher": ({RECIPE: f"{GLOBAL}hydra: {{launcher: {CALL}}}"}, []),
-    "sweeper": ({RECIPE: f"{GLOBAL}hydra: {{sweeper: {CALL}}}"}, []),
-    "partial": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: {{x: {{_target_: os.mkdir, _partial_: true}}}}}}"}, []),
-    "nested target": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: {{x: {{_target_: builtins.list, y: {CALL}}}}}}}"}, []),
-    "job logging": ({RECIPE: f"{GLOBAL}hydra: {{job_logging: {LOG}}}"}, []),
-    "hydra logging": ({RECIPE: f"{GLOBAL}hydra: {{hydra_logging: {LOG}}}"}, []),
-    "own job_logging": (
-        {RECIPE: f"{GLOBAL}defaults:\n- override /hydra/job_logging: evil", "conf/hydra/job_logging/evil.yaml": LOG},
-        [],
-    ),
-    "log file": ({RECIPE: f"{GLOBAL}hydra: {{job_logging: {{handlers: {{file: {{filename: planted}}}}}}}}"}, []),
-    "environment": ({RECIPE: f"{GLOBAL}hydra: {{job: {{env_set: {{PYTHONSTARTUP: planted}}}}}}"}, []),
-    "chdir": ({RECIPE: f"{GLOBAL}hydra: {{job: {{chdir: true}}}}"}, []),
-    "output folder": ({RECIPE: f"{GLOBAL}hydra: {{output_subdir: ../planted}}"}, []),
-    "sweep subfolder": ({RECIPE: f"{GLOBAL}hydra: {{sweep: {{subdir: ../planted}}}}"}, []),
-    "verbose": ({RECIPE: f"{GLOBAL}hydra: {{verbose: true}}"}, []),
     "search path in a recipe": ({RECIPE: f"{GLOBAL}hydra: {{searchpath: ['pkg://evil']}}", "evil.py": ""}, []),
     "search path": (
         {"conf/config.yaml": "defaults: [schema]\nhydra: {searchpath: ['pkg://evil']}", "evil.py": ""},
@@ -71,34 +79,15 @@ PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
         },
         ["epochs=1"],
     ),
-    "own config.yaml": ({"conf/config.yaml": f"defaults: [schema]\nhydra: {{callbacks: {{x: {CALL}}}}}"}, ["epochs=1"]),
+    "own config.yaml": ({"conf/config.yaml": f"defaults: [schema]\n{_HYDRA_CALL}"}, ["epochs=1"]),
     "target of a group": ({"conf/optim/sgd.yaml": f"name: sgd\nx: {CALL}"}, ["optim=sgd"]),
-    "target at the top": ({RECIPE: f"{GLOBAL}_target_: os.mkdir\npath: planted"}, []),
-    "target of a setting": ({RECIPE: f"{GLOBAL}model: {CALL}"}, []),
-    "yaml object": ({RECIPE: f"{GLOBAL}model: !!python/object/apply:os.mkdir [planted]"}, []),
-    "yaml module": ({RECIPE: f"{GLOBAL}model: !!python/module:evil", "evil.py": ""}, []),
-    "unknown resolver": ({RECIPE: f'{GLOBAL}model: ${{eval:\'__import__("os").mkdir("planted")\'}}'}, []),
-    "unknown resolver in the folder": ({RECIPE: f"{GLOBAL}hydra: {{run: {{dir: '${{sh:mkdir planted}}'}}}}"}, []),
-    "decode": ({RECIPE: f'{GLOBAL}seed: ${{oc.decode:\'__import__("os").mkdir("planted")\'}}'}, []),
-    "interpolated target": ({RECIPE: f"{GLOBAL}hydra: {{callbacks: ${{oc.create:'{{x: {CALL}}}'}}}}"}, []),
-    "alias": ({RECIPE: f"{GLOBAL}x: &x {CALL}\nhydra: {{callbacks: {{x: *x}}}}"}, []),
-    "bomb": (
-        {RECIPE: GLOBAL + "a0: &a0 [x,x,x]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 12))},
-        [],
-    ),
-    "config=FILE": ({"f.yaml": f"hydra: {{callbacks: {{x: {CALL}}}}}"}, ["config=f.yaml"]),
-    "config=FILE with an object": ({"f.yaml": "model: !!python/object/apply:os.mkdir [planted]"}, ["config=f.yaml"]),
+    "config=FILE": ({"f.yaml": _HYDRA_CALL}, ["config=f.yaml"]),
+    "config=FILE with an object": ({"f.yaml": _SETTINGS["yaml object"]}, ["config=f.yaml"]),
     "config=FILE with defaults": ({"f.yaml": "defaults: [{hydra/launcher: evil}]"}, ["config=f.yaml"]),
     "config=RUN": ({"run/config.yaml": f"model: {CALL}"}, ["config=run"]),
     "resume=RUN": ({"run/config.yaml": f"hydra: {{callbacks: {CALL}}}"}, ["evaluate_only=true", "resume=run"]),
-    "--config-dir": (
-        {"dir/experiment/recipe.yaml": f"{GLOBAL}hydra: {{callbacks: {{x: {CALL}}}}}"},
-        ["--config-dir=dir", "experiment=recipe"],
-    ),
-    "--config-dir with config.yaml": (
-        {"dir/config.yaml": f"defaults: [schema]\nhydra: {{callbacks: {{x: {CALL}}}}}"},
-        ["--config-dir=dir"],
-    ),
+    "--config-dir": ({"dir/" + RECIPE[5:]: GLOBAL + _HYDRA_CALL}, ["--config-dir=dir", "experiment=recipe"]),
+    "--config-dir with config.yaml": ({"dir/config.yaml": f"defaults: [schema]\n{_HYDRA_CALL}"}, ["--config-dir=dir"]),
 }
 PLUGIN = "import os\nos.mkdir('planted')\n"
 

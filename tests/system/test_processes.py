@@ -140,7 +140,7 @@ def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> No
         if child == 0:
             signal.pause()  # SIGINT, which is ignored, does not end it
             os._exit(0)
-        wait_until(lambda: Process(child).ignores(signal.SIGINT))
+        wait_until(lambda: Process(child).has("SigIgn", signal.SIGINT))
         send_and_wait(child, signal.SIGINT)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGTERM)
