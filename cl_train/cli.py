@@ -22,7 +22,12 @@ from cl_train.system.processes import end_with_torchrun, exit_without_teardown
 def program(*command: str) -> NoReturn:
     """The process `cl-train`, `python -m cl_train`, or with the name of a command `python train.py` and scripts/."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        setattr(sys, name, _console(getattr(sys, name), descriptor))
+        stream = getattr(sys, name)
+        if stream is None:  # closed: the next opened file would reuse the descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        buffer = io.BufferedWriter(_Console(descriptor, "w", closefd=False))
+        encoding, errors = (stream.encoding, stream.errors) if stream else ("utf-8", None)
+        setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors, line_buffering=True))
     exit_without_teardown(main([*command, *sys.argv[1:]]))
 
 
@@ -75,8 +80,7 @@ def _run_command(words: list[str]) -> int:
         usage = f"cl-train {name} {getattr(command, 'USAGE', '[key=value ...]')}"
         print(command_help(usage, command.__doc__ or "", command.SETTINGS))
         return 0
-    code: int = command.main(rest)
-    return code
+    return int(command.main(rest))
 
 
 class _Console(io.FileIO):
@@ -90,11 +94,3 @@ class _Console(io.FileIO):
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # also for children
             return len(data)
-
-
-def _console(stream: io.TextIOWrapper | None, descriptor: int) -> io.TextIOWrapper:
-    if stream is None:  # closed: the next opened file would reuse the descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    buffer = io.BufferedWriter(_Console(descriptor, "w", closefd=False))
-    encoding, errors = (stream.encoding, stream.errors) if stream else ("utf-8", None)
-    return io.TextIOWrapper(buffer, encoding, errors, line_buffering=True)

@@ -3,7 +3,7 @@
 import gzip
 import io
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -67,70 +67,59 @@ def make_archives(
 # --- hostile train archives -------------------------------------------------------------------------------------------
 
 
-def _inner(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
-    """A train archive whose one class archive starts with a good image and goes on with `members`."""
+def _outer(class_archive: bytes) -> bytes:
+    return tar_of([(f"{WNIDS[0]}.tar", class_archive)])
+
+
+def _inner(*members: tuple[str, bytes] | tuple[str, bytes, bytes, str]) -> bytes:
+    """A train archive whose one class archive starts with a good image; then members: name, content, kind, link."""
     buffer = io.BytesIO()
-    good = jpeg(1)
     with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.PAX_FORMAT) as archive:
-        for member, content in [(_file(f"{WNIDS[0]}_1.JPEG", good), good), *members]:
+        for name, content, *special in [(f"{WNIDS[0]}_1.JPEG", jpeg(1)), *members]:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            member.type, member.linkname = special or (tarfile.REGTYPE, "")
             archive.addfile(member, io.BytesIO(content) if content else None)
-    return tar_of([(f"{WNIDS[0]}.tar", buffer.getvalue())])
+    return _outer(buffer.getvalue())
 
 
-def _file(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.size, member.type, member.linkname = len(content), kind, link
-    return member
-
-
-def _with_size(archive: bytes, at: int, size: bytes) -> bytes:
-    """`archive` with the size field of the header at byte `at` replaced, and a right checksum."""
-    header = bytearray(archive[at : at + 512])
+def _with_size(archive: bytes, size: bytes) -> bytes:
+    """`archive` with the size in its first header replaced, and a right checksum."""
+    header = bytearray(archive[:512])
     header[124:136] = size
     header[148:156] = b" " * 8
     header[148:156] = f"{sum(header):06o}\0 ".encode()
-    return archive[:at] + bytes(header) + archive[at + 512 :]
-
-
-def blocks(content: bytes) -> int:
-    """The size of `content` in a tar."""
-    return -(-len(content) // 512) * 512
+    return bytes(header) + archive[512:]
 
 
 def _pax_bomb() -> bytes:
-    member = _file(f"{WNIDS[0]}.tar", b"x")
-    member.pax_headers = {"comment": "A" * 100}
-    return _with_size(member.tobuf(tarfile.PAX_FORMAT) + b"x".ljust(512, b"\0"), 0, b"77777777777\0")
+    member = tarfile.TarInfo(f"{WNIDS[0]}.tar")
+    member.size, member.pax_headers = 1, {"comment": "A" * 100}
+    return _with_size(member.tobuf(tarfile.PAX_FORMAT) + b"x".ljust(512, b"\0"), EIGHT_GIB)
 
 
-BODY = jpeg(2)
+EIGHT_GIB = b"77777777777\0"
 EVIL = b"owned"
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    "traversal in the outer archive": lambda: tar_of([("../n01440764.tar", class_tar(WNIDS[0], 1))]),
-    "traversal in a class archive": lambda: _inner((_file("../../evil_1.JPEG", EVIL), EVIL)),
-    "absolute path": lambda: _inner((_file("/tmp/n01440764_2.JPEG", EVIL), EVIL)),
-    "symlink, then a file through it": lambda: _inner(
-        (_file("n01440764_2.JPEG", kind=tarfile.SYMTYPE, link="../../.."), b""), (_file("n01440764_2.JPEG", EVIL), EVIL)
-    ),
-    "hard link to a file outside": lambda: _inner(
-        (_file("n01440764_2.JPEG", kind=tarfile.LNKTYPE, link="../../../secret"), b"")
-    ),
-    "character device": lambda: _inner((_file("n01440764_2.JPEG", kind=tarfile.CHRTYPE), b"")),
-    "FIFO": lambda: _inner((_file("n01440764_2.JPEG", kind=tarfile.FIFOTYPE), b"")),
-    "the same name twice": lambda: _inner((_file("n01440764_1.JPEG", BODY), BODY)),
-    "a file of 8 GiB that is not there": lambda: tar_of(
-        [("n01440764.tar", _with_size(tar_of([("n01440764_1.JPEG", BODY)]), 0, b"77777777777\0"))]
-    ),
-    "a file of negative size": lambda: _with_size(
-        tar_of([("n01440764.tar", class_tar(WNIDS[0], 1))]), 0, b"\xff" * 10 + b"\xfc\x00"
-    ),
-    "a pax header of 8 GiB": _pax_bomb,
-    "truncated class archive": lambda: tar_of([("n01440764.tar", class_tar(WNIDS[0], 3)[:2048])]),
-    "truncated outer archive": lambda: tar_of([("n01440764.tar", class_tar(WNIDS[0], 3))])[:-10_000],
-    "cut between two images": lambda: tar_of([("n01440764.tar", class_tar(WNIDS[0], 3)[: 512 + blocks(jpeg(0))])]),
-    "an image of another class": lambda: tar_of([("n01440764.tar", class_tar(WNIDS[1], 1))]),
-    "a setuid program": lambda: tar_of([("run.sh", EVIL)]),
-    "a class archive twice": lambda: tar_of([("n01440764.tar", class_tar(WNIDS[0], 1))] * 2),
-    "no archive at all": lambda: b"hello" * 1000,
-    "an empty class archive": lambda: tar_of([("n01440764.tar", tar_of([]))]),
-}  # fmt: skip
+ONE, THREE = class_tar(WNIDS[0], 1), class_tar(WNIDS[0], 3)
+SECOND = "n01440764_2.JPEG"
+HOSTILE: dict[str, bytes] = {
+    "traversal in the outer archive": tar_of([("../n01440764.tar", ONE)]),
+    "traversal in a class archive": _inner(("../../evil_1.JPEG", EVIL)),
+    "absolute path": _inner((f"/tmp/{SECOND}", EVIL)),
+    "symlink, then a file through it": _inner((SECOND, b"", tarfile.SYMTYPE, "../../.."), (SECOND, EVIL)),
+    "hard link to a file outside": _inner((SECOND, b"", tarfile.LNKTYPE, "../../../secret")),
+    "character device": _inner((SECOND, b"", tarfile.CHRTYPE, "")),
+    "FIFO": _inner((SECOND, b"", tarfile.FIFOTYPE, "")),
+    "the same name twice": _inner(("n01440764_1.JPEG", jpeg(2))),
+    "a file of 8 GiB that is not there": _outer(_with_size(tar_of([("n01440764_1.JPEG", jpeg(2))]), EIGHT_GIB)),
+    "a file of negative size": _with_size(_outer(ONE), b"\xff" * 10 + b"\xfc\x00"),
+    "a pax header of 8 GiB": _pax_bomb(),
+    "truncated class archive": _outer(THREE[:2048]),
+    "truncated outer archive": _outer(THREE)[:-10_000],
+    "cut between two images": _outer(THREE[: 512 + -(-len(jpeg(0)) // 512) * 512]),
+    "an image of another class": _outer(class_tar(WNIDS[1], 1)),
+    "a setuid program": tar_of([("run.sh", EVIL)]),
+    "a class archive twice": tar_of([("n01440764.tar", ONE)] * 2),
+    "no archive at all": b"hello" * 1000,
+    "an empty class archive": _outer(tar_of([])),
+}

@@ -298,8 +298,8 @@ def _composed(words: Sequence[str], folders: Sequence[Path]) -> Composed:
     typed = {override.key_or_group: override.value() for override in map(_parsed, words)}
     try:
         raw = _compose_files([*_start_words(typed, folders), *words], folders)
-        settings = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
-        plain: Any = OmegaConf.to_container(settings, resolve=True)
+        nodes = {str(key): raw[key] for key in raw if key != "hydra"}
+        plain = {k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v for k, v in nodes.items()}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     composed = Composed(load(plain), raw, frozenset(typed))

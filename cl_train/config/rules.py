@@ -35,8 +35,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         yield f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(schema.OPTIMIZERS)}"
     if cfg.optim.nesterov and cfg.optim.momentum == 0:
         yield "optim.nesterov=true needs optim.momentum above 0"
-    conflict = graph_conflict(cfg)
-    if cfg.cuda_graph == "true" and conflict is not None:
+    if cfg.cuda_graph == "true" and (conflict := graph_conflict(cfg)):
         yield f"cuda_graph=true: {conflict}"
     if cfg.launcher.name == "slurm" and cfg.launcher.gpus:
         yield "launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"

@@ -30,10 +30,10 @@ def hostile_archives(bench: Bench) -> Outcome:
     """Each is refused by name, and nothing is left behind."""
     folder = bench.new_folder()
     with Outcome("hostile archive", bench.seed) as outcome:
-        for number, (name, make) in enumerate(HOSTILE.items()):
+        for number, (name, content) in enumerate(HOSTILE.items()):
             sandbox = folder / f"{number}/a/b"
             sandbox.mkdir(parents=True)
-            (sandbox / "train.tar").write_bytes(make())
+            (sandbox / "train.tar").write_bytes(content)
             before = contents(folder)
             with outcome.attempt():
                 try:
