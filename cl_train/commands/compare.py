@@ -43,7 +43,7 @@ MARKERS = ("comparison.json", "sweep.json")  # of folders that hold reports
 def main(words: list[str]) -> int:
     settings = settings_from_arguments(CompareSettings, [word for word in words if is_setting(word)])
     folders = [Path(word) for word in words if not is_setting(word)]
-    keys = list(setting_fields(Config))
+    keys = setting_fields(Config)
     if settings.compare_by not in (None, *keys):
         raise ConfigError(f"compare_by={settings.compare_by}: not a setting{suggest(str(settings.compare_by), keys)}")
     if settings.parity and settings.model is None:

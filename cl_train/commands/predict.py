@@ -29,14 +29,14 @@ class PredictSettings:
     out: str = setting("", "file to write: a table as CSV", required=True)
     overwrite: bool = setting(False, "replace an existing file")
     model: str | None = setting(None, f"null = the one that the weights name; {MODEL_HELP}")
-    image_size: int | None = setting(None, "without recorded preprocessing: pixels", minimum=8, key="data.image_size")
+    image_size: int | None = setting(None, "pixels, if weights record none", minimum=8, key="data.image_size")
     batch_size: int = setting(64, "images per batch", minimum=1)
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     precision: str | None = setting(None, "null = that of the run, or auto", choices=PRECISIONS)
     channels_last: bool | None = setting(None, "memory format of the model and its input; null = the recorded one")
     evaluate_flip: bool = setting(False, "average the logits of each image and of its mirror image")
     workers: int | None = setting(None, "loader processes; null = the cores, at most 16", minimum=0, key="data.workers")
-    on_bad_image: str = setting("error", "what cannot be decoded", choices=("error", "skip"), key="data.on_bad_image")
+    on_bad_image: str = setting("error", "when an image is damaged", choices=("error", "skip"), key="data.on_bad_image")
 
 
 USAGE = "weights=RUN|FILE data.root=FOLDER out=FILE.csv [key=value ...]"

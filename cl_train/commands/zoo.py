@@ -52,15 +52,12 @@ def main(words: list[str]) -> int:
 
 
 def chosen_models(words: list[str]) -> list[str]:
-    """The models that `model=` names: groups, names and shell patterns.
-
-    Raises:
-        ConfigError: a name or pattern that fits nothing.
-    """
+    """The models that `model=` names: groups, names and shell patterns. Raises ConfigError: one fits nothing."""
     from cl_train.comparison.suite import GROUPS, TIMM
     from cl_train.models import sources as models
 
-    known, names, problems = [*models.model_names(), *TIMM], list[str](), list[str]()
+    known, problems = [*models.model_names(), *TIMM], []
+    names: list[str] = []
     for word in words:
         found = list(GROUPS.get(word, ())) or fnmatch.filter(known, word)
         if not found and word.startswith("timm/"):
