@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from cl_train.comparison.loader_speed import benchmark
-from cl_train.config.schema import LoaderBenchmarkSettings
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, LoaderBenchmarkSettings
 from tests.data.image_folders import write_folder
 from tests.processes import LIMIT_S
 

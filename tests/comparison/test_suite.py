@@ -17,8 +17,7 @@ from cl_train.comparison import suite
 from cl_train.comparison.parity import ParityReport
 from cl_train.comparison.suite import add_row, open_table, run_suite, verdict, zoo_row
 from cl_train.comparison.timed_model import TimedModel
-from cl_train.config.schema import BenchmarkSettings, ZooSettings
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,5 @@
 """What a user types: every choice composes, and every mistake is refused with one line that says what to do."""
 
-import os
 import subprocess
 import sys
 from itertools import product
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cl_train.cli import main
 from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices, split_sweep
 from cl_train.config.schema import OPTIMIZERS, Config, ConfigError, OptimConfig
 from cl_train.config.validation import load, setting_fields, settings_from_arguments, to_mapping
@@ -209,19 +209,9 @@ def test_settings_of_scripts_take_lists() -> None:
         settings_from_arguments(Settings, ["model=vgg11"])
 
 
-def run_program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "train.py", *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-
-
 def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path) -> None:
-    done = run_program("chanels_last=true", f"hydra.run.dir={tmp_path}/run")
+    program = [sys.executable, "train.py", "chanels_last=true", f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2
     assert done.stderr == "configuration error:\n  unknown setting 'chanels_last'; did you mean channels_last?\n"
     assert not (tmp_path / "run").exists()
@@ -234,21 +224,20 @@ def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path, fork_serve
     assert "Traceback" not in refused.output() and not (tmp_path / "run").exists()
 
 
-def test_help_shows_settings_groups_and_examples_without_torch() -> None:
-    done = run_program("--help")
-    assert done.returncode == 0
+def test_help_shows_settings_groups_and_examples_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
     for word in (
         "channels_last=false",
         "true|false|auto",
         f"optim={'|'.join(sorted(OPTIMIZERS))}",
         "-m channels_last=true,false",
     ):
-        assert word in done.stdout, word
+        assert word in shown, word
 
 
-def test_cfg_job_prints_the_settings() -> None:
-    done = run_program("--cfg", "job", "epochs=7")
-    assert done.returncode == 0 and "epochs: 7" in done.stdout
+def test_cfg_job_prints_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--cfg", "job", "epochs=7"]) == 0 and "epochs: 7" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -347,7 +336,12 @@ def test_a_value_of_any_length_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_half_a_launcher_is_refused_in_one_line(variables: dict[str, str], tmp_path: Path) -> None:
-    done = run_program(f"hydra.run.dir={tmp_path}/run", **variables)
-    assert done.returncode == 2 and "torchrun" in done.stderr and "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 2 and not (tmp_path / "run").exists()
+def test_half_a_launcher_is_refused_in_one_line(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", f"hydra.run.dir={tmp_path}/run"]) == 2
+    printed = capsys.readouterr().err
+    assert "torchrun" in printed and "Traceback" not in printed
+    assert len(printed.splitlines()) == 2 and not (tmp_path / "run").exists()
