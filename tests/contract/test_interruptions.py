@@ -20,6 +20,7 @@ from cl_train.training import records
 from tests.conftest import Run, write_images
 
 Train = Callable[..., Run]
+FILES = ("metrics.jsonl", "train.log", "checkpoints", "summary.json")
 
 
 def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train: Train, tmp_path: Path) -> None:
@@ -70,11 +71,14 @@ def test_the_epoch_is_saved_before_its_evaluation(
 def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = train(folder=folder)
-    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = contents()
     with pytest.raises(ConfigError, match=r"resume=auto.*hydra\.run\.dir.*overwrite=true"):
         train("epochs=1", folder=folder)
-    after = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
-    assert after == before
+    assert contents() == before
     assert train("resume=auto", folder=folder).summary["val"] == first.summary["val"]
     replaced = train("epochs=1", "overwrite=true", folder=folder)
     assert [record["step"] for record in replaced.records("train")] == [1, 2, 3]
@@ -89,8 +93,15 @@ def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(tr
     assert [record["step"] for record in third.records("train")] == [4, 5, 6]
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "train.log", "checkpoints", "summary.json"])
-@pytest.mark.parametrize("until", ["middle", pytest.param("end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("file", "until"),
+    [
+        ("metrics.jsonl", "middle"),
+        ("checkpoints", "middle"),
+        *(pytest.param(file, "middle", marks=pytest.mark.slow) for file in ("train.log", "summary.json")),
+        *(pytest.param(file, "end", marks=pytest.mark.slow) for file in FILES),
+    ],
+)
 def test_a_full_disk_ends_no_run_and_loses_no_record(
     train: Train, monkeypatch: pytest.MonkeyPatch, file: str, until: str
 ) -> None:

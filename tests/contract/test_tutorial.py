@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,25 +46,31 @@ def test_pixels_are_stored_one_after_the_other() -> None:
 # Memory format API
 
 
-def test_classic_contiguous_tensor() -> None:
-    assert torch.empty(N, C, H, W).stride() == CONTIGUOUS
+LIKE = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like)
+MADE: list[tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = [
+    (lambda: torch.empty(N, C, H, W), CONTIGUOUS),  # the classic tensor
+    (channels_last, CHANNELS_LAST),  # the conversion operator
+    (lambda: to_memory_format(torch.empty(N, C, H, W), torch.channels_last), CHANNELS_LAST),
+    (lambda: channels_last().to(memory_format=torch.contiguous_format), CONTIGUOUS),  # and back
+    (lambda: to_memory_format(channels_last(), torch.contiguous_format), CONTIGUOUS),
+    (lambda: torch.empty(N, C, H, W).contiguous(memory_format=torch.channels_last), CHANNELS_LAST),  # alternative
+    (lambda: channels_last().contiguous(memory_format=torch.contiguous_format), CONTIGUOUS),
+    (lambda: torch.empty(N, C, H, W, memory_format=torch.channels_last), CHANNELS_LAST),  # create as channels last
+    (lambda: channels_last().clone(), CHANNELS_LAST),  # what preserves it
+    (lambda: channels_last().to("meta"), CHANNELS_LAST),
+    (lambda: channels_last().float(), CHANNELS_LAST),
+    (lambda: channels_last().to(torch.float16), CHANNELS_LAST),
+    (lambda: channels_last().to(torch.bfloat16), CHANNELS_LAST),
+    (lambda: channels_last().to(torch.float64), CHANNELS_LAST),
+    (lambda: channels_last().to(torch.int32), CHANNELS_LAST),
+    *((partial(lambda like: like(channels_last()), like), CHANNELS_LAST) for like in LIKE),
+]
 
 
-def test_conversion_operator_preserves_the_shape() -> None:
-    x = torch.empty(N, C, H, W).to(memory_format=torch.channels_last)
-    assert x.shape == (10, 3, 32, 32) and x.stride() == CHANNELS_LAST
-    assert to_memory_format(torch.empty(N, C, H, W), torch.channels_last).stride() == CHANNELS_LAST
-
-
-def test_back_to_contiguous() -> None:
-    assert channels_last().to(memory_format=torch.contiguous_format).stride() == CONTIGUOUS
-    assert to_memory_format(channels_last(), torch.contiguous_format).stride() == CONTIGUOUS
-
-
-def test_alternative_option() -> None:
-    x = torch.empty(N, C, H, W).contiguous(memory_format=torch.channels_last)
-    assert x.stride() == CHANNELS_LAST
-    assert x.contiguous(memory_format=torch.contiguous_format).stride() == CONTIGUOUS
+def test_each_way_to_make_a_tensor_has_the_stated_strides() -> None:
+    for number, (make, strides) in enumerate(MADE):
+        assert make().stride() == strides, number
+    assert channels_last().shape == (10, 3, 32, 32)
 
 
 def test_format_checks() -> None:
@@ -109,34 +117,6 @@ def test_n111_cannot_be_marked() -> None:
     assert classify(x) == "ambiguous"
 
 
-def test_create_as_channels_last() -> None:
-    assert torch.empty(N, C, H, W, memory_format=torch.channels_last).stride() == CHANNELS_LAST
-
-
-def test_clone_preserves() -> None:
-    assert channels_last().clone().stride() == CHANNELS_LAST
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
-def test_to_another_dtype_preserves(dtype: torch.dtype) -> None:
-    assert channels_last().to(dtype).stride() == CHANNELS_LAST
-    assert channels_last().to("meta").stride() == CHANNELS_LAST
-    assert channels_last().float().stride() == CHANNELS_LAST
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_preserves() -> None:
-    assert channels_last().cuda().stride() == CHANNELS_LAST
-
-
-@pytest.mark.parametrize(
-    "like", [torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like]
-)
-def test_like_operators_preserve(like: object) -> None:
-    assert like(channels_last()).stride() == CHANNELS_LAST  # type: ignore[operator]
-
-
 def test_pointwise_operators_preserve() -> None:
     x = channels_last()
     for z in (x + x.clone(), x * 2, x.relu(), torch.where(x > 0, x, -x), x.add_(1)):
@@ -158,7 +138,8 @@ def test_convolutions_are_contiguous_only_where_all_inputs_are(weight_last: bool
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cudnn_convolution_in_half_precision() -> None:
+def test_cuda_preserves_and_cudnn_convolution_in_half_precision() -> None:
+    assert channels_last().cuda().stride() == CHANNELS_LAST
     model = nn.Conv2d(8, 4, 3).cuda().half().to(memory_format=torch.channels_last)
     x = torch.randint(1, 10, (2, 8, 4, 4), dtype=torch.float32, requires_grad=True)
     x = x.to(device="cuda", memory_format=torch.channels_last, dtype=torch.float16)
