@@ -40,7 +40,7 @@ from cl_train.config.validation import load
 from cl_train.data.collate import channels_last_collate
 from cl_train.data.folder import read_folder
 from cl_train.models.sources import build_model
-from cl_train.step.precision import autocast, build_scaler, resolve_precision
+from cl_train.step.precision import autocast, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.machine import measured, timed_s
 from cl_train.training.loop import train
@@ -87,7 +87,7 @@ def bare_step_s(settings: PeerSettings, device: torch.device) -> float:
     images = torch.randn(settings.batch_size, 3, size, size, device=device)
     images = images.to(precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.randint(1000, (settings.batch_size,), device=device)
-    scaler = build_scaler(precision, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
 
     def steps() -> None:
         for _ in range(settings.steps):

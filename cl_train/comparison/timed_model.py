@@ -16,7 +16,7 @@ from cl_train.memory_format.model_call import call_model, mean_square, output_te
 from cl_train.models.sources import copy_model
 from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, autocast, build_scaler, cast_model
+from cl_train.step.precision import MasterWeights, Precision, autocast, cast_model
 from cl_train.step.train_step import StepParts, train_step, update_weights
 from cl_train.system.machine import peak_memory_of_step_gib, step_times_s
 
@@ -78,7 +78,7 @@ class TimedModel:
             optimizer = build_optimizer(workload.optim, self.model, parameters, LEARNING_RATE)
             if workload.cuda_graph:
                 make_capturable(optimizer, workload.device)
-            scaler = build_scaler(precision, workload.device)
+            scaler = torch.amp.GradScaler(workload.device.type, enabled=precision.scales_loss)
             self._parts = StepParts(self.model, masters, optimizer, scaler, precision, workload.device)
         if workload.compile:
             self.model.compile(mode=workload.compile_mode)

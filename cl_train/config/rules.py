@@ -90,7 +90,7 @@ def _run_problems(cfg: Config) -> Iterator[str]:
 
 def graph_conflict(cfg: Config) -> str | None:
     """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
-    if cfg.optim.library != "torch" or cfg.optim.name in schema.WITHOUT_FUSED_KERNEL:
+    if cfg.optim.library != "torch" or cfg.optim.name not in schema.FUSED_OPTIMIZERS:
         name = cfg.optim.name if cfg.optim.library == "torch" else f"timm's {cfg.optim.name}"
         return f"{name} has no fused kernel, so the host decides whether to skip a step; use optim=sgd"
     if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):

@@ -32,7 +32,7 @@ from cl_train.memory_format.layout import images_in, model_memory_format, named_
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, build_scaler, kernel_selection
+from cl_train.step.precision import MasterWeights, Precision, kernel_selection
 from cl_train.step.train_step import StepParts, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.machine import keep_freed_memory, timed_s, wait_for
@@ -436,7 +436,7 @@ class _Side:
         masters = MasterWeights(self._model, precision)
         if parameters := masters.trainable():
             optimizer = build_optimizer(OptimConfig(), self._model, parameters, lr=1e-4)
-            scaler = build_scaler(precision, device)
+            scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
             self.parts = StepParts(self._model, masters, optimizer, scaler, precision, device)
 
     def apply(self) -> None:

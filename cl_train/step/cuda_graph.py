@@ -1,8 +1,6 @@
 """A training step replayed as one CUDA graph: one launch by the host instead of about a thousand.
 
-`train_step` never waits for the device: loss scale, overflow flag and the decision to skip an update are tensors. What
-changes between steps is in tensors too: images and labels in static buffers, learning rates in the optimizer's groups.
-
+What changes between steps is in tensors: images and labels in static buffers, learning rates in the optimizer's groups.
 A replay repeats the decisions that the host made during the recording: a model whose forward pass makes decisions on
 the host (a Python random number, a counter, the value of a tensor) must not be recorded. See PyTorch's notes on CUDA
 graphs for warm-up and side stream.
@@ -13,8 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -32,7 +29,7 @@ _recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
 
 class RecordingError(RuntimeError):
-    """Work cannot be recorded as a CUDA graph; the message has the reason."""
+    """Work cannot be recorded as a CUDA graph: it waits for the device, there is no memory for it, and others."""
 
 
 @cache
@@ -50,7 +47,6 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = _stream(device) if device.type == "cuda" else None
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -69,10 +65,7 @@ class Recorder:
             return work()
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Record `work` without running it, and return its replay, which overwrites its earlier result.
-
-        Raises RecordingError: the work waits for the device, or there is no memory for the graph, and others.
-        """
+        """Record `work` without running it, and return its replay, which overwrites its earlier result."""
         if self.stream is None:
             return work
         graph = torch.cuda.CUDAGraph()
@@ -91,7 +84,6 @@ class Recorder:
                 cause = cause.__context__
             reason = (str(cause).splitlines() or [type(cause).__name__])[0]
             raise RecordingError(f"the work cannot be recorded as a CUDA graph: {reason}") from error
-        self._graphs.add(graph)
         _recorded.add(graph)
 
         def replay() -> T:
@@ -99,14 +91,6 @@ class Recorder:
             return result
 
         return replay
-
-    def release(self) -> None:
-        """Destroy the recordings, whoever refers to them: NCCL does not end while a graph holds its kernels."""
-        for graph in self._graphs:
-            with suppress(RuntimeError):  # after an error of the device
-                graph.reset()
-            _recorded.discard(graph)
-        self._graphs.clear()
 
 
 class GraphedCall(Generic[T]):
@@ -118,58 +102,56 @@ class GraphedCall(Generic[T]):
     def __init__(self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS) -> None:
         assert warm_up >= 1, "cuDNN, the optimizer and the allocator must run once before a recording"
         self._work, self._recorder, self._eager_calls_left = work, recorder, warm_up
-        self._replay: Callable[[], T] | None = None
-
-    @property
-    def is_recorded(self) -> bool:
-        return self._replay is not None
+        self.replay: Callable[[], T] | None = None
 
     def __call__(self) -> T:
         if self._eager_calls_left > 0:
             self._eager_calls_left -= 1
             return self._recorder.run(self._work)
-        if self._replay is None:
-            self._replay = self._recorder.record(self._work)
-        return self._replay()
+        if self.replay is None:
+            self.replay = self._recorder.record(self._work)
+        return self.replay()
 
 
 class GraphedStep:
     """`train_step` as a `GraphedCall`. Batches of another shape are recorded anew, and the earlier graph is dropped.
 
     Copying the batch into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
-
-    Args:
-        fall_back: if the step cannot be recorded, warn and continue with eager steps; otherwise raise.
+    fall_back: if the step cannot be recorded, warn and continue with eager steps; otherwise raise.
     """
 
     def __init__(
         self, parts: StepParts, recorder: Recorder, *, warm_up: int = WARM_UP_STEPS, fall_back: bool = False
     ) -> None:
         self._parts, self._recorder, self._warm_up, self._fall_back = parts, recorder, warm_up, fall_back
-        self._static: list[Batch] = []
         make_capturable(parts.optimizer, parts.device)
-        self._call: GraphedCall[torch.Tensor] | None = None
+        self._static: list[Batch] = []
+        self._layouts: list[Any] = []  # of the static batches
+        self.call: GraphedCall[torch.Tensor] | None = None
         self._is_eager = False  # for good, after a recording that failed
-
-    @property
-    def is_recorded(self) -> bool:
-        return self._call is not None and self._call.is_recorded
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """As `train_step`; the counts are float32, exact below 2**24 images."""
         if self._is_eager:
             return self._recorder.run(partial(train_step, self._parts, micro_batches))
-        if self._call is None or list(map(_layout, micro_batches)) != list(map(_layout, self._static)):
+        layouts = [(t.shape, t.stride(), t.dtype) for batch in micro_batches for t in (batch.images, batch.targets)]
+        if self.call is None or layouts != self._layouts:
+            self._layouts = layouts
             self._static = [Batch(torch.empty_like(b.images), torch.empty_like(b.targets)) for b in micro_batches]
-            self._call = None  # frees the earlier graph before the warm-up allocates
-            self._call = GraphedCall(self._train, self._recorder, warm_up=self._warm_up)
+            self.call = None  # frees the earlier graph before the warm-up allocates
+            self.call = GraphedCall(self._train, self._recorder, warm_up=self._warm_up)
         for static, batch in zip(self._static, micro_batches, strict=True):
             static.images.copy_(batch.images, non_blocking=True)
             static.targets.copy_(batch.targets, non_blocking=True)
         try:
-            return StepResult(*self._call().clone().unbind())
+            return StepResult(*self.call().clone().unbind())
         except RecordingError as error:
-            self._discard_recording()
+            # A recording that failed midway leaves gradients in its memory, and GradScaler in the middle of a step.
+            self._parts.model.zero_grad(set_to_none=True)
+            self._parts.optimizer.zero_grad(set_to_none=True)
+            if self._parts.scaler.is_enabled():
+                self._parts.scaler._per_optimizer_states.clear()
+            self.call, self._static, self._is_eager = None, [], True
             if not self._fall_back:
                 raise RecordingError(f"{error}; use cuda_graph=false") from error
             log.warning("cuda_graph=auto: %s; the steps run eagerly", error)
@@ -179,25 +161,17 @@ class GraphedStep:
         sums = train_step(self._parts, self._static)
         return torch.stack([sums.loss.float(), sums.correct1.float(), sums.correct5.float(), sums.skipped])
 
-    def _discard_recording(self) -> None:
-        """A recording that failed midway leaves gradients in its memory, and GradScaler in the middle of a step."""
-        self._parts.model.zero_grad(set_to_none=True)
-        self._parts.optimizer.zero_grad(set_to_none=True)
-        if self._parts.scaler.is_enabled():
-            self._parts.scaler._per_optimizer_states.clear()
-        self._call, self._static, self._is_eager = None, [], True
-
-    def release(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """For `ExitStack.push`: destroy the graph before the process group, even if a traceback refers to it.
-
-        After an exception it does not wait for the device, which may wait for a rank that has died.
+    def release(self, kind: type[BaseException] | None, *_: object) -> None:
+        """For `ExitStack.push`: destroy all graphs, whoever refers to them, before the process group: NCCL does not end
+        while a graph holds its kernels. After an exception the device is not waited for: it may wait for a dead rank.
         """
         if kind is None and self._recorder.stream is not None:
             torch.cuda.synchronize(self._parts.device)
-        self._call = None
-        self._recorder.release()
+        self.call = None
+        for graph in _recorded:
+            with suppress(RuntimeError):  # after an error of the device
+                graph.reset()
+        _recorded.clear()
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -207,7 +181,3 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> N
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
         if "capturable" in group and device.type == "cuda":
             group["capturable"] = True  # AdamW requires it, although its fused kernel needs nothing else
-
-
-def _layout(batch: Batch) -> list[object]:
-    return [(t.shape, t.stride(), t.dtype) for t in (batch.images, batch.targets)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError, OptimConfig, ScheduleConfig
+from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, ConfigError, OptimConfig, ScheduleConfig
 from cl_train.config.validation import optional_module, suggest
 
 # A checkpoint lacks part of kron's state, and adahessian needs gradients of gradients.
@@ -17,9 +17,7 @@ _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raises ConfigError: timm is missing or has no such optimizer; only one of beta1 and beta2 is set; the optimizer
-    cannot be built on this machine (some need CUDA or other packages).
-    """
+    """Raises ConfigError: timm is missing or has no such optimizer, or cannot build it on this machine."""
     if cfg.library == "torch":
         return
     names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - _NOT_SUPPORTED
@@ -27,19 +25,18 @@ def check_optimizer(cfg: OptimConfig) -> None:
         raise ConfigError(f"optim.name={cfg.name}: not a supported optimizer of timm{suggest(cfg.name, names)}")
     if (cfg.beta1 is None) != (cfg.beta2 is None):
         raise ConfigError("optim=timm: set optim.beta1 and optim.beta2 together, or neither: their defaults differ")
+    layer = nn.Linear(2, 2, bias=False)
     try:
-        _timm_optimizer(cfg, [{"params": [nn.Parameter(torch.zeros(2, 2))]}], cfg.lr)
-    except Exception as error:
+        build_optimizer(cfg, layer, dict(layer.named_parameters()), cfg.lr)
+    except Exception as error:  # some need CUDA or other packages
         raise ConfigError(f"optim=timm optim.name={cfg.name}: {error}") from error
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
     """Stop the training of the parameters whose name, or that of a module around them, matches a shell pattern.
 
-    BatchNorm in frozen parts stays in eval mode, whatever `model.train()` says. The pattern `backbone` means all
-    parameters but `head`.
-
-    Raises ConfigError: a pattern matches nothing, or nothing is left to train.
+    BatchNorm in frozen parts stays in eval mode, whatever `model.train()` says. The pattern `backbone` means all but
+    `head`. Raises ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
@@ -50,7 +47,6 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
         if not found:
             raise ConfigError(f"freeze={pattern}: the model has no such part{suggest(pattern, parts)}")
         frozen |= found
-
     still = {name for name in parts if frozen.intersection(_around(name))}
     for name in still & set(parameters):
         parameters[name].requires_grad_(False)
@@ -74,55 +70,43 @@ def build_optimizer(
     lr: float | torch.Tensor,
     head: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over `parameters` (see `precision.trainable_parameters`). `head`: the classifier's names.
+    """The optimizer of `cfg` over `parameters` (see `MasterWeights.trainable`). `head`: the classifier's names.
 
-    A fused kernel reads loss scale and overflow flag on the device. With any other optimizer (RMSprop has none)
-    GradScaler makes the host wait for the device in each step (pytorch/pytorch#80167).
+    A fused kernel reads loss scale and overflow flag on the device. With any other optimizer GradScaler makes the host
+    wait for the device in each step (pytorch/pytorch#80167).
     """
     groups = _parameter_groups(cfg, model, parameters, head)
     for group in groups:
         group["lr"] = lr if group["lr_scale"] == 1 else lr * group["lr_scale"]
+    keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
+    options: dict[str, Any] = {key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None}
+    betas = options.pop("beta1", None), options.pop("beta2", None)
+    if betas != (None, None):
+        options["betas"] = (0.9 if betas[0] is None else betas[0], 0.999 if betas[1] is None else betas[1])
     if cfg.library == "timm":
-        return _timm_optimizer(cfg, groups, lr)
-    options = _options(cfg)
-    if cfg.name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, fused=True, **options)
-    if cfg.name == "rmsprop":
-        options.pop("betas", None)
-        return torch.optim.RMSprop(groups, lr=lr, alpha=cfg.alpha, momentum=cfg.momentum, foreach=True, **options)
-    assert cfg.name == "sgd", cfg.name
-    sgd = torch.optim.SGD(groups, lr=lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=True)
-    if cfg.momentum > 0:
-        # Zeros give the same first update as no buffer. Fused SGD leaves its buffer uninitialised if the first step is
-        # skipped, as it is when the initial loss scale overflows; the second step would add that memory to the weights.
-        for parameter in parameters.values():
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return sgd
-
-
-def _timm_optimizer(cfg: OptimConfig, groups: list[dict[str, Any]], lr: float | torch.Tensor) -> torch.optim.Optimizer:
-    create = optional_module("timm.optim", "optim=timm").create_optimizer_v2
-    optimizer: torch.optim.Optimizer = create(
-        groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **_options(cfg)
-    )
+        create = optional_module("timm.optim", "optim=timm").create_optimizer_v2
+        made: torch.optim.Optimizer = create(groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, **options)
+        return made
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
+    options["fused" if cfg.name in FUSED_OPTIMIZERS else "foreach"] = True
+    optimizer = kinds[cfg.name](groups, lr=lr, **options)
+    # Zeros give the same first update as no buffer. Fused SGD leaves its buffer uninitialised if the first step is
+    # skipped, as it is when the initial loss scale overflows; the second step would add that memory to the weights.
+    for parameter in parameters.values() if cfg.name == "sgd" and cfg.momentum > 0 else ():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def _options(cfg: OptimConfig) -> dict[str, Any]:
-    """`betas` and `eps`, unless they have the optimizer's own default."""
-    options: dict[str, Any] = {} if cfg.eps is None else {"eps": cfg.eps}
-    if cfg.beta1 is not None or cfg.beta2 is not None:
-        options["betas"] = (0.9 if cfg.beta1 is None else cfg.beta1, 0.999 if cfg.beta2 is None else cfg.beta2)
-    return options
 
 
 def _parameter_groups(
     cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], head: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Groups of equal weight decay (0 for some parameters if `decay_norm_and_bias` is false) and equal `lr_scale`:
-    learning rate / the optimizer's = `layer_decay` ** (layers after their own), times `head_lr_ratio` in the `head`.
+    """Groups of equal weight decay and equal `lr_scale`: learning rate / the optimizer's = `layer_decay` ** (layers
+    after their own), times `head_lr_ratio` in the `head`.
     """
-    exempt = set() if cfg.decay_norm_and_bias else not_decayed_names(model, parameters)
+    exempt = set[str]()  # timm's rule: vectors, and the model's own list of tokens and position embedding
+    if not cfg.decay_norm_and_bias:
+        listed: Any = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
+        exempt = {name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in listed}
     layers = layer_numbers(model) if cfg.layer_decay < 1 else dict.fromkeys(parameters, 0)
     last = max(layers.values(), default=0)
     members: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -155,13 +139,6 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def not_decayed_names(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
-    """timm's rule: one-dimensional parameters (normalisation, biases, layer scales) and the model's own list, which
-    names a vision transformer's tokens and position embedding."""
-    own_list: set[str] = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
-    return {name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in own_list}
-
-
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate, each group's share of it; in place if it is a tensor, as a CUDA graph requires."""
     for group in optimizer.param_groups:
@@ -170,14 +147,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(scaled)
         else:
             group["lr"] = scaled
-
-
-# --- learning rate: a pure function of the step, so that a resumed run continues the same curve -----------------------
-
-
-def scaled_lr(cfg: OptimConfig, global_batch_size: int) -> float:
-    """The peak learning rate: `optim.lr`, given for a reference batch, scaled linearly (Goyal et al. 2017)."""
-    return cfg.lr * (global_batch_size / cfg.reference_batch_size if cfg.reference_batch_size else 1)
 
 
 def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
@@ -192,12 +161,12 @@ def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, to
     warmup_steps = min(round(cfg.warmup_epochs * steps_per_epoch), total_steps)
     if step < warmup_steps:
         return lr * (cfg.warmup_start + (1 - cfg.warmup_start) * step / warmup_steps)
-    first = warmup_steps if cfg.warmup_prefix else 0
-    progress = (step - first) / max(1, total_steps - first)
     if cfg.name == "constant":
         return lr
     if cfg.name == "step":
         return lr * cfg.gamma ** (step / steps_per_epoch // cfg.step_epochs)
+    first = warmup_steps if cfg.warmup_prefix else 0
+    progress = (step - first) / max(1, total_steps - first)
     if cfg.name == "linear":
         return lr * (1 - (1 - cfg.final_lr_ratio) * progress)
     assert cfg.name == "cosine", cfg.name

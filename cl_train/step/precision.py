@@ -13,8 +13,6 @@ from torch import nn
 from cl_train.config.schema import PRECISIONS, ConfigError
 from cl_train.config.validation import suggest
 
-VOLTA, AMPERE = (7, 0), (8, 0)  # compute capability of the first GPUs with tensor cores, and with bf16 in them
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -38,14 +36,16 @@ class Precision:
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
 
 
-_ROWS = (
-    Precision("fp32"),
-    Precision("tf32", tf32=True),
-    Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
-    Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
-    Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
-)
-BY_NAME = {precision.name: precision for precision in _ROWS}
+BY_NAME = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32"),
+        Precision("tf32", tf32=True),
+        Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
+        Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
+        Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
+    )
+}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
@@ -54,44 +54,37 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
         raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{suggest(name, PRECISIONS)}")
     if name != "auto":
         return BY_NAME[name]
-    if device.type == "cuda":
-        has_tensor_cores = torch.cuda.get_device_capability(device) >= VOLTA
-        name, reason = ("fp16", "the GPU has tensor cores") if has_tensor_cores else ("fp32", "no tensor cores")
-    else:
-        is_native = torch.ops.mkldnn._is_mkldnn_bf16_supported() and _cpu_has_native_bf16()
-        name, reason = ("bf16", "the CPU has native bf16") if is_native else ("fp32", "no native bf16 on this CPU")
-    return replace(BY_NAME[name], reason=reason)
-
-
-def _cpu_has_native_bf16() -> bool:
-    """AVX512-BF16, AMX or Arm's bf16. oneDNN also emulates bf16 on plain AVX512, slower than fp32."""
-    with suppress(OSError):
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
-    return False
+    fast = _fast_dtypes(device)
+    if not fast:
+        return replace(BY_NAME["fp32"], reason=f"this {device.type} device has no fast 16-bit arithmetic")
+    return replace(BY_NAME[fast[0]], reason=f"fast on this {device.type} device")
 
 
 def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
     """Reasons against `precision` on `device`, one sentence each; empty if there are none."""
-    name, is_fp16 = precision.name, precision.name in ("fp16", "fp16_o2")
-    if device.type != "cuda":
-        if is_fp16:
-            return [f"precision={name} is slow on a CPU; bf16 or fp32 is faster"]
-        is_emulated = name == "bf16" and not _cpu_has_native_bf16()
-        return ["precision=bf16: this CPU emulates bf16; fp32 is likely to be faster"] if is_emulated else []
-    capability = torch.cuda.get_device_capability(device)
-    if is_fp16 and capability < VOLTA:
-        return [f"precision={name}: this GPU has no tensor cores, so fp16 and channels_last gain little"]
-    return ["precision=bf16: this GPU emulates bf16; fp16 is faster"] if name == "bf16" and capability < AMPERE else []
+    dtype = precision.name.removesuffix("_o2")
+    if dtype not in ("fp16", "bf16") or dtype in _fast_dtypes(device):
+        return []
+    return [f"precision={precision.name}: this {device.type} device has no fast arithmetic for it; use precision=auto"]
+
+
+def _fast_dtypes(device: torch.device) -> list[str]:
+    """Those of 16 bits, the best first."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return [name for name, first in (("fp16", (7, 0)), ("bf16", (8, 0))) if capability >= first]  # in tensor cores
+    with suppress(OSError):  # AVX512-BF16, AMX or Arm's; oneDNN also emulates bf16 on plain AVX512, slower than fp32
+        flags = {"avx512_bf16", "amx_bf16", "bf16"}.intersection(Path("/proc/cpuinfo").read_text().split())
+        return ["bf16"] if flags and torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
+    return []
 
 
 @contextmanager
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
     """Set which CUDA kernels torch may select, in the whole process; the previous switches are restored at the end.
 
-    Args:
-        tf32: allow TF32 in fp32 matmuls and convolutions; None: as it is.
-        autotune: let cuDNN time its convolution algorithms once per shape, all of them (torch's default is ten). That
-            takes seconds, so not for a shape that occurs once.
+    tf32: allow it in fp32 matmuls and convolutions; None: as it is. autotune: let cuDNN time all its convolution
+    algorithms (by default ten) once per shape, which takes seconds: not for a shape that occurs once.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit)
@@ -110,24 +103,13 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def build_scaler(
-    precision: Precision, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
-) -> torch.amp.GradScaler:
-    """A dynamic loss scaler; for precisions without loss scaling it is disabled and every call is a no-op."""
-    return torch.amp.GradScaler(device.type, init_scale, growth_interval=growth_interval, enabled=precision.scales_loss)
-
-
 def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """fp16_o2: cast `model` to fp16 in place, except its BatchNorm layers, as apex's O2 did. Otherwise a no-op.
-
-    BatchNorm keeps fp32 parameters and statistics because a running variance can underflow in fp16.
-    """
-    if not precision.master_weights:
-        return model
-    model.half()
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.float()
+    """fp16_o2: cast `model` to fp16 in place, except BatchNorm, whose running variance can underflow. Else a no-op."""
+    if precision.master_weights:
+        model.half()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.float()
     return model
 
 
@@ -191,15 +173,11 @@ class EMA:
 
     @torch.no_grad()
     def update(self, source: Mapping[str, Any]) -> None:
-        """ema += (1 - decay) * (weights - ema), for a model's state dict `source`. Integer buffers are copied.
-
-        The host does not wait for the device.
-        """
-        average = self.module.state_dict()
-        tensors = [name for name, value in average.items() if isinstance(value, torch.Tensor)]  # else an extra state
-        averages = [name for name in tensors if average[name].is_floating_point()]
-        copied = [name for name in tensors if not average[name].is_floating_point()]
+        """ema += (1 - decay) * (weights - ema), for a model's state dict. Integer buffers are copied. Does not wait."""
+        tensors = {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
+        averages = [(value, source[name].detach()) for name, value in tensors.items() if value.is_floating_point()]
+        copied = [(value, source[name]) for name, value in tensors.items() if not value.is_floating_point()]
         if copied:  # one launch instead of one per BatchNorm
-            torch._foreach_copy_([average[name] for name in copied], [source[name] for name in copied])
-        weights = [source[name].detach().to(average[name].dtype) for name in averages]
-        torch._foreach_lerp_([average[name] for name in averages], weights, 1 - self.decay)
+            torch._foreach_copy_([value for value, _ in copied], [value for _, value in copied])
+        weights = [weight.to(average.dtype) for average, weight in averages]
+        torch._foreach_lerp_([average for average, _ in averages], weights, 1 - self.decay)

@@ -7,6 +7,7 @@ zero_grad. All results stay on the device: the host waits here only for an optim
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -16,22 +17,22 @@ from cl_train.config.validation import user_function
 from cl_train.data.device import Batch
 from cl_train.step.precision import MasterWeights, Precision, autocast
 
-# Of the auxiliary heads of Inception v3 (Szegedy et al. 2015, as in torchvision's references) and GoogLeNet (Szegedy et
-# al. 2014, section 5).
+# Of the auxiliary heads of Inception v3 (as in torchvision's references) and of GoogLeNet (Szegedy et al. 2014).
 _AUX_WEIGHTS = {"aux_logits": 0.4, "aux_logits1": 0.3, "aux_logits2": 0.3}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Cross-entropy, binary cross-entropy of each class (Wightman et al., "ResNet strikes back", 2021), or `function`.
+    """Cross-entropy, binary cross-entropy of each class (Wightman et al. 2021, "ResNet strikes back"), or own."""
 
-    bce_threshold: targets of the binary cross-entropy become 1 above it and 0 below; None = they are not changed.
-    """
-
-    name: str = "cross_entropy"  # or bce, or that of `function`
+    name: str = "cross_entropy"  # or bce, or package.module:function
     label_smoothing: float = 0.0
-    bce_threshold: float | None = None
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # of logits and targets
+    bce_threshold: float | None = None  # targets of bce become 1 above it and 0 below; None = they are not changed
+
+    @cached_property
+    def function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """The user's, of logits and targets. Raises ConfigError: it cannot be imported."""
+        return None if self.name in LOSSES else user_function("loss", self.name)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean in float32. logits: [N, classes]. targets: int64 [N], or float [N, classes] (MixUp, CutMix)."""
@@ -53,16 +54,8 @@ class Loss:
 CROSS_ENTROPY = Loss()
 
 
-def build_loss(name: str, label_smoothing: float, bce_threshold: float | None) -> Loss:
-    """Raises ConfigError: `name` is a function that cannot be imported."""
-    return Loss(name, label_smoothing, bce_threshold, None if name in LOSSES else user_function("loss", name))
-
-
 def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:
-    """The loss of a model's output (logits [N, classes]), with the auxiliary heads of Inception v3 and GoogLeNet.
-
-    targets: int64 [N], or float [N, classes] (MixUp, CutMix).
-    """
+    """The loss of a model's output, its logits [N, classes], with the auxiliary heads of Inception v3 and GoogLeNet."""
     total = loss(logits_of(output), targets)
     for name, weight in _AUX_WEIGHTS.items():
         if (logits := getattr(output, name, None)) is not None:
@@ -71,10 +64,7 @@ def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -
 
 
 def logits_of(output: object) -> torch.Tensor:
-    """The main head's logits [N, classes].
-
-    Raises ValueError: the output is neither a tensor nor an object with a tensor `.logits`.
-    """
+    """The main head's logits [N, classes]. Raises ValueError: the output is no tensor and has no tensor `.logits`."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         raise ValueError(
@@ -124,8 +114,7 @@ def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     """One optimizer step over one or more micro-batches (gradient accumulation).
 
-    In every precision, a non-finite gradient skips the update and the weights do not change. With loss
-    scaling it also lowers the scale.
+    A gradient that is not finite skips the update; the weights do not change. With loss scaling it lowers the scale.
     """
     ddp, rows = parts.model if isinstance(parts.model, nn.parallel.DistributedDataParallel) else None, []
     for number, batch in enumerate(micro_batches, 1):

@@ -16,14 +16,10 @@ _DATA_SHEETS = {
     "V100": (125.0, None, 15.7), "T4": (65.0, None, 8.1),
 }  # fmt: skip
 _MATMUL = {"cuda": 8192, "cpu": 512}  # rows and columns
-_REPEATS = 20
-TRAINING_FACTOR = 3  # a backward pass computes two products for each of the forward pass
 
 
 def flops_of(forward: Callable[[], object]) -> int:
-    """Floating-point operations of a forward pass (torch's counter ignores groups in a backward pass): convolutions and
-    matrix products, a multiply-add counted as two.
-    """
+    """Those of convolutions and matrix products, a multiply-add as two (in a backward pass torch ignores groups)."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         forward()
     return counter.get_total_flops()
@@ -34,10 +30,13 @@ def utilisation(
 ) -> dict[str, Any]:
     """What `images_per_s` on one device means: TFLOP/s, and shares of the measured and of the published peak (or None).
 
-    `gflop_per_image`: of a forward pass; a training step counts as three. Measures a matrix product, in under a second.
+    `gflop_per_image`: of a forward pass; a backward pass computes two products for each of its own.
     """
-    measured, published = matmul_tflop_per_s(precision, device), _published(precision, device)
-    tflop_per_s = gflop_per_image * images_per_s * (TRAINING_FACTOR if training else 1) / 1000
+    measured = matmul_tflop_per_s(precision, device)
+    words = torch.cuda.get_device_name(device).replace("-", " ").split() if device.type == "cuda" else []
+    column = 0 if precision.input_dtype != torch.float32 else 1 if precision.tf32 else 2
+    published = next((peaks[column] for name, peaks in _DATA_SHEETS.items() if name in words), None)
+    tflop_per_s = gflop_per_image * images_per_s * (3 if training else 1) / 1000
     return {
         "gflop_per_image": round(gflop_per_image, 4),
         "tflop_per_s": round(tflop_per_s, 4),
@@ -62,11 +61,5 @@ def matmul_tflop_per_s(precision: Precision, device: torch.device) -> float:
     size = _MATMUL.get(device.type, 1024)
     a, b = (torch.rand(size, size, device=device).to(precision.input_dtype) for _ in range(2))
     with kernel_selection(tf32=precision.tf32, autotune=False), torch.no_grad():
-        seconds = min(timed_s(lambda: a @ b, device) for _ in range(1 + _REPEATS))
+        seconds = min(timed_s(lambda: a @ b, device) for _ in range(21))
     return 2 * size**3 / seconds / 1e12
-
-
-def _published(precision: Precision, device: torch.device) -> float | None:
-    words = torch.cuda.get_device_name(device).replace("-", " ").split() if device.type == "cuda" else []
-    column = 0 if precision.input_dtype != torch.float32 else 1 if precision.tf32 else 2
-    return next((peaks[column] for name, peaks in _DATA_SHEETS.items() if name in words), None)

@@ -27,8 +27,8 @@ from cl_train.memory_format.model_call import failure_explained
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.optim import build_optimizer, freeze
-from cl_train.step.precision import EMA, MasterWeights, Precision, build_scaler, cast_model
-from cl_train.step.train_step import Loss, StepParts, StepResult, build_loss, train_step
+from cl_train.step.precision import EMA, MasterWeights, Precision, cast_model
+from cl_train.step.train_step import Loss, StepParts, StepResult, train_step
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, on_main
 from cl_train.training.preflight import check_batch_fits, check_runs
@@ -55,7 +55,9 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     masters = MasterWeights(model, precision)
     ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
     optimizer = build_optimizer(cfg.optim, model, masters.trainable(), lr, head)
-    scaler = build_scaler(precision, dist.device, cfg.amp.init_scale, cfg.amp.growth_interval)
+    scaler = torch.amp.GradScaler(
+        dist.device.type, cfg.amp.init_scale, growth_interval=cfg.amp.growth_interval, enabled=precision.scales_loss
+    )
     recorder = Recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
@@ -67,7 +69,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         trained = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     if cfg.compile:
         trained = compiled(trained, cfg.compile_mode, graphs=len(training_sizes(cfg)))
-    loss = build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
+    loss = Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
     parts = StepParts(trained, masters, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
     if recorder is not None:

@@ -19,7 +19,7 @@ from cl_train.data.loader import first_reasons
 from cl_train.data.transforms import check_augment
 from cl_train.models import sources as models
 from cl_train.step.optim import check_optimizer, set_lr
-from cl_train.step.train_step import build_loss
+from cl_train.step.train_step import Loss
 from cl_train.system.distributed import (
     broadcast_object,
     choose_device,
@@ -58,7 +58,7 @@ def check_runs(runs: list[Config]) -> None:
         try:
             models.check_model(cfg.model, cfg.weights)
             check_optimizer(cfg.optim)
-            build_loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
+            _ = Loss(cfg.loss).function  # imports it
             if cfg.metrics is not None:
                 user_function("metrics", cfg.metrics)
             check_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself

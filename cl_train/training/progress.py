@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule
-from cl_train.step.optim import lr_at, scaled_lr
+from cl_train.step.optim import lr_at
 from cl_train.system.machine import DeviceClock
 
 MAP = "mean_average_precision"
@@ -88,11 +88,12 @@ class Plan:
         return self.image_sizes[min(progress.epoch, len(self.image_sizes) - 1)]
 
     def lr_at(self, progress: Progress) -> float:
-        """The learning rate of the next step."""
+        """The learning rate of the next step; `optim.lr` is scaled linearly to the batch (Goyal et al. 2017)."""
+        lr, reference = self.cfg.optim.lr, self.cfg.optim.reference_batch_size
         return lr_at(
             progress.epoch * self.steps_per_epoch + progress.step_in_epoch,
             self.cfg.schedule,
-            lr=scaled_lr(self.cfg.optim, self.global_batch_size),
+            lr=lr * (self.global_batch_size / reference) if reference else lr,
             steps_per_epoch=self.steps_per_epoch,
             total_steps=self.steps_per_epoch * len(self.image_sizes),
         )

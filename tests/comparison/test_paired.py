@@ -135,7 +135,7 @@ def test_a_training_step_trains_and_an_inference_does_not(precision: str, change
         timed.warm_up()
         after = timed.model.state_dict()
         assert any(not torch.equal(after[key], before[key]) for key in before) is trains
-        assert getattr(timed.step, "is_recorded", False) is timed.workload.cuda_graph
+        assert bool(getattr(timed.step, "replay", None)) is timed.workload.cuda_graph
         assert timed._parts is None or timed._parts.scaler.is_enabled() is (precision == "fp16")
 
 

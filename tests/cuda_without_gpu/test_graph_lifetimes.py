@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cl_train.step import cuda_graph
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import autocast
 from cl_train.step.train_step import train_step
@@ -26,7 +27,7 @@ class StubRecorder(Recorder):
 
     def record(self, work: Any) -> Any:
         graph = Graph()
-        self._graphs.add(graph)  # type: ignore[arg-type]
+        cuda_graph._recorded.add(graph)  # type: ignore[arg-type]
 
         def replay() -> Any:
             graph.replay()
@@ -98,7 +99,7 @@ def test_growing_images_leave_one_graph() -> None:
         step([make_batch(parts, images=images)])
         assert len(Graph.alive) <= 1
     step.release(None, None, None)
-    assert len(Graph.alive) == 0 and not step.is_recorded
+    assert len(Graph.alive) == 0 and step.call is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
@@ -114,7 +115,7 @@ def test_auto_falls_back_to_eager_steps_with_the_same_results(
         result = step([make_batch(parts, seed=seed)])
         assert result.loss.item() == train_step(expected, [make_batch(expected, seed=seed)]).loss.item()
     assert len(caplog.messages) == 1 and "operation not permitted" in caplog.messages[0]
-    assert not step.is_recorded and len(Graph.alive) == 0
+    assert step.call is None and len(Graph.alive) == 0
     step = GraphedStep(parts, Halfway(CPU), warm_up=1)
     step([make_batch(parts)])
     with pytest.raises(RecordingError, match=r"operation not permitted.*cuda_graph=false"):

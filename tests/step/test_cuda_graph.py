@@ -15,10 +15,8 @@ from cl_train.data.device import Batch
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.train_step import StepParts, StepResult, train_step
-from cl_train.training.state import collect, restore
 from tests.conftest import CPU_PRECISIONS, Run
 from tests.step.test_train_step import make_batch, make_parts
-from tests.train_states import train_state
 
 CPU = torch.device("cpu")
 
@@ -84,52 +82,24 @@ def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
         assert found == pytest.approx(expected, nan_ok=True)
         assert found[3] == (number in (0, 6))
         assert_same(eager, recorded)
-    assert step.is_recorded
+    assert step.call is not None and step.call.replay is not None
     if name.startswith("fp16"):
         assert recorded.scaler.get_scale() == 256, "two overflows halved 1024 twice"
 
 
-def test_a_replay_overwrites_neither_earlier_sums_nor_reads_the_callers_batch() -> None:
-    """A replay writes where the one before wrote, and reads its own copy of the images."""
-    parts, fresh = make_parts("fp32"), make_parts("fp32")
-    step, given, expected = GraphedStep(parts, CountingRecorder(), warm_up=1), [], []
-    for seed in range(5):
-        batch = make_batch(parts, seed=seed)
+def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
+    """Growing images, with the results of eager steps, though a replay writes where the one before wrote; it reads its
+    own copy of the batch.
+    """
+    parts, eager, recorder = make_parts("fp32"), make_parts("fp32"), CountingRecorder()
+    step, given, expected = GraphedStep(parts, recorder, warm_up=2), [], []
+    for seed, images in enumerate((8, 8, 8, 8, 8, 5, 5, 5, 5)):
+        batch = make_batch(parts, seed=seed, images=images)
         given.append(step([batch]))
         batch.images.fill_(float("nan"))
-        expected.append(values(train_step(fresh, [make_batch(fresh, seed=seed)])))
-    for one, other in zip(given, expected, strict=True):
-        assert values(one) == pytest.approx(other, rel=1e-6)
-    assert len({sums.loss.item() for sums in given}) == 5
-    torch.testing.assert_close(parts.model[0].weight, fresh.model[0].weight)
-
-
-def test_a_checkpoint_goes_from_the_eager_to_the_recorded_step_and_back() -> None:
-    """The loss scale is GradScaler's own, so its state dict is the same on both paths."""
-    eager, recorded = make_parts("fp16"), make_parts("fp16")
-    train_step(eager, [make_batch(eager)])
-    overflowing = make_batch(eager)
-    overflowing.images[0] = float("inf")
-    train_step(eager, [overflowing])
-    saved = collect(train_state(eager.model, eager.optimizer, eager.scaler), {}, {})
-    restore(saved, train_state(recorded.model, recorded.optimizer, recorded.scaler))
-    step = GraphedStep(recorded, CountingRecorder(), warm_up=1)
-    for parts in (eager, recorded):
-        set_lr(parts.optimizer, 0.125)
-    for seed in range(4):
-        train_step(eager, [make_batch(eager, seed=seed)])
-        step([make_batch(recorded, seed=seed)])
-    assert_same(eager, recorded)
-    assert recorded.scaler.state_dict()["scale"] == 512 and recorded.scaler.state_dict()["_growth_tracker"] == 4
-
-
-def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
-    """One recording per shape: growing images, with the same results as eager steps."""
-    parts, eager, recorder = make_parts("fp32"), make_parts("fp32"), CountingRecorder()
-    step = GraphedStep(parts, recorder, warm_up=2)
-    for seed, images in enumerate((8, 8, 8, 8, 5, 5, 5, 5)):
-        found, batch = step([make_batch(parts, seed=seed, images=images)]), make_batch(eager, seed=seed, images=images)
-        assert values(found) == pytest.approx(values(train_step(eager, [batch])), rel=1e-6)
+        expected.append(values(train_step(eager, [make_batch(eager, seed=seed, images=images)])))
+    assert [values(sums) for sums in given] == [pytest.approx(row, rel=1e-6) for row in expected]
+    torch.testing.assert_close(parts.model[0].weight, eager.model[0].weight)
     assert recorder.asked == ["run", "run", "record"] * 2
     other = make_batch(parts, images=5)
     step([Batch(other.images.contiguous(), other.targets)])
@@ -152,18 +122,19 @@ def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], 
     assert recorded.records("train")[0]["lr"] == plain.records("train")[0]["lr"]
 
 
-REFUSED: dict[str, dict[str, object]] = {
-    "cuda_graph=true: rmsprop has no fused kernel": {"cuda_graph": "true", "optim": {"name": "rmsprop"}},
-    "cuda_graph=true: compile_mode=reduce-overhead makes CUDA graphs itself": {
-        "cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"
-    },
-    "cuda_graph=yes: expected true.false.auto": {"cuda_graph": "yes"},
-    "ddp_static_graph=true does not work with accumulate_steps": {"ddp_static_graph": True, "accumulate_steps": 2},
-}  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: rmsprop has no fused kernel"),
+    (
+        {"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"},
+        "reduce-overhead makes CUDA graphs",
+    ),
+    ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
+    ({"ddp_static_graph": True, "accumulate_steps": 2}, "ddp_static_graph=true does not work with accumulate_steps"),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_recorded_is_refused(message: str) -> None:
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_cannot_be_recorded_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(REFUSED[message])
+        load(settings)
     assert to_mapping(load({"cuda_graph": True}))["cuda_graph"] == "true", "it may be written as a boolean"

@@ -1,6 +1,9 @@
 """Learning rates by formula, parameter groups by name, fused kernels where there are any."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import timm
@@ -9,17 +12,8 @@ import torch
 import torchvision
 from torch import nn
 
-from cl_train.config.schema import OPTIMIZERS, WITHOUT_FUSED_KERNEL, ConfigError, OptimConfig, ScheduleConfig
-from cl_train.step.optim import (
-    build_optimizer,
-    check_optimizer,
-    freeze,
-    layer_numbers,
-    lr_at,
-    not_decayed_names,
-    scaled_lr,
-    set_lr,
-)
+from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, ConfigError, OptimConfig, ScheduleConfig
+from cl_train.step.optim import build_optimizer, check_optimizer, freeze, layer_numbers, lr_at, set_lr
 from cl_train.training.state import collect, restore
 from tests.networks import small
 from tests.train_states import train_state
@@ -41,36 +35,32 @@ def test_learning_rates(schedule: dict[str, object], expected: dict[int, float])
     cfg = ScheduleConfig(**schedule)  # type: ignore[arg-type]
     found = {step: lr_at(step, cfg, lr=1.0, steps_per_epoch=10, total_steps=100) for step in expected}
     assert found == pytest.approx(expected, abs=1e-5)
-    assert scaled_lr(OptimConfig(lr=0.1), 1024) == pytest.approx(0.4), "it is for a reference batch"
-    assert scaled_lr(OptimConfig(lr=0.1, reference_batch_size=0), 1024) == 0.1
 
 
-def scales_of(model: nn.Module, cfg: OptimConfig, head: set[str] = frozenset()) -> dict[str, float]:  # type: ignore[assignment]
-    """The share of the learning rate of each parameter."""
-    parameters = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    optimizer = build_optimizer(cfg, model, parameters, 0.5, head)
-    set_lr(optimizer, 0.25)
-    groups = optimizer.param_groups
-    return {names[id(parameter)]: group["lr"] / 0.25 for group in groups for parameter in group["params"]}
+def optimizer_of(model: nn.Module, lr: float | torch.Tensor = 0.1, **options: Any) -> torch.optim.Optimizer:
+    return build_optimizer(OptimConfig(**options), model, dict(model.named_parameters()), lr)
+
+
+def by_name(model: nn.Module, groups: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """The value of each parameter's group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)]: group[key] for group in groups for parameter in group["params"]}
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "resnet18"])
 def test_layer_decay_equals_timms(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
-    cfg = OptimConfig(layer_decay=0.75, decay_norm_and_bias=False, name="adamw")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    expected = {
-        names[id(parameter)]: group["lr_scale"]
-        for group in timm.optim.param_groups_layer_decay(model, layer_decay=0.75)
-        for parameter in group["params"]
-    }
-    assert scales_of(model, cfg) == pytest.approx(expected)
+    optimizer = optimizer_of(model, layer_decay=0.75, decay_norm_and_bias=False, name="adamw")
+    set_lr(optimizer, 1.0)
+    theirs = by_name(model, timm.optim.param_groups_layer_decay(model, layer_decay=0.75), "lr_scale")
+    assert by_name(model, optimizer.param_groups, "lr") == pytest.approx(theirs)
 
 
 def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
     model = torchvision.models.resnet18(num_classes=3)
-    found = scales_of(model, OptimConfig(layer_decay=0.5, head_lr_ratio=10), {"fc.weight", "fc.bias"})
+    cfg = OptimConfig(layer_decay=0.5, head_lr_ratio=10)
+    groups = build_optimizer(cfg, model, dict(model.named_parameters()), 1.0, {"fc.weight", "fc.bias"}).param_groups
+    found = by_name(model, groups, "lr")
     blocks = ["conv1", *(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)), "fc"]
     for depth, block in enumerate(reversed(blocks)):
         of_block = {value for name, value in found.items() if name.startswith(f"{block}.")}
@@ -79,7 +69,6 @@ def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
     layers = layer_numbers(torchvision.models.VisionTransformer(32, 16, 12, 2, 8, 8, num_classes=3))
     assert layers["encoder.ln.weight"] == layers["encoder.layers.encoder_layer_11.mlp.3.weight"]
     assert layers["heads.head.weight"] - layers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 12
-    assert set(scales_of(small(3), OptimConfig(decay_norm_and_bias=False)).values()) == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -100,47 +89,43 @@ def test_freeze(patterns: list[str], trained: set[str]) -> None:
     assert modes == {"1": "1.weight" in trained, "4": "4.weight" in trained, "2": True}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "said"), [("layer1", "freeze=layer1: the model has no such part"), ("*", "nothing")]
-)
-def test_what_cannot_be_frozen(pattern: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        freeze(small(3), [pattern], set())
+def test_what_cannot_be_frozen() -> None:
+    for pattern, said in (("layer1", "freeze=layer1: the model has no such part"), ("*", "nothing")):
+        with pytest.raises(ConfigError, match=said):
+            freeze(small(3), [pattern], set())
 
 
 def test_parameters_without_decay_are_those_of_timm() -> None:
     model = nn.Sequential(small(3), nn.LayerNorm(3), nn.MultiheadAttention(4, 2))
-    assert not_decayed_names(model, dict(model.named_parameters())) == {
-        *("0.1.weight", "0.1.bias", "0.3.bias", "0.4.weight", "0.4.bias", "0.8.bias"),
-        *("1.weight", "1.bias", "2.in_proj_bias", "2.out_proj.bias"),
-    }
-    parameters = dict(model.named_parameters())
-    groups = build_optimizer(
-        OptimConfig(weight_decay=0.1, decay_norm_and_bias=False), model, parameters, 1.0
-    ).param_groups
-    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
-    weights = {"0.0.weight", "0.3.weight", "0.8.weight", "2.in_proj_weight", "2.out_proj.weight"}
-    assert {name for name, parameter in parameters.items() if id(parameter) in decayed} == weights
-    assert sum(len(group["params"]) for group in groups) == len(parameters)
     vit = timm.create_model("deit3_small_patch16_224", depth=1, img_size=32)
-    parameters = dict(vit.named_parameters())
-    exempt, _ = timm.optim.create_optimizer_v2(vit, "sgd", lr=0.1, weight_decay=0.1).param_groups
-    found = not_decayed_names(vit, parameters)
-    assert {id(parameters[name]) for name in found} == {id(parameter) for parameter in exempt["params"]}
-    assert {"pos_embed", "cls_token", "blocks.0.ls1.gamma"} <= found
+    reference = timm.optim.create_optimizer_v2(vit, "sgd", lr=0.1, weight_decay=0.1)
+    theirs = by_name(vit, reference.param_groups, "weight_decay")
+    weights = {"0.0.weight", "0.3.weight", "0.8.weight", "2.in_proj_weight", "2.out_proj.weight"}
+    expected = {name: 0.1 if name in weights else 0.0 for name, _ in model.named_parameters()}
+    for kind, decays in ((model, expected), (vit, theirs)):
+        groups = optimizer_of(kind, weight_decay=0.1, decay_norm_and_bias=False).param_groups
+        assert by_name(kind, groups, "weight_decay") == decays and {group["lr"] for group in groups} == {0.1}
+
+
+REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "rmsprop": partial(torch.optim.RMSprop, alpha=0.9, momentum=0.9),
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fused_where_there_is_a_fused_kernel(name: str) -> None:
-    fused = name not in WITHOUT_FUSED_KERNEL
-    model = small(3)
-    optimizer = build_optimizer(OptimConfig(name=name), model, dict(model.named_parameters()), 0.1)
-    assert bool(optimizer.defaults.get("fused")) == fused
-    assert getattr(optimizer, "_step_supports_amp_scaling", False) == fused
-    rate = torch.tensor(0.1)  # which is set in place
-    optimizer = build_optimizer(OptimConfig(name=name), model, dict(model.named_parameters()), rate)
-    set_lr(optimizer, 0.25)
-    assert optimizer.param_groups[0]["lr"].data_ptr() == rate.data_ptr() and rate.item() == 0.25
+def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is_one(name: str) -> None:
+    model, is_fused, rate = nn.Conv2d(3, 4, 3), name in FUSED_OPTIMIZERS, torch.tensor(0.1)
+    reference = copy.deepcopy(model)
+    optimizer = optimizer_of(model, rate, name=name, weight_decay=0.1)
+    assert bool(optimizer.defaults.get("fused")) == is_fused
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) == is_fused
+    set_lr(optimizer, 0.01)
+    assert optimizer.param_groups[0]["lr"].data_ptr() == rate.data_ptr(), "set in place"
+    train(model, optimizer, 0, 3)
+    train(reference, REFERENCES[name](reference.parameters(), lr=0.01, weight_decay=0.1, foreach=False), 0, 3)
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
 def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum() -> None:
@@ -192,25 +177,18 @@ def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
 
 def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
     model = small(3)
-    parameters = dict(model.named_parameters())
-    lion = build_optimizer(OptimConfig(library="timm", name="lion"), model, parameters, 0.1)
-    assert lion.defaults["betas"] == (0.9, 0.99)
-    lamb = build_optimizer(OptimConfig(library="timm", name="lamb", beta2=0.95, eps=1e-5), model, parameters, 0.1)
-    assert (lamb.defaults["betas"], lamb.defaults["eps"]) == ((0.9, 0.95), 1e-5)
-    adamw = build_optimizer(OptimConfig(name="adamw"), model, parameters, 0.1)
-    assert (adamw.defaults["betas"], adamw.defaults["eps"]) == ((0.9, 0.999), 1e-8)
+    assert optimizer_of(model, library="timm", name="lion").defaults["betas"] == (0.9, 0.99)
+    lamb = optimizer_of(model, library="timm", name="lamb", beta2=0.95, eps=1e-5).defaults
+    assert (lamb["betas"], lamb["eps"]) == ((0.9, 0.95), 1e-5)
+    adamw = optimizer_of(model, name="adamw").defaults
+    assert (adamw["betas"], adamw["eps"]) == ((0.9, 0.999), 1e-8)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"name": "lam"}, "lamb"),
-        ({"name": "kron"}, "not a supported"),
-        ({"name": "bnbadam"}, "bnbadam"),
-        ({"name": "lion", "beta1": 0.95}, "beta2"),
-    ],
-)
-def test_unknown_and_unusable_optimizers_of_timm_are_refused(options: dict[str, object], said: str) -> None:
+REFUSED = [("lam", None, "lamb"), ("kron", None, "not a supported"), ("bnbadam", None, "bnb"), ("lion", 0.95, "beta2")]
+
+
+@pytest.mark.parametrize(("name", "beta1", "said"), REFUSED)
+def test_unknown_and_unusable_optimizers_of_timm_are_refused(name: str, beta1: float | None, said: str) -> None:
     check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95, beta2=0.98))
     with pytest.raises(ConfigError, match=said):
-        check_optimizer(OptimConfig(library="timm", **options))  # type: ignore[arg-type]
+        check_optimizer(OptimConfig(library="timm", name=name, beta1=beta1))

@@ -10,7 +10,6 @@ from cl_train.step.precision import (
     EMA,
     MasterWeights,
     autocast,
-    build_scaler,
     cast_model,
     kernel_selection,
     precision_warnings,
@@ -29,27 +28,32 @@ def test_each_name_computes_in_its_dtype(name: str) -> None:
         out = model(torch.randn(2, 3, 8, 8, dtype=precision.input_dtype))
     expected = {"fp16": torch.float16, "fp16_o2": torch.float16, "bf16": torch.bfloat16}.get(name, torch.float32)
     assert out.dtype == expected
-    assert build_scaler(precision, CPU).is_enabled() == (name in ("fp16", "fp16_o2"))
+    assert precision.scales_loss == (name in ("fp16", "fp16_o2"))
 
 
 def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
     assert set(PRECISIONS) == {"auto", *BY_NAME}
     precision = resolve_precision("auto", CPU)
     assert precision.name in ("bf16", "fp32") and precision.reason
-    assert "bf16 or fp32" in precision_warnings(resolve_precision("fp16", CPU), CPU)[0]
+    assert "precision=auto" in precision_warnings(resolve_precision("fp16_o2", CPU), CPU)[0]
     assert precision_warnings(resolve_precision("fp32", CPU), CPU) == []
 
 
+Half = tuple[nn.Module, MasterWeights]
+
+
 @pytest.fixture
-def half_model() -> tuple[nn.Module, MasterWeights]:
+def half_model() -> Half:
     model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
     return model, MasterWeights(model, BY_NAME["fp16_o2"])
 
 
-def test_masters_have_the_models_strides_and_take_gradients_and_small_changes(
-    half_model: tuple[nn.Module, MasterWeights],
-) -> None:
+def test_masters_have_the_models_strides_and_take_gradients_and_small_changes(half_model: Half) -> None:
+    """All but BatchNorm is fp16."""
     model, masters = half_model
+    halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
+    assert halves == {"0.weight", "3.weight", "3.bias", "8.weight", "8.bias"}
+    assert {value.dtype for value in masters.state_dict().values()} == {torch.float32, torch.int64}
     weight, master = model[3].weight, masters.trainable()["3.weight"]
     assert master.dtype == torch.float32 and master.stride() == weight.stride() == (72, 1, 24, 8)
     model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
@@ -63,17 +67,6 @@ def test_masters_have_the_models_strides_and_take_gradients_and_small_changes(
         masters.copy_weights_to_model()
     torch.testing.assert_close(master, before * (1 + 1e-5) ** 100, rtol=1e-5, atol=0)
     torch.testing.assert_close(weight.float(), master, rtol=1e-3, atol=1e-7)
-
-
-def test_the_state_dict_has_fp32_weights_and_the_model_keeps_batchnorm_in_fp32(
-    half_model: tuple[nn.Module, MasterWeights],
-) -> None:
-    model, masters = half_model
-    state = masters.state_dict()
-    assert state.keys() == model.state_dict().keys()
-    assert all(value.dtype in (torch.float32, torch.int64) for value in state.values())
-    halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
-    assert halves == {"0.weight", "3.weight", "3.bias", "8.weight", "8.bias"}
 
 
 def test_kernel_selection_is_restored_also_after_an_error() -> None:
@@ -108,7 +101,7 @@ def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:
     assert not average.module[3].weight.requires_grad and not average.module.training
 
 
-def test_under_o2_the_average_follows_the_masters(half_model: tuple[nn.Module, MasterWeights]) -> None:
+def test_under_o2_the_average_follows_the_masters(half_model: Half) -> None:
     """A change that fp16 cannot hold still moves the average."""
     model, masters = half_model
     average = EMA(model, decay=0.5)

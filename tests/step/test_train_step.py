@@ -9,8 +9,8 @@ from torch import nn
 from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.data.device import Batch
 from cl_train.models.sources import build_model
-from cl_train.step.optim import build_optimizer, set_lr
-from cl_train.step.precision import MasterWeights, build_scaler, cast_model, resolve_precision
+from cl_train.step.optim import build_optimizer
+from cl_train.step.precision import MasterWeights, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
 from tests.conftest import CPU_PRECISIONS
 from tests.networks import small, without_batchnorm
@@ -32,7 +32,8 @@ def make_parts(
     precision = resolve_precision(name, CPU)
     model = cast_model((model or small(3)).to(memory_format=layout), precision)
     masters, cfg = MasterWeights(model, precision), OptimConfig(name=optimizer, weight_decay=0.0)
-    built, scaler = build_optimizer(cfg, model, masters.trainable(), lr=0.1), build_scaler(precision, CPU, init_scale)
+    built = build_optimizer(cfg, model, masters.trainable(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale, enabled=precision.scales_loss)
     return StepParts(model, masters, built, scaler, precision, CPU, Loss(label_smoothing=label_smoothing), clip_norm)
 
 
@@ -122,15 +123,6 @@ def test_layouts_agree_for_twenty_steps_in_fp32() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_each_optimizer_learns(optimizer: str) -> None:
-    parts = make_parts("fp32", optimizer=optimizer)
-    set_lr(parts.optimizer, 0.01)
-    batch = make_batch(parts)
-    losses = [train_step(parts, [batch]).loss.item() for _ in range(20)]
-    assert losses[-1] < 0.8 * losses[0]
-
-
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 3
@@ -150,14 +142,11 @@ def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None
     torch.testing.assert_close(ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing)))  # timm's MixUp smooths
 
 
-def test_cross_entropy_is_timms() -> None:
+def test_cross_entropy_is_timms_and_float32_for_half_precision_logits() -> None:
     ours = Loss(label_smoothing=0.1)
     torch.testing.assert_close(ours(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
     torch.testing.assert_close(ours(LOGITS, mixed()), SoftTargetCrossEntropy()(LOGITS, mixed(0.1)))
-
-
-def test_the_loss_is_float32_for_half_precision_logits() -> None:
-    for loss in (Loss(), Loss("bce")):
+    for loss in (ours, Loss("bce")):
         assert loss(LOGITS.bfloat16(), LABELS).dtype == loss(LOGITS.bfloat16(), mixed()).dtype == torch.float32
 
 
