@@ -75,10 +75,11 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.training.evaluation import check_evaluation, outputs
     from cl_train.training.records import progress_bar
 
-    is_name = settings.model is not None and not Path(settings.weights).exists()
-    source = (settings.model, None, settings.weights) if is_name else (settings.weights, settings.model, None)
+    source, named = settings.weights, {"model": settings.model}
+    if settings.model is not None and not Path(settings.weights).exists():
+        source, named = settings.model, {"weights": settings.weights}
     asked = {None: None, True: torch.channels_last, False: torch.contiguous_format}[settings.channels_last]
-    model, card, memory_format = load_saved(*source, memory_format=asked)
+    model, card, memory_format = load_saved(source, memory_format=asked, **named)
     if card.preprocessing is None and settings.image_size is None:
         raise ConfigError(f"weights={settings.weights} record no preprocessing: data.image_size=224 is ImageNet's")
     preprocessing = card.preprocessing or Preprocessing.of(DataConfig(image_size=settings.image_size or 224))

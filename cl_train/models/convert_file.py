@@ -17,19 +17,10 @@ from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, images_in
 from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import sources as models
-from cl_train.models.files import (
-    ModelCard,
-    Preprocessing,
-    SavedModel,
-    careful_loading,
-    read_weights,
-    weights_path,
-    write_weights,
-)
+from cl_train.models.files import ModelCard, Preprocessing, SavedModel, read_weights, weights_path, write_weights
 from cl_train.system.files import output_file
 
-TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest output; the formats sum in another order
-HALF_TOLERANCE = 2e-2
+_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest output, else 2e-2: another order of sums
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named
 _SUFFIXES = (".pth", ".pt", ".safetensors", ".pt2", ".onnx")
 _SUFFIXES_OF = {"TorchScript": (".pt", ".pth", ".safetensors"), "exported program": (".pt2", ".onnx", ".safetensors")}
@@ -37,7 +28,7 @@ _NO_MODEL = "give model=<name>, the model that these weights belong to"
 
 
 class NotConverted(Exception):
-    """The written file is wrong, and removed."""
+    """There is nothing to convert, or the written file has other values or outputs; it is removed."""
 
 
 def load_model(
@@ -51,28 +42,20 @@ def load_model(
             `package.module:function`, because a file may not choose the code that runs.
         trust: load a TorchScript or exported program, which runs its code.
 
-    Returns:
-        The model in eval mode, fp32, on the CPU, in its recorded memory format (contiguous if that is unknown or
-        mixed); a function from a PIL image, or uint8 [H, W, 3], to float32 [3, H, W], None if unknown; the classes, ()
-        if unknown.
-
-    Raises ConfigError: see `read_weights`; weights without a model.
+    Returns the model in eval mode, fp32, on the CPU, in its recorded memory format (contiguous if unknown or mixed); a
+    function from a PIL image, or uint8 [H, W, 3], to float32 [3, H, W], or None; the classes, or (). Raises
+    ConfigError: see `read_weights`; weights without a model.
     """
-    found, card, _ = load_saved(file_or_run, model, trust=trust)
+    found, card, _ = load_saved(file_or_run, model=model, trust=trust)
     return found, card.preprocessing, card.classes
 
 
 def load_saved(
-    source: str | Path,
-    model: str | None = None,
-    weights: str | None = None,
-    *,
-    memory_format: torch.memory_format | None = None,
-    **reading: Any,
+    source: str | Path, *, memory_format: torch.memory_format | None = None, **reading: Any
 ) -> tuple[nn.Module, ModelCard, torch.memory_format]:
     """As `load_model`, in `memory_format` (None: the recorded one); also the zoo's model `source` with `weights`."""
-    saved = _read(source, model, weights, **reading)
-    found = _runnable(saved)
+    saved = _read(source, **reading)
+    found = _runnable(saved, saved.card.preprocessing.crop if saved.card.preprocessing else None)
     if found is None:
         raise ConfigError(f"{source}: holds weights only: {_NO_MODEL}")
     memory_format = memory_format or MEMORY_FORMATS.get(str(saved.card.memory_format), torch.contiguous_format)
@@ -85,8 +68,6 @@ def convert_file(
     out: str | Path,
     *,
     channels_last: bool = True,
-    model: str | None = None,
-    weights: str | None = None,
     input: Sequence[int] = (),
     output_entry: str | int | None = None,
     overwrite: bool = False,
@@ -95,12 +76,9 @@ def convert_file(
     """Write `source` as the kind of file that the suffix of `out` names, read that back, run it on a batch in one
     memory format, and compare it with the original in the other one.
 
-    The arguments are the settings of `cl-train convert`; `reading`: entry, prefix and trust. Returns what was done, and
-    whether the outputs are equal, or could not be compared; the values are equal.
-
-    Raises:
-        ConfigError: see `read_weights`; `out` exists or has another suffix; the weights do not fit the model.
-        NotConverted: nothing to convert, or the file that was written has other values or outputs; it is removed.
+    The arguments are the settings of `cl-train convert`; `reading`: model, weights, entry, prefix, trust. Returns what
+    was done, and whether the outputs are equal, or could not be compared; the values are equal. Raises ConfigError: see
+    `read_weights`; `out` exists or has another suffix; the weights do not fit the model. NotConverted.
     """
     path, target = weights_path(source), Path(out)
     if path is not None and target.resolve() == path.resolve():
@@ -110,20 +88,17 @@ def convert_file(
     for module in ("onnx", "onnxscript", "onnxruntime") if target.suffix == ".onnx" else ():
         optional_module(module, f"out={target}")
     with output_file(target, overwrite=overwrite) as file:
-        saved = _read(source, model, weights, **reading)
+        saved = _read(source, **reading)
         if target.suffix not in (known := _SUFFIXES_OF.get(saved.kind, _SUFFIXES)):
             raise ConfigError(f"out={target}: this {saved.kind} can be written as {', '.join(known)}")
         if not any(tensor.dim() in CHANNELS_LAST for tensor in saved.tensors.values()):
-            raise NotConverted(
-                "the file has no tensor of 4 or 5 dimensions (a frozen program holds its weights as constants; convert "
-                "it before torch.jit.freeze)"
-            )
-        formats = torch.channels_last, torch.contiguous_format
-        own_format, other_format = formats if channels_last else formats[::-1]
-        return _convert(saved, file, own_format, other_format, tuple(input), output_entry)
+            raise NotConverted("the file has no tensor of 4 or 5 dimensions; if it is frozen, convert it before that")
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        saved = saved.with_card(memory_format=MEMORY_FORMAT_NAMES[memory_format])
+        return _convert(saved, file, memory_format, tuple(input), output_entry)
 
 
-def _read(source: str | Path, model: str | None, weights: str | None, **reading: Any) -> SavedModel:
+def _read(source: str | Path, model: str | None = None, weights: str | None = None, **reading: Any) -> SavedModel:
     """A file, the checkpoint of a run folder, or `weights` (a name, or a file) of the model `source`.
 
     A function of the user's is only called if the user named it: as `model` or `source`.
@@ -142,89 +117,84 @@ def _read(source: str | Path, model: str | None, weights: str | None, **reading:
     return saved.with_card(model=model or (name if weights is not None else recorded))
 
 
-def _runnable(saved: SavedModel, image_size: int | None = None) -> nn.Module | None:
+def _runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:
     """The model of a file, in eval mode; None if only its weights are known."""
     if saved.program is not None:
         return saved.program.module() if saved.kind == "exported program" else copy.deepcopy(saved.program).eval()
-    name, preprocessing = saved.card.model, saved.card.preprocessing
-    if name is None:
+    if (name := saved.card.model) is None:
         return None
-    size = image_size or (preprocessing.crop if preprocessing else None)
-    model = models.build_model(name, num_classes=len(saved.card.classes) or 1000, image_size=size)
-    current = model.state_dict()
-    other = [value for name, value in saved.tensors.items() if name in current and current[name].shape != value.shape]
+    model = models.build_model(name, num_classes=len(saved.card.classes) or 1000, image_size=image_size)
+    other = [saved.tensors[key] for key in saved.names_of_other_shape(model)]
     if other and other[0].dim() > 0:  # the classifier's, whose first dimension is the number of classes
-        model = models.build_model(name, num_classes=len(other[0]), image_size=size)
+        model = models.build_model(name, num_classes=len(other[0]), image_size=image_size)
     models.load_state(model, saved.state, f"model={name} does not fit the file")
     return model.eval()
 
 
 def _convert(
-    saved: SavedModel,
-    file: Path,
-    memory_format: torch.memory_format,
-    other_format: torch.memory_format,
-    input_shape: tuple[int, ...],
-    output_entry: str | int | None,
+    saved: SavedModel, file: Path, memory_format: torch.memory_format, shape: Sequence[int], output: str | int | None
 ) -> tuple[str, bool]:
-    saved, stored_before = saved.with_card(memory_format=MEMORY_FORMAT_NAMES[memory_format]), saved.stored
     crop = saved.card.preprocessing.crop if saved.card.preprocessing else 224
-    shape = input_shape or (2, 3, crop, crop)
+    shape = shape or (2, 3, crop, crop)
     original = _runnable(saved, shape[-1])
     weights = original.parameters() if original else ()
     dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
-    inputs = _random_inputs(saved, shape, dtype)
-    written, converted = _write(saved, file, memory_format, original, inputs)
-    summary = (
-        f"{saved.kind}{f', {saved.taken}' if saved.taken else ''}: {len(saved.tensors)} tensors, {stored_before} "
-        f"before; recorded memory format: {saved.card.memory_format}"
-    )
-    if written is not None:
+    # An exported program uses the shapes of its example inputs.
+    example: Any = getattr(saved.program, "example_inputs", None) or ((torch.empty(*shape, dtype=dtype),), {})
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+    inputs: Inputs = tree_map_only(torch.Tensor, noise, example)
+    summary = f"{saved.kind}{f', {saved.taken}' if saved.taken else ''}: {len(saved.tensors)} tensors, {saved.stored} "
+    summary += f"before; recorded memory format: {saved.card.memory_format}"
+    written = _write(saved, file, memory_format, original, inputs)  # in place, if it is a program
+    if written.kind != "ONNX":
         try:  # NaN equals NaN, because a diverged model is copied exactly too
             torch.testing.assert_close(written.tensors, saved.tensors, rtol=0, atol=0, equal_nan=True)
         except AssertionError as error:
             raise NotConverted(f"the values read back differ: {error}") from None
         summary += f"; {written.stored} now, the values read back are equal"
+    converted = _runnable(written, shape[-1])
     if original is None or converted is None:
         return f"{summary}\noutputs not compared: {_NO_MODEL}", False
+    other_format = torch.channels_last if memory_format == torch.contiguous_format else torch.contiguous_format
     try:
-        references = _outputs(original, inputs, other_format, output_entry)
+        references = _outputs(original, inputs, other_format, output)
     except ConfigError as error:
         return f"{summary}\noutputs not compared: {error}", False
     try:
-        outputs = _outputs(converted, inputs, memory_format, output_entry)
+        outputs = _outputs(converted, inputs, memory_format, output)
     except ConfigError as error:
         raise NotConverted(str(error)) from error
     pairs = zip(references, outputs, strict=True)
     difference = max(((one - two).abs().max() / one.abs().max().clamp_min(1e-30)).item() for one, two in pairs)
-    if not difference <= TOLERANCES.get(dtype, HALF_TOLERANCE):
+    if not difference <= _TOLERANCES.get(dtype, 2e-2):
         raise NotConverted(f"the outputs differ by {difference:.1e} of the largest, or are not finite")
     return f"{summary}\noutputs of both memory formats: largest difference {difference:.1e} of the largest output", True
 
 
 def _write(
     saved: SavedModel, file: Path, memory_format: torch.memory_format, original: nn.Module | None, inputs: Inputs
-) -> tuple[SavedModel | None, nn.Module | None]:
-    """Returns what is read back from the file (None: ONNX), and the model that it runs (None: only its weights)."""
+) -> SavedModel:
+    """Returns what is read back from the file."""
     program, is_onnx = saved.program, file.suffix == ".onnx"
     if program is None and file.suffix in (".pt2", ".onnx"):
         if original is None:
             raise ConfigError(f"out=*{file.suffix}: {_NO_MODEL}")
-        arguments, named = _in_format(original, inputs, torch.contiguous_format if is_onnx else memory_format)
+        example_format = torch.contiguous_format if is_onnx else memory_format
+        convert(original, memory_format=example_format)
+        arguments, named = images_in(example_format, inputs)
         any_batch = tuple({0: torch.export.Dim.AUTO} for _ in arguments)  # the example's, if the model has no others
         with torch.no_grad(), failure_explained("torch.export cannot export the model", "write a .pth file"):
             program = torch.export.export(original, arguments, named, dynamic_shapes=any_batch)
-    if is_onnx:
-        with careful_loading(), failure_explained("torch.onnx cannot export the model", "write a .pt2 file"):
-            exported: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-            exported.model.metadata_props.update(saved.card.to_strings())
-            exported.save(file, external_data=False)
-        return None, _OnnxModel(file)
-    if program is not None:
+    if program is not None and not is_onnx:
         convert(program, memory_format=memory_format)
     write_weights(replace(saved, program=program), file)
-    written = read_weights(file, trust=True).with_card(model=saved.card.model)
-    return written, _runnable(written)
+    if is_onnx:
+        return SavedModel("ONNX", {}, program=_OnnxModel(file))
+    return read_weights(file, trust=True).with_card(model=saved.card.model)
 
 
 class _OnnxModel(nn.Module):
@@ -236,7 +206,7 @@ class _OnnxModel(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> list[torch.Tensor]:
         # Opened here: `crash_safe` forks, and the threads of a session do not survive that.
-        runtime = optional_module("onnxruntime", f"out={self._path}")
+        runtime = optional_module("onnxruntime", "out=*.onnx")
         session = runtime.InferenceSession(self._path, providers=["CPUExecutionProvider"])
         tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
         names = [value.name for value in session.get_inputs()]
@@ -244,32 +214,14 @@ class _OnnxModel(nn.Module):
         return [torch.from_numpy(array) for array in session.run(None, arrays)]
 
 
-def _random_inputs(saved: SavedModel, shape: tuple[int, ...], dtype: torch.dtype) -> Inputs:
-    """Positional and named inputs; an exported program uses the shapes of its example inputs."""
-    generator = torch.Generator().manual_seed(0)
-    example: Any = getattr(saved.program, "example_inputs", None) or ((torch.empty(shape, dtype=dtype),), {})
-    inputs: Inputs = tree_map_only(
-        torch.Tensor,
-        lambda t: torch.randn(t.shape, generator=generator).to(t.dtype) if t.is_floating_point() else t,
-        example,
-    )
-    return inputs
-
-
 @crash_safe
 def _outputs(
-    model: nn.Module, inputs: Inputs, memory_format: torch.memory_format, output_entry: str | int | None
+    model: nn.Module, inputs: Inputs, memory_format: torch.memory_format, output: str | int | None
 ) -> list[torch.Tensor]:
     """The outputs of `model` in `memory_format`. Raises ConfigError: the model fails; it may raise any exception."""
-    arguments, named = _in_format(model, inputs, memory_format)
+    convert(model, memory_format=memory_format)
+    arguments, named = images_in(memory_format, inputs)
     shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     what = f"the {MEMORY_FORMAT_NAMES[memory_format]} model fails on {shapes}"
     with torch.no_grad(), failure_explained(what, "input=N,C,H,W sets the shape"):
-        return output_tensors(model(*arguments, **named), output_entry)
-
-
-def _in_format(model: nn.Module, inputs: Inputs, memory_format: torch.memory_format) -> Inputs:
-    """Convert the model in place, and return its inputs in the same format."""
-    convert(model, memory_format=memory_format)
-    converted: Inputs = images_in(memory_format, inputs)
-    return converted
+        return output_tensors(model(*arguments, **named), output)

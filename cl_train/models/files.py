@@ -1,12 +1,8 @@
-"""Files of models: weights are read without running code, with the card: what a file says of its model besides the
-weights (name, classes, preprocessing, memory format).
+"""Files of models: weights are read without running code, with the card: what a file says of its model besides them.
 
 The card has the same keys in files of every kind: `facts` of a checkpoint, `_metadata[""]` of a state dict, the
-metadata of safetensors and ONNX, the extra files of a program.
-
-Readable as weights are files of `torch.save` (a state dict, or a checkpoint that holds one), checkpoints of cl_train,
-and safetensors. Programs (TorchScript, `torch.export`) run code when they are loaded: only for files that the user
-trusts, and even then nothing in them is unpickled.
+metadata of safetensors and ONNX, the extra files of a program (TorchScript, `torch.export`). Programs run code when
+they are loaded: only those that the user trusts, and even then nothing in them is unpickled.
 """
 
 import contextlib
@@ -26,6 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import from_mapping, optional_module, suggest
@@ -34,9 +31,9 @@ from cl_train.data.device import DeviceFormat, Normalise
 from cl_train.data.transforms import ImageTransform, default_val_resize
 from cl_train.memory_format.layout import memory_format_of, named_tensors, to_contiguous_state
 from cl_train.memory_format.model_call import failure_explained
-from cl_train.system.checkpoints import UnreadableFile, is_checkpoint, read_torch_file
+from cl_train.system.checkpoints import is_checkpoint, read_torch_file
 
-Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "zoo"]
+Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "ONNX", "zoo"]
 
 ENTRIES = ("state_dict", "model_state_dict", "model", "module", "model_ema", "state_dict_ema", "ema_state_dict", "ema")
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -122,6 +119,7 @@ class ModelCard:
 
 def _parsed(value: object) -> Any:
     """A list or number, its JSON, or a text."""
+    value = value.decode(errors="replace") if isinstance(value, bytes) else value
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -142,6 +140,11 @@ class SavedModel:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self.state.items() if isinstance(value, torch.Tensor)}
 
+    def names_of_other_shape(self, model: nn.Module) -> list[str]:
+        """The tensors that `model` has in another shape."""
+        current = model.state_dict()
+        return [name for name, value in self.tensors.items() if name in current and current[name].shape != value.shape]
+
     def with_card(self, **known: Any) -> "SavedModel":
         return replace(self, card=replace(self.card, **known))
 
@@ -152,10 +155,7 @@ class SavedModel:
 
 
 def weights_path(weights: str | Path) -> Path | None:
-    """The file that `weights` names: of a run folder its best checkpoint, or else the newest; None for another name.
-
-    Raises ConfigError: a folder without a checkpoint.
-    """
+    """The file that `weights` names: of a run folder its best checkpoint, or else the newest; None for another name."""
     path = Path(weights).expanduser()
     if not path.is_dir():
         return path if path.suffix in SUFFIXES or path.is_file() else None
@@ -174,11 +174,10 @@ def _kind_of(path: Path) -> Kind:
         raise ConfigError(f"{path}: an ONNX file runs with onnxruntime; give the run, or a .pth or .safetensors file")
     if path.suffix == ".safetensors":
         return "safetensors"
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    if not zipfile.is_zipfile(path):
         return "state dict"  # the format of torch.save before 1.6; the reader refuses anything else
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
     members = {*names, *(name.partition("/")[2] for name in names)}
     if any(name.startswith("code/") or name == "constants.pkl" for name in members):
         return "TorchScript"
@@ -194,22 +193,27 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
     Raises ConfigError: no such file, a program without `trust`, more than tensors and plain types, a damaged file, no
     such entry.
     """
-    kind = _kind_of(path)
-    if kind in ("TorchScript", "exported program"):
-        if trust:
-            return _read_program(path, kind)
-        raise ConfigError(
-            f"{path}: a program ({kind}), whose code runs when it is loaded. If you trust its source, take its "
-            f"weights with: cl-train convert {path} out=weights.safetensors trust=true"
-        )
     try:
+        kind = _kind_of(path)
+        if kind in ("TorchScript", "exported program"):
+            if trust:
+                return _read_program(path, kind)
+            raise ConfigError(
+                f"{path}: a program ({kind}), whose code runs when it is loaded. If you trust its source, take its "
+                f"weights with: cl-train convert {path} out=weights.safetensors trust=true"
+            )
         if kind == "safetensors":
-            content, metadata = _read_safetensors(path)
+            safetensors = optional_module("safetensors.torch", str(path))
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata: object = file.metadata()
+            content: Any = safetensors.load_file(path)
         else:
             content = read_torch_file(path)
             metadata, kind = _mapping(content).get("facts"), "checkpoint" if is_checkpoint(content) else kind
-    except (UnreadableFile, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # both libraries raise many
+        raise ConfigError(f"{path}: cannot be read: {str(error)[:300]}") from error
     state, taken = _find_state(content, path, entry)
     metadata = metadata or _mapping(getattr(state, "_metadata", None)).get("")
     renamed, removed = _without_prefix(state, path, prefix)
@@ -219,8 +223,8 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
 def write_weights(saved: SavedModel, path: Path) -> None:
     """Write weights and card, as safetensors for that suffix, else with torch.save; or the program, if there is one.
 
-    A file of torch.save is a plain state dict of contiguous tensors, whose `_metadata[""]` has the card; equal weights
-    are equal bytes. A program keeps its strides.
+    A file of torch.save is a plain state dict of contiguous tensors: equal weights are equal bytes. A program keeps its
+    strides.
     """
     texts = saved.card.to_strings()
     if path.suffix == ".safetensors":
@@ -234,21 +238,16 @@ def write_weights(saved: SavedModel, path: Path) -> None:
         state._metadata = OrderedDict({"": {"version": 1, **saved.card.to_dict()}})  # type: ignore[attr-defined]
         torch.save(state, path)
     else:
-        with careful_loading(), failure_explained("torch cannot save this program again", "write a .safetensors file"):
-            if isinstance(saved.program, torch.export.ExportedProgram):
+        what = f"torch cannot write the program as {path.suffix}"
+        with _careful_loading(), failure_explained(what, "write a .safetensors file"):
+            if path.suffix == ".onnx":
+                exported: Any = torch.onnx.export(saved.program, dynamo=True, verbose=False)
+                exported.model.metadata_props.update(texts)
+                exported.save(path, external_data=False)
+            elif isinstance(saved.program, torch.export.ExportedProgram):
                 torch.export.save(saved.program, path, extra_files=texts)
             else:
                 torch.jit.save(saved.program, path, _extra_files=texts)
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], object]:
-    safetensors = optional_module("safetensors.torch", str(path))
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        return safetensors.load_file(path), metadata
-    except Exception as error:  # SafetensorError, and others for headers with odd types or sizes
-        raise UnreadableFile(str(error)[:200]) from error
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -292,28 +291,24 @@ def _without_prefix(state: dict[str, Any], path: Path, prefix: str | None) -> tu
 
 def _read_program(path: Path, kind: Kind) -> SavedModel:
     with zipfile.ZipFile(path) as archive:
-        members = {member.filename: member.file_size for member in archive.infolist()}
-        is_damaged = len(members) < len(archive.infolist())
-    if is_damaged or sum(members.values()) > path.stat().st_size + _MAX_CODE_BYTES:
+        infos = archive.infolist()
+    members = {info.filename: info.file_size for info in infos}
+    if len(members) < len(infos) or sum(members.values()) > path.stat().st_size + _MAX_CODE_BYTES:
         raise ConfigError(f"{path}: damaged: two members have one name, or they are larger than the file")
     if executed := [name for name in members if any(word in name for word in _EXECUTED_MEMBERS)]:
         raise ConfigError(f"{path}: torch would unpickle or execute its member {executed[0]}, so it is not loaded")
     extra: dict[str, Any] = dict.fromkeys(KEYS, "")
-    try:
-        with careful_loading():
-            if kind == "TorchScript":
-                program = torch.jit.load(path, map_location="cpu", _extra_files=extra)
-            else:
-                with path.open("rb") as file:  # given a path, torch expects the suffix .pt2
-                    program = torch.export.load(file, extra_files=extra)
-    except Exception as error:  # RuntimeError, KeyError, AssertionError and others
-        raise ConfigError(f"{path}: cannot be read as {kind}: {str(error)[:300]}") from error
-    texts = {key: value.decode(errors="replace") if isinstance(value, bytes) else value for key, value in extra.items()}
-    return SavedModel(kind, named_tensors(program), ModelCard.read(texts), program=program)
+    with _careful_loading():
+        if kind == "TorchScript":
+            program = torch.jit.load(path, map_location="cpu", _extra_files=extra)
+        else:
+            with path.open("rb") as file:  # given a path, torch expects the suffix .pt2
+                program = torch.export.load(file, extra_files=extra)
+    return SavedModel(kind, named_tensors(program), ModelCard.read(extra), program=program)
 
 
 @contextlib.contextmanager
-def careful_loading() -> Iterator[None]:
+def _careful_loading() -> Iterator[None]:
     """Suppress torch's warnings about its formats, and prevent torch.export's fallback to `weights_only=False`."""
     with warnings.catch_warnings(), mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
         warnings.simplefilter("ignore")

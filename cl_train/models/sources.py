@@ -46,23 +46,19 @@ def check_model(name: str, weights: str | None = None) -> None:
     if ":" in name:
         user_function("model", name)
     elif name.startswith("timm/"):
-        timm = import_timm(name)
+        timm = optional_module("timm", f"model={name}")
         if not timm.is_model(name.removeprefix("timm/").split(".")[0]):
             near = suggest(name, [f"timm/{known}" for known in timm.list_models()])
             raise ConfigError(f"model={name}: timm has no such model{near}")
     elif name not in model_names():
-        raise ConfigError(
-            f"model={name}: torchvision has no such classification model{suggest(name, model_names())} "
-            "(timm's are model=timm/<name>, your own model=package.module:function)"
-        )
-    if weights is None:
-        return
-    if path := weights_path(weights):
+        others = "timm's are model=timm/<name>, your own model=package.module:function"
+        raise ConfigError(f"model={name}: torchvision has no such model{suggest(name, model_names())} ({others})")
+    if path := weights and weights_path(weights):
         if not path.is_file():
             raise ConfigError(f"weights={weights}: no such file")
-    elif ":" in name:
+    elif weights and ":" in name:
         raise ConfigError(f"weights={weights}: a model of your own has no named weights; give a file")
-    elif not name.startswith("timm/"):
+    elif weights and not name.startswith("timm/"):
         torchvision_weights(name, weights)
 
 
@@ -94,23 +90,22 @@ def build_model(
             reason = f"drop_path={drop_path}: it has no adjustable drop path"
         elif zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
             reason = f"weights={zoo_weights} cannot be downloaded ({reason}); copy the file and give weights=FILE"
-        size = f"for images of {image_size} px and " if image_size else ""
-        raise ConfigError(f"model={name} cannot be built {size}for {num_classes} classes: {reason}") from error
+        size = f" for images of {image_size} px" if image_size else ""
+        raise ConfigError(f"model={name} cannot be built{size}: {reason}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    is_new = zoo_weights is not None and num_classes != zoo_classes(name, zoo_weights)[0]
     if file is not None:
         is_new = load_weights_file(model, file)
-    else:
-        is_new = zoo_weights is not None and num_classes != zoo_classes(name, zoo_weights)[0]
     if is_new and keep_classifier:
         raise ConfigError(f"weights={weights} have another number of classes than the data ({num_classes})")
     return model
 
 
 def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *, training: bool = True) -> None:
-    """Raises ConfigError: a zoo model cannot take images of this size, or a batch of one.
+    """Raises ConfigError: a zoo model cannot take images of this size, or a batch of one, by their shapes alone.
 
-    Only shapes are computed, on the meta device; a user's own model may not run there and is not checked.
+    A user's own model may not run on the meta device and is not checked.
     """
     if ":" in name:
         return
@@ -125,7 +120,7 @@ def _built(name: str, num_classes: int, weights: str | None, image_size: int | N
     if ":" in name:
         return user_function("model", name)(num_classes=num_classes, **options)
     if name.startswith("timm/"):
-        timm, own_name = import_timm(name), name.removeprefix("timm/")
+        timm, own_name = optional_module("timm", f"model={name}"), name.removeprefix("timm/")
         pretrained = timm.get_pretrained_cfg(own_name, allow_unregistered=True)
         if image_size is not None and pretrained is not None and pretrained.fixed_input_size:
             options["img_size"] = image_size
@@ -144,7 +139,8 @@ def _built(name: str, num_classes: int, weights: str | None, image_size: int | N
 def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
     """The number of classes of a zoo's pretrained weights, and their names, which timm does not have."""
     if name.startswith("timm/"):
-        return int(import_timm(name).get_pretrained_cfg(name.removeprefix("timm/")).num_classes), ()
+        timm = optional_module("timm", f"model={name}")
+        return int(timm.get_pretrained_cfg(name.removeprefix("timm/")).num_classes), ()
     names = torchvision_weights(name, weights).meta["categories"]
     return len(names), tuple(names)
 
@@ -160,26 +156,21 @@ def torchvision_weights(name: str, weights: str) -> Any:
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
     """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it already has them."""
     for path, layer in _classifiers(model).items():
-        if len(layer.weight) == num_classes:
-            continue
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear) and len(layer.weight) != num_classes:
             model.set_submodule(path, nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None))
-        else:
+        elif isinstance(layer, nn.Conv2d) and len(layer.weight) != num_classes:
             model.set_submodule(path, nn.Conv2d(layer.in_channels, num_classes, kernel_size=1))
     if hasattr(model, "num_classes"):
         model.num_classes = num_classes  # type: ignore[assignment] # a plain number; nn.Module declares another type
 
 
 def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The last Linear, or the last 1x1 Conv2d of SqueezeNet, by its path; then the auxiliary classifiers of Inception
-    and GoogLeNet.
-    """
-    is_squeezenet = type(model).__name__ == "SqueezeNet"
-    last: dict[str, tuple[str, nn.Linear | nn.Conv2d]] = {}  # by the auxiliary part of the model; "": the main part
+    """The last Linear (SqueezeNet: 1x1 Conv2d) by its path; then those of the auxiliary heads."""
+    last: dict[str, tuple[str, Any]] = {}  # by the auxiliary part of the model; "": the main part
     for path, module in model.named_modules():
         part = path.split(".")[0] if path.startswith(("AuxLogits.", "aux1.", "aux2.")) else ""
         is_pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)
-        if isinstance(module, nn.Linear) or (is_squeezenet and is_pointwise):
+        if isinstance(module, nn.Linear) or (is_pointwise and type(model).__name__ == "SqueezeNet"):
             last[part] = path, module
     return dict(last[part] for part in sorted(last))
 
@@ -191,18 +182,12 @@ def head_parameters(model: nn.Module) -> set[str]:
 
 
 def load_weights_file(model: nn.Module, path: Path) -> bool:
-    """Load a file of weights into `model`. Returns whether its classifier has another number of classes, and is new.
-
-    Raises ConfigError: see `read_weights`; or the shapes do not fit.
-    """
+    """Load a file of weights into `model`. Returns whether its classifier has another number of classes, and is new."""
     weights = read_weights(path)
     if weights.taken:
         log.info("weights=%s: %s", path, weights.taken)
-    current = model.state_dict()
-    other_shape = {
-        name for name, value in weights.tensors.items() if name in current and current[name].shape != value.shape
-    }
-    new_head = other_shape if other_shape <= head_parameters(model) else set[str]()
+    other_shape = weights.names_of_other_shape(model)
+    new_head = set(other_shape) if head_parameters(model).issuperset(other_shape) else set[str]()
     state = {name: value for name, value in weights.state.items() if name not in new_head}
     load_state(model, state, f"weights={path} do not fit the model", may_lack=new_head)
     if new_head:
@@ -228,10 +213,6 @@ def load_state(model: nn.Module, state: Mapping[str, Any], what: str, may_lack: 
     )
 
 
-def import_timm(name: str) -> Any:
-    return optional_module("timm", f"model={name}")
-
-
 # --- preprocessing ----------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +221,6 @@ def published_preprocessing(model: str, weights: str) -> Preprocessing | None:
     """That of torchvision's weights, of timm's at their test size, or what a file of weights records.
 
     None if unknown, or no centre crop after a resize of the short side (timm's crop modes "squash" and "border").
-    Raises ConfigError: unknown weights, an unreadable file, or timm is not installed.
     """
     if path := weights_path(weights):
         return read_weights(path).card.preprocessing if path.is_file() else None
@@ -248,7 +228,7 @@ def published_preprocessing(model: str, weights: str) -> Preprocessing | None:
         published = torchvision_weights(model, weights).transforms()
         sizes = published.resize_size[0], published.crop_size[0]
         return Preprocessing(*sizes, published.interpolation.value, tuple(published.mean), tuple(published.std))
-    timm = import_timm(model)
+    timm = optional_module("timm", f"model={model}")
     cfg = timm.get_pretrained_cfg(model.removeprefix("timm/"))
     found = timm.data.resolve_data_config(pretrained_cfg=cfg.to_dict() if cfg else {}, use_test_size=True)
     _, size, width = found["input_size"]
@@ -259,10 +239,8 @@ def published_preprocessing(model: str, weights: str) -> Preprocessing | None:
 
 
 def follow_published_preprocessing(data: DataConfig, model: str, weights: str, given: Collection[str]) -> DataConfig:
-    """`data` with the preprocessing of `weights`; unchanged if it is unknown.
-
-    A setting in `given`, such as `data.image_size`, is kept, and so are those that belong to it: crop and resize have
-    their sizes together, mean and standard deviation too.
+    """`data` with the preprocessing of `weights`, if it is known. A setting in `given`, such as `data.image_size`, is
+    kept, and so are those that belong to it: the sizes of crop and resize, mean and standard deviation.
     """
     published = published_preprocessing(model, weights)
     settings = {**published.settings(), "val_size": None} if published else {}
@@ -287,10 +265,7 @@ def log_preprocessing(data: DataConfig, model: str, weights: str, *, evaluate_on
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first tensor; the CPU for a model without tensors.
-
-    Raises ConfigError: it is no model, or a lazy one.
-    """
+    """The device of the model's first tensor, else the CPU. Raises ConfigError: it is no model, or a lazy one."""
     refuse_lazy(model)
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 

@@ -2,9 +2,9 @@
 
 import argparse
 import importlib
+import itertools
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import ModelCard, Preprocessing, read_weights
 from cl_train.models.sources import build_model
 from cl_train.system import checkpoints as checkpoint
-from tests.faults.forkserver import ForkServer
 from tests.networks import small
 
-ROOT = Path(__file__).resolve().parents[2]
 IMAGES = (2, 3, 32, 32)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about its own formats
@@ -57,11 +55,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.save(model.state_dict(), paths["state dict"])
     save_checkpoint(paths["checkpoint"], model, {"model": "squeezenet1_1", "memory_format": "channels_last"})
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, paths["safetensors"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.script(model).save(str(paths["scripted"]))
-        torch.jit.trace(model, x).save(str(paths["traced"]))
-        torch.export.save(torch.export.export(model, (x,)), paths["exported program"])
+    torch.jit.script(model).save(str(paths["scripted"]))
+    torch.jit.trace(model, x).save(str(paths["traced"]))
+    torch.export.save(torch.export.export(model, (x,)), paths["exported program"])
     return paths
 
 
@@ -151,27 +147,20 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Pa
 
 
 @pytest.mark.slow
-def test_the_command(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], fork_server: ForkServer
-) -> None:
+def test_the_command(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = str(files["checkpoint"]), tmp_path / "c.pt"
     target.write_bytes(b"precious")
-    with pytest.raises(ConfigError, match="overwrite=true"):
-        main([source, f"out={target}"])
+    for words, named in ((f"out={target}", "overwrite=true"), ("memory_format=contiguous", "(?s)memory_format.*out=")):
+        with pytest.raises(ConfigError, match=named):
+            main([source, words])
     assert target.read_bytes() == b"precious"
-    words = [source, f"out={target}", "input=2,3,32,32", "overwrite=true"]
-    done = fork_server.call("forkserver:run_script", [str(ROOT / "scripts/convert.py"), words], tmp_path / "log")
-    assert done.wait() == 0, done.output()
+    assert main([source, f"out={target}", "input=2,3,32,32", "overwrite=true"]) == 0
     assert read_weights(target).card.memory_format == "channels_last"
-    with pytest.raises(ConfigError) as wrong:
-        main([source, "memory_format=contiguous"])
-    assert "memory_format" in str(wrong.value) and "out=" in str(wrong.value)
-    assert main([str(files["state dict"]), f"out={tmp_path / 'w.pth'}"]) == 1
-    assert "model=<name>" in capsys.readouterr().out
     torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "linear.pth")
-    assert main([str(tmp_path / "linear.pth"), f"out={tmp_path / 'none.pth'}"]) == 1
-    assert "not converted" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "w.pth", "linear.pth", "log"}
+    linear = tmp_path / "linear.pth"
+    for path, out, said in ((files["state dict"], "w.pth", "model=<name>"), (linear, "none.pth", "not converted")):
+        assert main([str(path), f"out={tmp_path / out}"]) == 1 and said in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "w.pth", "linear.pth"}
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------
@@ -431,7 +420,6 @@ def test_an_export_with_named_and_nested_inputs(tmp_path: Path) -> None:
 # --- every kind of model in memory ------------------------------------------------------------------------------------
 
 IN_MEMORY: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
-    "eager": lambda model, x: model,
     "fx": lambda model, x: torch.fx.symbolic_trace(model),
     "scripted": lambda model, x: torch.jit.script(model),
     "traced": lambda model, x: torch.jit.trace(model, x),
@@ -440,20 +428,15 @@ IN_MEMORY: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [name if name == "eager" else pytest.param(name, marks=pytest.mark.slow) for name in IN_MEMORY]
-)
-@pytest.mark.parametrize("mode", ["full", "conv"])
-def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(kind: str, mode: str) -> None:
-    x = torch.randn(2, 3, 32, 32)
-    model = nn.Sequential(*list(torchvision.models.resnet18().children())[:5]).eval()
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(kind: str) -> None:
+    x, model = torch.randn(2, 3, 32, 32), nn.Sequential(*list(torchvision.models.resnet18().children())[:5]).eval()
     with torch.no_grad():
-        expected = model(x)
-        made = IN_MEMORY[kind](model, x)
-        for layout in ("channels_last", "contiguous"):
+        expected, made = model(x), IN_MEMORY[kind](model, x)
+        for mode, layout in itertools.product(("full", "conv"), ("channels_last", "contiguous")):
             assert len(convert(made, mode, memory_format=LAYOUTS[layout]).changed) == 5
             assert model_memory_format(made) == layout
-            run = made.module() if kind == "exported" else made
-            found = run(to_memory_format(x, LAYOUTS[layout]))
+            found = (made.module() if kind == "exported" else made)(to_memory_format(x, LAYOUTS[layout]))
             assert classify(found) == layout and torch.allclose(found, expected, atol=1e-4)
     torch._dynamo.reset()
