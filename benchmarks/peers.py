@@ -33,8 +33,8 @@ from torch.utils.data import default_collate
 from cl_train.cli import exit_code
 from cl_train.commands import print_result
 from cl_train.comparison import loader_speed
-from cl_train.comparison.alternation import alternate
 from cl_train.comparison.loader_speed import Pipeline, deliver
+from cl_train.comparison.statistics import alternate
 from cl_train.config.schema import OVERWRITE_HELP, ConfigError, LoaderBenchmarkSettings, setting
 from cl_train.config.validation import load
 from cl_train.data.collate import channels_last_collate

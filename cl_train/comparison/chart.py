@@ -39,21 +39,15 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
 
     Returns False if matplotlib is not installed or there is nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return False
     rows = max(map(len, panels.values()), default=0)
-    if not rows:
+    is_compact = rows >= _COMPACT_ROWS
+    figure = _figure(max(7.5, 4.5 * len(panels)), 1.9 + (0.2 if is_compact else 0.62) * rows, title)
+    if not rows or figure is None:
         return False
     # 1 and all ratios; an interval that extends beyond half or twice its ratio is clipped.
     shown = [bar.interval for bars in panels.values() for bar in bars if bar.interval]
     low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)]) / 1.15
     high = max([1.25, *(min(one.high, one.ratio * 2) for one in shown)]) * 1.2
-    is_compact = rows >= _COMPACT_ROWS
-    size = max(7.5, 4.5 * len(panels)), 1.9 + (0.2 if is_compact else 0.62) * rows
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.supxlabel(f"speed of {sides[1]} / speed of {sides[0]} with 95 % interval; hollow: not decided", fontsize=11)
     columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, bars) in zip(columns, panels.items(), strict=True):
@@ -75,14 +69,22 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
     return True
 
 
+def _figure(width: float, height: float, title: str) -> Any:
+    """None if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return None
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    return figure
+
+
 def _draw(axes: Any, row: int, bar: Bar, limits: tuple[float, float], is_compact: bool) -> None:
     colour, middle, gap = COLOURS[bar.verdict], math.sqrt(limits[0] * limits[1]), 0.0
     if bar.interval:
-        middle, gap, ends = (
-            bar.interval.ratio,
-            0.2,
-            (max(bar.interval.low, limits[0]), min(bar.interval.high, limits[1])),
-        )
+        middle, gap = bar.interval.ratio, 0.2
+        ends = max(bar.interval.low, limits[0]), min(bar.interval.high, limits[1])
         face = "white" if bar.verdict in ("inconclusive", "not_comparable") else colour  # hollow: decides nothing
         axes.plot(ends, [row, row], color=colour, lw=2 if is_compact else 5)
         axes.plot(middle, row, "o", color=colour, mfc=face, mew=2, ms=5 if is_compact else 11)
@@ -95,21 +97,18 @@ def _draw(axes: Any, row: int, bar: Bar, limits: tuple[float, float], is_compact
 
 def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
     """The step in both layouts, stacked by kind of operator, and the ten largest differences of modules."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
+    figure = _figure(10, 4.6, f"{title}\n{times.summary()[1]}")
+    if figure is None:
         return False
-    figure = Figure(figsize=(10, 4.6), dpi=130, layout="constrained")
-    figure.suptitle(f"{title}\n{times.summary()[1]}", fontsize=12, fontweight="bold")
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
     kinds = sorted(times.rows(lambda call: call.kind), key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
-    shown = [(row.name, row.contiguous_ms, row.channels_last_ms) for row in kinds[:7]]
-    shown.append(("other", sum(row.contiguous_ms for row in kinds[7:]), sum(row.channels_last_ms for row in kinds[7:])))
-    bottom = [0.0, 0.0]
+    stacks = [(row.name, [row]) for row in kinds[:7]] + [("other", kinds[7:])]
+    bottom = (0.0, 0.0)
     colours = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#bbbbbb"]
-    for (name, *ms), colour in zip(shown, colours, strict=False):
+    for (name, rows), colour in zip(stacks, colours, strict=False):
+        ms = sum(row.contiguous_ms for row in rows), sum(row.channels_last_ms for row in rows)
         stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, color=colour, width=0.6)
-        bottom = [sum(pair) for pair in zip(bottom, ms, strict=True)]
+        bottom = bottom[0] + ms[0], bottom[1] + ms[1]
     stacked.set_ylabel("milliseconds of a step, by kind of operator")
     stacked.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     rows = times.modules()[:10]

@@ -1,8 +1,4 @@
-"""The speed of our loader and of torchvision's reference pipeline: random resized crops with flips of the same files.
-
-Rounds are interleaved, A B C C B A, so that other load on the machine affects all pipelines alike; a ratio is the
-median of the ratios within a round.
-"""
+"""The speed of our loader and of torchvision's reference pipeline: random resized crops and flips of the same files."""
 
 import itertools
 import math
@@ -16,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cl_train.comparison.alternation import alternate
+from cl_train.comparison.statistics import alternate
 from cl_train.config.schema import AugmentConfig, DataConfig, LoaderBenchmarkSettings
 from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
@@ -53,9 +49,8 @@ def benchmark(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
     settings = with_defaults(settings)
     loaders = [ours(settings, count) for count in settings.workers]  # raises ConfigError for a missing folder
     result, table = measure([torchvision_reference(settings, settings.workers[-1]), *loaders], settings)
-    rows, cores = [row for row in result["rows"] if row["pipeline"] == "cl_train"], result["cores"]
-    per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in rows)
-    rate = settings.gpu_images_per_s
+    rate, cores = settings.gpu_images_per_s, result["cores"]
+    per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in result["rows"][1:])
     needed = -(-int(rate) // max(1, int(per_core)))
     answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
     table += f"\n{rate:,.0f} images/s need {needed} cores of this kind; {answer}"
@@ -73,15 +68,10 @@ def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) ->
     finally:
         for pipeline in pipelines:
             pipeline.close()
-    rows = [
-        {
-            "pipeline": pipeline.name,
-            "workers": pipeline.workers,
-            "images_per_s": round(1 / done.median_s(index), 1),
-            "ratio": round(median(done.round_ratios(index)), 2),
-        }
-        for index, pipeline in enumerate(pipelines)
-    ]
+    rows = []
+    for index, one in enumerate(pipelines):
+        rate, ratio = round(1 / done.median_s(index), 1), round(median(done.round_ratios(index)), 2)
+        rows.append({"pipeline": one.name, "workers": one.workers, "images_per_s": rate, "ratio": ratio})
     cores = len(os.sched_getaffinity(0))
     return measured(settings, torch.device("cpu"), schema_version=3, cores=cores, rows=rows), markdown_table(rows)
 
@@ -111,12 +101,12 @@ def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pi
 
     crop, flip = transforms.RandomResizedCrop(settings.image_size), transforms.RandomHorizontalFlip()
     normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    files = datasets.ImageFolder(
+        f"{settings.root}/train", transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
+    )
     loader = torch.utils.data.DataLoader(
-        datasets.ImageFolder(
-            f"{settings.root}/train", transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
-        ),
-        settings.batch_size, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True,
-    )  # fmt: skip
+        files, settings.batch_size, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
+    )
     return Pipeline("torchvision reference", workers, lambda: deliver((y for _, y in loader), settings.images))
 
 

@@ -1,6 +1,6 @@
 """The memory formats of one model compared in one process, in alternating blocks, with the step that training runs.
 
-Each layout has its own copy of the same weights and the same images; see `alternation` for the order and the interval.
+Each layout has its own copy of the same weights and the same images; see `statistics` for the order and the interval.
 `channels_last=auto` uses the fastest layout. That choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one JSON
 file per combination of what can change it.
 """
@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from cl_train.comparison.alternation import alternate
-from cl_train.comparison.statistics import Interval, repeats_to_decide, verdict_of
+from cl_train.comparison.statistics import Interval, alternate, repeats_to_decide, verdict_of
 from cl_train.comparison.timed_model import (
     CHANNELS_LAST,
     CHANNELS_LAST_CONV,
@@ -101,14 +100,13 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
-        kept = ("layout", "images_per_s", "step_ms", "peak_memory_gib")
-        baseline, *candidates = self.speeds
-        pairs = [
-            {"baseline": baseline.layout, "candidate": one.layout, **one.ratio.to_dict(), "verdict": one.verdict}
-            for one in candidates
-        ]
-        speeds = [{name: getattr(speed, name) for name in kept} for speed in self.speeds]
-        return {**vars(self), "speeds": speeds, "pairs": pairs}
+        speeds, pairs = [], []
+        for speed in self.speeds:
+            values = dict(vars(speed))
+            verdict = {**values.pop("ratio").to_dict(), "verdict": values.pop("verdict")}
+            pairs.append({"baseline": self.speeds[0].layout, "candidate": speed.layout, **verdict})
+            speeds.append(values)
+        return {**vars(self), "speeds": speeds, "pairs": pairs[1:]}
 
     def __str__(self) -> str:
         lines, notes = [], []
@@ -173,31 +171,24 @@ def compare_layouts(
     Raises:
         ConfigError: the model does not run on this batch, or one image does not fit into memory.
     """
-    workload = workload_of(
-        model, batch_size, image_size, precision, device, batch=batch, loss=loss, output=output, mode=mode,
-        compile=compile, cuda_graph=cuda_graph,
+    if mode not in ("train", "infer"):
+        raise ConfigError(f"mode={mode}: must be train or infer")
+    sizes = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    workload = _workload(
+        model, sizes[0] if sizes else batch_size, image_size, precision, device, batch=batch, loss=loss, output=output,
+        mode=mode, compile=compile, cuda_graph=cuda_graph,
     )  # fmt: skip
     return benchmark_layouts(model, workload, target_ci=target_ci, time_limit_s=time_limit_s)
 
 
-def workload_of(
-    model: nn.Module,
-    batch_size: int,
-    image_size: int | tuple[int, ...],
-    precision: str,
-    device: torch.device | str | None,
-    **more: Any,
-) -> Workload:
-    """A `Workload` from plain values; `more` are its other fields."""
+def _workload(model: nn.Module, batch_size: int, image_size: Any, precision: str, device: Any, **more: Any) -> Workload:
+    """A `Workload` from the arguments of the two functions for users; `more` are its other fields."""
     refuse_lazy(model)
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}: must be at least 1")
-    if more.get("mode", "train") not in ("train", "infer"):
-        raise ConfigError(f"mode={more['mode']}: must be train or infer")
-    on = torch.device(device) if device is not None else device_of(model)
+    device = torch.device(device) if device is not None else device_of(model)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    sizes = [len(leaf) for leaf in tree_leaves(more.get("batch")) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    return Workload(sizes[0] if sizes else batch_size, shape, resolve_precision(precision, on), on, **more)
+    return Workload(batch_size, shape, resolve_precision(precision, device), device, **more)
 
 
 def benchmark_layouts(
@@ -333,17 +324,12 @@ def choose_memory_format(
     """
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer={optimizer}; use {', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}")
-    workload = workload_of(
+    workload = _workload(
         model, batch_size, image_size, precision, device, compile=compile, compile_mode=compile_mode,
         cuda_graph=cuda_graph, optim=OptimConfig(name=optimizer),
     )  # fmt: skip
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(torch.contiguous_format, "full", "contiguous: the model has no convolutions", 0.0)
-    return _remembered_choice(model, workload, time_limit_s)
-
-
-def _remembered_choice(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
-    """The choice from the cache, else measured and cached."""
     key = _cache_key(model, workload)
     path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
@@ -354,7 +340,6 @@ def _remembered_choice(model: nn.Module, workload: Workload, time_limit_s: float
         return Choice(layout.memory_format, known["conversion"], reason, known["seconds"], select, cached=True)
     except (OSError, ValueError, KeyError, TypeError):  # none yet, or one that cannot be read
         log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
-    started_at = time.perf_counter()
     try:
         choice = _fastest_layout(model, workload, time_limit_s)
     except ConfigError as error:
@@ -363,7 +348,6 @@ def _remembered_choice(model: nn.Module, workload: Workload, time_limit_s: float
         release_memory()
         if workload.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(workload.device)  # the run's peak must not include this measurement's
-    choice = replace(choice, seconds=round(time.perf_counter() - started_at, 2))
     if choice.conclusive:
         kept = {name: getattr(choice, name) for name in ("channels_last", "conversion", "select", "reason", "seconds")}
         try:
@@ -375,25 +359,21 @@ def _remembered_choice(model: nn.Module, workload: Workload, time_limit_s: float
 
 
 def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
+    started_at = time.perf_counter()
     # Where other tensors have four dimensions too, converting convolution weights only is another layout. Not for
     # compiled models: each layout is another compilation, and the compiler moves tensors itself.
     full, conv = (set(convert(copy_model(model, "meta"), mode).changed) for mode in ("full", "conv"))
     layouts = [CONTIGUOUS, CHANNELS_LAST] + ([CHANNELS_LAST_CONV] if full != conv and not workload.compile else [])
-    batch_size = workload.batch_size
+    measured = workload
     if workload.device.type == "cpu" and not workload.compile:
-        batch_size = min(batch_size, AUTO_CPU_BATCH)
-    measured = replace(workload, batch_size=batch_size)
+        measured = replace(workload, batch_size=min(workload.batch_size, AUTO_CPU_BATCH))
     done = benchmark_layouts(model, measured, layouts, time_limit_s=0.5 * time_limit_s)  # warm-up takes about a quarter
     baseline, *others = done.speeds
     faster = [one for one in others if one.verdict == "faster"]
     best = max(faster, key=lambda one: one.images_per_s, default=baseline)
-    ratios = [
-        f"{one.layout} is {_in_words(one.ratio) if one.ratio.width < 1 else f'perhaps {one.ratio.ratio:.1f}x'}"
-        for one in others
-    ]
+    ratios = " and ".join(f"{one.layout} is {_in_words(one.ratio)}" for one in others)
     smaller = "" if done.batch_size == workload.batch_size else f" at batch {done.batch_size}"
-    speed = f"as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
-    reason = f"{best.layout}: {' and '.join(ratios)} {speed}"
+    reason = f"{ratios} as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
     is_noisy = not faster and any(
         one.verdict == "not_comparable" or (one.verdict == "inconclusive" and one.ratio.width > NOISY_WIDTH)
         for one in others
@@ -407,12 +387,15 @@ def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -
             if mixed := _mixed_layout(model, measured, time_limit_s):
                 gain = benchmark_layouts(model, measured, [layout, mixed], time_limit_s=0.25 * time_limit_s)
                 layout = mixed if gain.verdict == "faster" else layout
-                tried = f"channels_last but for {', '.join(mixed.select)} is {_in_words(gain.ratio)}"
-                reason = f"{layout.name}: {reason.partition(': ')[2]}; {tried} as fast as {best.layout}"
-    return Choice(layout.memory_format, layout.conversion, reason, 0.0, layout.select, conclusive=not is_noisy)
+                tried = f"channels_last but for {', '.join(mixed.select)}"
+                reason += f"; {tried} is {_in_words(gain.ratio)} as fast as {best.layout}"
+    reason, seconds = f"{layout.name}: {reason}", round(time.perf_counter() - started_at, 2)
+    return Choice(layout.memory_format, layout.conversion, reason, seconds, layout.select, conclusive=not is_noisy)
 
 
 def _in_words(ratio: Interval) -> str:
+    if ratio.width >= 1:
+        return f"perhaps {ratio.ratio:.1f}x"
     return f"{ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 

@@ -2,9 +2,10 @@
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,12 @@ _FIELDS = setting_fields(Config)
 _SETTING_OF = {name: name for name in ("model", "precision", "compile", "seed", "epochs")}
 _SETTING_OF |= {"channels_last_requested": "channels_last", "memory_format": "channels_last"}
 _SETTING_OF |= {"image_size": "data.image_size"}
-_REQUEST_OF = {layout: value for value, layout in LAYOUT_NAMES.items()}
 # Fields of the summary that must be equal, like the settings with affects="speed".
 _FACTS = ("precision", "device", "device_name", "world_size")
-_NUMBERS = ("step", "image_size", "images_per_s", "data_wait_pct", "time")  # of a window
-_SUMMARY_NUMBERS = (
-    *("world_size", "global_batch_size", "images_seen", "skipped_images", "amp.skipped_steps"),
-    *("data_wait_pct", "others_pct", "peak_memory_gib", "val.top1"),
-)
+_NUMBERS = {  # of a window and of the summary
+    *("step", "image_size", "images_per_s", "data_wait_pct", "time", "world_size", "global_batch_size", "images_seen"),
+    *("skipped_images", "amp.skipped_steps", "others_pct", "peak_memory_gib", "val.top1"),
+}
 # Fields that may differ too when runs are compared by a key: they follow from it, or its group sets them.
 _DEPENDENT = {
     "channels_last": ("conversion", "select"),
@@ -64,8 +63,8 @@ class Run:
     data_wait_pct: float  # median over these windows
     losses: dict[int, float]  # training loss by step, without NaN and Inf
     times: tuple[float, float] | None  # unix time of the first and the last window, seconds; None = unknown
-    problems: list[str] = field(default_factory=list)  # why this run cannot be compared with any other
-    remarks: list[str] = field(default_factory=list)  # what to know about it
+    problems: list[str]  # why this run cannot be compared with any other
+    remarks: list[str]  # what to know about it
     repeat: int | None = None  # number of the repeat in a sweep
 
     def fact(self, name: str) -> Any:
@@ -116,7 +115,7 @@ def read_run(folder: Path) -> Run:
         windows, problems = _read_windows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
         config = _read_mapping(folder / "config.yaml", parse_yaml)
         summary = _read_mapping(folder / "summary.json", json.loads) if (folder / "summary.json").exists() else {}
-        summary = _known(summary, _SUMMARY_NUMBERS, "summary.json")
+        summary = _known(summary, "summary.json")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} cannot be read as a run folder: {' '.join(str(error).split())[:300]}") from None
     if not windows:
@@ -167,7 +166,7 @@ def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
         if not isinstance(record, dict):
             raise ValueError(f"{where} is {record!r:.80}")
         if record.get("kind", "train") == "train":
-            window = _known(record, _NUMBERS, where)
+            window = _known(record, where)
             if "step" not in window or not window.get("images_per_s"):
                 raise ValueError(f"{where} has no step or no images_per_s")
             loss = window.get("loss")  # JSON has no NaN
@@ -175,10 +174,10 @@ def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     return windows, problems
 
 
-def _known(document: dict[str, Any], numbers: Sequence[str], where: str) -> dict[str, Any]:
-    """The document without nulls. Raises ValueError: one of these fields is not a number from 0 to 1e12."""
+def _known(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document without nulls. Raises ValueError: a field of `_NUMBERS` is not a number from 0 to 1e12."""
     known = {name: value for name, value in document.items() if value is not None}
-    for name in known.keys() & {*numbers}:
+    for name in known.keys() & _NUMBERS:
         if type(known[name]) not in (int, float) or not 0 <= known[name] <= 1e12:
             raise ValueError(f"{where}: {name} is {known[name]!r:.80}")
     return known
@@ -195,13 +194,13 @@ def _contradictions(
     for name, setting in _SETTING_OF.items():
         asked, reported = show(config.get(setting)).lower(), show(summary.get(name)).lower()
         is_size_of_schedule = name == "image_size" and config.get("data.size_schedule")
-        if {asked, reported} & {"auto", "null", "mixed"} or is_size_of_schedule:
-            continue
-        if asked not in (reported, _REQUEST_OF.get(reported)):
+        is_open = {asked, reported} & {"auto", "null", "mixed"} or is_size_of_schedule
+        if not is_open and reported not in (asked, LAYOUT_NAMES.get(asked)):
             yield f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}"
-    repeated = [after["step"] for before, after in pairwise(windows) if after["step"] <= before["step"]]
-    if repeated:
-        yield f"step {repeated[0]} is recorded twice or out of order"
+    for before, after in pairwise(windows):
+        if after["step"] <= before["step"]:
+            yield f"step {after['step']} is recorded twice or out of order"
+            break
     for before, after in pairwise(windows):
         for name in ("memory_format", "precision", "world_size", "device_name"):
             if name in before and name in after and before[name] != after[name]:
@@ -232,7 +231,7 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
         baseline, *candidates = [group[value] for value in sorted(group, key=_baseline_first)]
         if not candidates:
             single.append(baseline)
-        pairs += [compare_pair(*_same_repeats(baseline, candidate), by) for candidate in candidates]
+        pairs += [compare_pair(*_same_repeats(baseline, candidate), by=by) for candidate in candidates]
     single.sort(key=lambda runs: _baseline_first(str(runs[0].settings.get(by))))
     while single:
         baseline = single.pop(0)
@@ -241,29 +240,25 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
         if partners:
             nearest = min(partners, key=lambda runs: len(_differences(baseline[0], runs[0], by)))
             single.remove(nearest)
-            pairs.append(compare_pair(baseline, nearest, by))
+            pairs.append(compare_pair(baseline, nearest, by=by))
     return pairs
 
 
-def compare_two(first: Run, second: Run, by: str = "channels_last") -> Pair:
-    """Two runs named by the user always form a pair; `_baseline_first` decides which is the baseline."""
-    baseline, candidate = sorted((first, second), key=lambda run: _baseline_first(str(run.settings.get(by))))
-    return compare_pair([baseline], [candidate], by)
-
-
-def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "channels_last") -> Pair:
-    """The verdict on repeats of one setting against repeats of another; a loader can mask a difference."""
-    count = min(len(baseline), len(candidate))
-    first, second = list(baseline[:count]), list(candidate[:count])
+def compare_pair(*sides: Sequence[Run], by: str = "channels_last") -> Pair:
+    """The verdict on repeats of one setting against repeats of another, in either order."""
+    count = min(map(len, sides))
+    first, second = sorted(
+        (list(runs[:count]) for runs in sides), key=lambda runs: _baseline_first(str(runs[0].settings.get(by)))
+    )
     names = _names(first[0], second[0], by)
     equal = [name for name in _SHOWN if name != by and first[0].fact(name) == second[0].fact(name)]
-    held_equal = {"model": " and ".join(dict.fromkeys(str(side[0].fact("model")) for side in (first, second)))}
+    held_equal = {"model": " and ".join(dict.fromkeys(str(runs[0].fact("model")) for runs in (first, second)))}
     held_equal |= {name.removesuffix(".name").removeprefix("data."): first[0].fact(name) for name in equal}
     reasons = list(_obstacles(first, second, by, names))
-    interval = None
+    interval, verdict, needed = None, "not_comparable", None
     if all(len(run.images_per_s) >= MIN_WINDOWS for run in [*first, *second]):
-        interval = interval_of_runs([run.images_per_s for run in first], [run.images_per_s for run in second])
-    verdict = "not_comparable" if reasons or interval is None else verdict_of(interval)
+        interval = interval_of_runs(*([run.images_per_s for run in runs] for runs in (first, second)))
+        verdict = "not_comparable" if reasons else verdict_of(interval)
     waits_pct = [statistics.median(run.data_wait_pct for run in runs) for runs in (first, second)]
     is_loader_bound = max(waits_pct) >= LOADER_BOUND_PCT
     if is_loader_bound:
@@ -272,26 +267,15 @@ def compare_pair(baseline: Sequence[Run], candidate: Sequence[Run], by: str = "c
             f"({names[1]}) of the time; use more data.workers, a local disk, or data=synthetic"
         )
         verdict = "not_comparable" if verdict in ("no_difference", "inconclusive") else verdict
-    needed = repeats_to_decide(interval) if interval and verdict == "inconclusive" else None
     notes = [*reasons, *_remarks(first, second, by)]
     if interval and interval.n == 1 and verdict != "not_comparable":
         notes.append("one run per side cannot show how much processes differ: 5 % is assumed; repeats=3 measures it")
     if interval and verdict == "inconclusive":
+        needed = repeats_to_decide(interval)
         span = f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible"
         notes.append(f"{span}; {needed or 'over 100'} repeats would decide it")
-    return Pair(
-        held_equal=held_equal,
-        baseline=names[0],
-        candidate=names[1],
-        baseline_runs=first,
-        candidate_runs=second,
-        interval=interval,
-        verdict=verdict,
-        bottleneck="loader" if is_loader_bound else "compute",
-        loss_gap=_loss_gap(first, second),
-        repeats_to_decide=needed,
-        notes=notes,
-    )
+    loss_gap, bottleneck = _loss_gap(first, second), "loader" if is_loader_bound else "compute"
+    return Pair(held_equal, *names, first, second, interval, verdict, bottleneck, loss_gap, needed, notes)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -344,9 +328,9 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     one, other = (layouts.get(value, f"{by}={value}") for value in values)
     if one != other:
         return one, other
-    parts = [run.folder.absolute().parts for run in (first, second)]
-    depth = next((depth for depth in range(1, len(parts[0])) if parts[0][-depth:] != parts[1][-depth:]), 1)
-    return f"{one} ({'/'.join(parts[0][-depth:])})", f"{other} ({'/'.join(parts[1][-depth:])})"
+    folders = [run.folder.absolute() for run in (first, second)]
+    one, other = (f"{one} ({folder.relative_to(os.path.commonpath(folders))})" for folder in folders)
+    return one, other
 
 
 def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, str]) -> Iterator[str]:
@@ -381,7 +365,7 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
 def _overlap(runs: Sequence[Run]) -> str | None:
     """Which two runs overlapped in time."""
     known = sorted((run.times, run.folder.name) for run in runs if run.times)
-    overlaps = (f"{one[1]} and {other[1]}" for one, other in pairwise(known) if other[0][0] < one[0][1])
+    overlaps = (f"{one} and {other}" for (times, one), (later, other) in pairwise(known) if later[0] < times[1])
     return next((f"{names} ran at the same time" for names in overlaps), None)
 
 

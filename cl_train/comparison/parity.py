@@ -1,9 +1,7 @@
 """Do both memory formats compute the same? A step each in eval and in training mode, from equal weights and images.
 
 First in float64, where only code that depends on the layout differs by more than `FLOAT64_LIMIT`; then in the precision
-under test, where both layouts are compared with the float64 run. docs/benchmarks.md explains the limits. Gradients that
-are zero in theory (a bias before BatchNorm) consist of rounding errors; their errors are relative to the typical size
-of all gradients.
+under test, where both layouts are compared with the float64 run. docs/benchmarks.md explains the limits.
 """
 
 import math
@@ -12,7 +10,7 @@ import statistics
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,7 +45,7 @@ MAX_BASELINE_ERROR = 0.25  # a tensor whose contiguous run deviates more, by rou
 SMALL_IMAGE, BATCH_SIZE = 96, 4  # whether layouts agree does not depend on the size
 MOST_ELEMENTS = 2**16  # recorded per tensor, to bound memory; a wrong layout changes nearly every element
 EVAL = " in eval mode"
-MODES = {"both": ("infer", "train"), "train": ("train",), "infer": ("infer",)}
+MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # the values of `training`
 
 # Samples of the tensors of a step with their names, in the order in which they were computed: "forward" ("input of X",
 # "output of X"), "results" ("result 0", the user's own "loss"), "gradients" ("gradient of P", last layer first) and
@@ -73,19 +71,16 @@ class Check:
     def __str__(self) -> str:
         errors = (self.channels_last_error, self.contiguous_error, self.allowed_error)
         converted, plain, allowed = (f"{100 * error:.2g} %" for error in errors)
-        return (
-            f"{self.what} in {self.computed_in}: channels_last deviates {converted} from the reference, "
-            f"contiguous {plain}, the limit is {allowed}"
-        )
+        deviation = f"channels_last deviates {converted} from the reference, contiguous {plain}"
+        return f"{self.what} in {self.computed_in}: {deviation}, the limit is {allowed}"
 
 
 @dataclass(frozen=True)
 class ParityReport:
     """The outcome of `check_parity`.
 
-    `passed` is None if the check is inconclusive, with the reason in `note`. `first_divergence` names the module that
-    received what the reference received and returned something else, or the error of channels_last where contiguous
-    has none; None when all agree.
+    `passed` is None if the check is inconclusive, with the reason in `note`. `first_divergence`, None when all agree,
+    names the module that received what the reference received and returned something else, or channels_last's error.
     """
 
     passed: bool | None
@@ -99,10 +94,11 @@ class ParityReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, of the failed checks the first ten; an infinite error is None, as JSON has none."""
 
-        checks = [*self.failed[:10], *([self.worst] if self.worst else [])]
-        plain = [{name: None if value == math.inf else value for name, value in vars(one).items()} for one in checks]
-        worst = plain.pop() if self.worst else None
-        return {**vars(self), "failed": plain, "worst": worst, "text": str(self)}
+        def plain(check: Check) -> dict[str, Any]:
+            return {name: None if value == math.inf else value for name, value in vars(check).items()}
+
+        worst = plain(self.worst) if self.worst else None
+        return {**vars(self), "failed": list(map(plain, self.failed[:10])), "worst": worst, "text": str(self)}
 
     def __str__(self) -> str:
         what = f"parity ({self.precision}, batch {self.batch})"
@@ -175,10 +171,7 @@ def check_parity(
 
 
 def _small_input(model: nn.Module, image_size: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one input, [C, H, W] or as `image_size`; at most 96 px where the model takes that.
-
-    Only shapes are computed: transformers take one size only, and Inception's auxiliary head has a minimum size.
-    """
+    """The shape of one input; transformers take one size only, and Inception's auxiliary head has a minimum size."""
     wanted = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:])) if len(wanted) >= 3 else wanted
     shapes_only = copy_model(model, "meta").train()
@@ -261,13 +254,14 @@ def _compare(
 
 
 def _errors(found: Samples, expected: Samples, kind: str) -> list[float]:
-    """L2 distances / L2 norms, for gradients plus that of a tensor of typical elements.
+    """L2 distances / L2 norms; infinite where the shapes differ or only one is not finite.
 
-    Infinite where the shapes differ or only one is not finite.
+    Gradients that are zero in theory (a bias before BatchNorm) are rounding errors: the norm of a tensor of typical
+    elements is added to that of each gradient.
     """
-    elements = sum(true.numel() for _, true in expected)
-    squares = sum(float(true.square().sum()) for _, true in expected)
-    typical = math.sqrt(squares / elements) if kind == "gradients" and elements else 0.0
+    typical = 0.0
+    if kind == "gradients" and expected:
+        typical = float(torch.cat([true for _, true in expected]).square().mean().sqrt())
     errors = []
     for (_, tensor), (_, true) in zip(found, expected, strict=True):
         error = math.inf
@@ -311,7 +305,7 @@ class _Task:
     loss: LossFunction | None
     output: str | None
     seed: int
-    modes: tuple[str, ...]
+    modes: tuple[bool, ...]
 
     @property
     def shape(self) -> str:
@@ -330,47 +324,39 @@ class _Task:
                 model.to(dtype)
         batch = place_batch(self.batch, self.device, dtype or precision.input_dtype, layout.memory_format)
         record: Record = {}
-        with (
-            random_state_restored(self.device),
-            kernel_selection(tf32=precision.tf32, autotune=False),
-            EqualRandomness(self.seed),
-        ):
-            cast = autocast(precision, self.device)
-            if "infer" in self.modes:
-                key = None if "train" in self.modes else self.output
-                with cast, torch.no_grad(), _watched(model.eval()) as forward:
-                    results = output_tensors(call_model(model, batch), key)
-                record = {"eval forward": forward, "eval results": _named(results)}
-            if "train" in self.modes:  # in front: a difference of both modes is reported there
-                record = self._training_pass(model.train(), batch, cast) | record
+        kernels = kernel_selection(tf32=precision.tf32, autotune=False)
+        with random_state_restored(self.device), kernels, EqualRandomness(self.seed):
+            for training in self.modes:  # the last in front: a difference of both modes is reported in training
+                key = self.output if training is self.modes[-1] else None  # which may exist in training only
+                gradients, what = (nullcontext(), "") if training else (torch.no_grad(), "eval ")
+                with autocast(precision, self.device), gradients, _watched(model.train(training)) as forward:
+                    output = call_model(model, batch)
+                    results = output_tensors(output, key)
+                    if training:
+                        loss = self.loss(output) if self.loss is not None else _weighted_sum(results)
+                named = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
+                if training and self.loss is not None:
+                    named.append(("loss", sample(loss)))
+                done = {f"{what}forward": forward, f"{what}results": named}
+                if training:
+                    done |= _backward(model, loss, forward)
+                record = done | record
         return record
 
-    def _training_pass(self, model: nn.Module, batch: Any, cast: AbstractContextManager[object]) -> Record:
-        with cast, _watched(model) as forward:
-            output = call_model(model, batch)
-            results = output_tensors(output, self.output)
-            loss = self.loss(output) if self.loss is not None else _weighted_sum(results)
-        if loss.requires_grad:
-            loss.backward()
-        called = {what.partition(" of ")[2]: index for index, (what, _) in enumerate(forward)}
-        parameters = sorted(model.named_parameters(), key=lambda item: -called.get(item[0].rpartition(".")[0], -1))
-        statistics: Samples = []
-        for name, module in model.named_modules():
-            mean, variance = (getattr(module, f"running_{what}", None) for what in ("mean", "var"))
-            if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):  # the spread is the unit of both
-                statistics.append((f"statistics of {name}", torch.cat([sample(mean), sample(variance).sqrt()])))
-        return {
-            "forward": forward,
-            "results": _named(results) + ([("loss", sample(loss))] if self.loss is not None else []),
-            "gradients": [
-                (f"gradient of {name}", sample(one.grad)) for name, one in parameters if one.grad is not None
-            ],
-            "statistics": statistics,
-        }
 
-
-def _named(results: list[torch.Tensor]) -> Samples:
-    return [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
+def _backward(model: nn.Module, loss: torch.Tensor, forward: Samples) -> Record:
+    """The gradients of `loss`, those of modules that were called last first, and the statistics of the forward pass."""
+    if loss.requires_grad:
+        loss.backward()
+    called = {what.partition(" of ")[2]: index for index, (what, _) in enumerate(forward)}
+    parameters = sorted(model.named_parameters(), key=lambda item: -called.get(item[0].rpartition(".")[0], -1))
+    statistics: Samples = []
+    for name, module in model.named_modules():
+        mean, variance = (getattr(module, f"running_{what}", None) for what in ("mean", "var"))
+        if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):  # the spread is the unit of both
+            statistics.append((f"statistics of {name}", torch.cat([sample(mean), sample(variance).sqrt()])))
+    gradients = [(f"gradient of {name}", sample(one.grad)) for name, one in parameters if one.grad is not None]
+    return {"gradients": gradients, "statistics": statistics}
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -425,10 +411,9 @@ def _watched(model: nn.Module) -> Iterator[Samples]:
 class EqualRandomness(TorchDispatchMode):
     """While active, random operators draw the same logical values for every memory format, dtype and device.
 
-    `torch.rand_like(x)` fills memory in storage order, so one seed gives each layout other logical values. Here every
-    random operator is computed on contiguous float64 copies of its arguments on the CPU, seeded by the number of the
-    call, and the model receives the results. Fused attention, whose kernels have their own random numbers, is only
-    seeded; the generators of Python and numpy are seeded once, at the start.
+    `torch.rand_like(x)` fills memory in storage order, so one seed gives each layout other logical values. Here the
+    model receives the results of random operators on contiguous float64 copies of their arguments on the CPU, seeded by
+    the number of the call. Fused attention, whose kernels draw their own numbers, is only seeded.
     """
 
     def __init__(self, seed: int) -> None:

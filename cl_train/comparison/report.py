@@ -3,12 +3,12 @@
 import csv
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cl_train.comparison.chart import Bar, write_chart
-from cl_train.comparison.pairs import Pair, Run, compare_runs, compare_two, differing, read_run
+from cl_train.comparison.pairs import Pair, Run, compare_pair, compare_runs, differing, read_run
 from cl_train.comparison.sweep_plan import Job, problem_of, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import markdown_table
@@ -27,10 +27,10 @@ EXPLANATION = (
 class Report:
     """The pairs of a sweep, or of folders that the user named."""
 
-    pairs: list[Pair]
-    failed: list[dict[str, Any]] = field(default_factory=list)  # job, overrides and why: as in comparison.json
+    pairs: Sequence[Pair]
+    failed: Sequence[dict[str, Any]] = ()  # job, overrides and why: as in comparison.json
     by: str = "channels_last"
-    differing: list[str] = field(default_factory=list)  # settings that the runs do not have in common
+    differing: Sequence[str] = ()  # settings that the runs do not have in common
 
 
 def compare_folders(
@@ -57,7 +57,7 @@ def compare_folders(
     by = by or "channels_last"
     for model, why in (parity_failures or {}).items():
         runs = [replace(run, problems=[*run.problems, why]) if run.fact("model") == model else run for run in runs]
-    pairs = [compare_two(runs[0], runs[1], by)] if len(folders) == 2 else compare_runs(runs, by)
+    pairs = [compare_pair(*([run] for run in runs), by=by)] if len(folders) == 2 else compare_runs(runs, by)
     report = Report(pairs, failed, by, differing(runs))
     if out:
         write_report(report, out)
@@ -70,15 +70,12 @@ def compare_folders(
 
 def _read_jobs(folder: Path) -> tuple[list[Run], list[dict[str, Any]], str | None]:
     """The runs of a sweep or of a folder of runs, those that cannot be compared, and the sweep's `compare_by`."""
-    runs, failed, sweep = [], [], None
+    runs, failed = [], []
     names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
-    jobs = [Job(number, name, [name]) for number, name in enumerate(names)]
-    if (folder / "sweep.json").is_file():
-        sweep = read_sweep(folder)
-        jobs = sweep.jobs
-    elif len(jobs) < 2:
+    sweep = read_sweep(folder) if (folder / "sweep.json").is_file() else None
+    if not sweep and len(names) < 2:
         raise ConfigError(f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs")
-    for job in jobs:
+    for job in sweep.jobs if sweep else (Job(number, name, [name]) for number, name in enumerate(names)):
         try:
             if sweep and (problem := problem_of(folder / job.name)):
                 raise ConfigError(problem)
@@ -94,16 +91,14 @@ def write_report(report: Report, folder: Path) -> None:
     rows, labels = [_row(pair) for pair in report.pairs], _labels(report.pairs)
     document = {"schema_version": SCHEMA_VERSION, "verdict": verdict_sentence(report), "pairs": rows}
     write_json(folder / "comparison.json", document | {"failed": report.failed}, indent=2)
-    flat = []
-    for row in rows:
-        low, high = row["ci95"] or (None, None)
-        cells = {name: value for name, value in row.items() if name != "ci95"}
-        flat.append(cells | {"ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
-    names = dict.fromkeys(name for row in flat for name in row)  # the rows have different settings in common
+    for row in rows:  # from here on as in comparison.csv
+        row["ci95_low"], row["ci95_high"] = row.pop("ci95") or (None, None)
+        row["notes"] = " | ".join(row["notes"])
+    names = dict.fromkeys(name for row in rows for name in row)  # the rows have different settings in common
     with open(folder / "comparison.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(names) or ["verdict"])
         writer.writeheader()
-        writer.writerows(flat)
+        writer.writerows(rows)
     bars = []
     for label, pair in zip(labels, report.pairs, strict=True):
         reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
@@ -119,15 +114,14 @@ def write_report(report: Report, folder: Path) -> None:
 
 def _row(pair: Pair) -> dict[str, Any]:
     """A pair as in comparison.json."""
-    interval = pair.interval.to_dict() if pair.interval else {}
+    interval = pair.interval.to_dict() if pair.interval else {"ratio": None, "ci95": None}
     return {
         **pair.held_equal,
         "baseline": pair.baseline,
         "candidate": pair.candidate,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
         **_medians(pair, "images_per_s", 2),
-        "ratio": interval.get("ratio"),
-        "ci95": interval.get("ci95"),
+        **interval,
         "n": len(pair.baseline_runs),
         "verdict": pair.verdict,
         "repeats_to_decide": pair.repeats_to_decide,
@@ -158,19 +152,17 @@ def _labels(pairs: Sequence[Pair]) -> list[str]:
     """For each pair the model, and the settings that differ between the pairs."""
     common = [key for key in pairs[0].held_equal if all(key in pair.held_equal for pair in pairs)] if pairs else []
     varying = [key for key in common if key != "model" and len({str(pair.held_equal[key]) for pair in pairs}) > 1]
-    labels = [[str(pair.held_equal["model"]), *(f"{key}={pair.held_equal[key]}" for key in varying)] for pair in pairs]
-    if len({(pair.baseline, pair.candidate) for pair in pairs}) > 1:
-        labels = [[*parts, f"{pair.candidate} / {pair.baseline}"] for parts, pair in zip(labels, pairs, strict=True)]
-    return [" ".join(parts) for parts in labels]
+    has_sides = len({(pair.baseline, pair.candidate) for pair in pairs}) > 1
+    labels = []
+    for pair in pairs:
+        parts = [str(pair.held_equal["model"]), *(f"{key}={pair.held_equal[key]}" for key in varying)]
+        labels.append(" ".join([*parts, f"{pair.candidate} / {pair.baseline}"] if has_sides else parts))
+    return labels
 
 
 def _equal_for_all(pairs: Sequence[Pair]) -> dict[str, Any]:
-    held = [pair.held_equal for pair in pairs]
-    return (
-        {key: value for key, value in held[0].items() if all(one.get(key, "-") == value for one in held)}
-        if held
-        else {}
-    )
+    first = pairs[0].held_equal if pairs else {}
+    return {key: value for key, value in first.items() if all(pair.held_equal.get(key, "-") == value for pair in pairs)}
 
 
 def verdict_sentence(report: Report) -> str:
@@ -236,15 +228,11 @@ def as_markdown(report: Report, *, has_chart: bool = False) -> str:
 def _table(pairs: Sequence[Pair], labels: Sequence[str]) -> list[dict[str, str]]:
     """Cells by the titles of their columns."""
 
-    def cell(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
     def both(pair: Pair, name: str, digits: int) -> str:
-        return " / ".join(cell(value, digits) for value in _medians(pair, name, 3).values())
+        values = _medians(pair, name, 3).values()
+        return " / ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
-    has_top1 = any(
-        run.results["top1"] is not None for pair in pairs for run in pair.baseline_runs + pair.candidate_runs
-    )
+    has_top1 = any(value is not None for pair in pairs for value in _medians(pair, "top1", 2).values())
     return [
         {
             "": label,
@@ -253,7 +241,7 @@ def _table(pairs: Sequence[Pair], labels: Sequence[str]) -> list[dict[str, str]]
             "n": str(len(pair.baseline_runs)),
             "verdict": f"**{pair.words}**",
             **({"top-1 %": both(pair, "top1", 2)} if has_top1 else {}),
-            "loss gap": cell(pair.loss_gap, 4),
+            "loss gap": "-" if pair.loss_gap is None else f"{pair.loss_gap:.4f}",
             "peak memory GiB": both(pair, "peak_memory_gib", 2),
             "bottleneck": pair.bottleneck,
         }
@@ -279,7 +267,7 @@ def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str
         titles = (f"{label}, images/s: {pair.candidate}{ratio} {pair.words}", f"{label}, training loss")
         for chart, kind, title in zip(charts.values(), ("speed", "loss"), titles, strict=True):
             chart[title] = ["Margin", [f"versus/{kind}/{safe_name(label)}/{part}" for part in parts]]
-    for side in dict.fromkeys(name for pair in pairs for name in (pair.baseline, pair.candidate)):
+    for side in dict.fromkeys(name for pair in pairs for name in pair.sides):
         with SummaryWriter(str(folder / safe_name(side))) as writer:
             for label, pair in zip(labels, pairs, strict=True):
                 for kind, step, values in _bands(pair.sides.get(side, [])):

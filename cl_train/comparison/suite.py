@@ -1,7 +1,4 @@
-"""`cl-train benchmark`, every combination of its settings, and `cl-train zoo`, many models each in its own process.
-
-The zoo adds the audit to speed and parity, and writes its table, one row per model, after each model.
-"""
+"""`cl-train benchmark`, every combination of its settings, and `cl-train zoo`, many models each in its own process."""
 
 import itertools
 import json
@@ -10,16 +7,14 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from cl_train.comparison.paired import benchmark_layouts
 from cl_train.comparison.parity import check_parity
-from cl_train.comparison.timed_model import CONTIGUOUS, LAYOUTS, Workload
+from cl_train.comparison.timed_model import CONTIGUOUS, LAYOUTS, Workload, noise, place_batch
 from cl_train.config.schema import BenchmarkSettings, ConfigError, OptimConfig, ZooSettings
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.audit_report import markdown_table
@@ -27,7 +22,7 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import sources as models
-from cl_train.step.precision import Precision, cast_model, resolve_precision
+from cl_train.step.precision import cast_model, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.files import write_json, write_text
 from cl_train.system.machine import measured
@@ -36,11 +31,8 @@ from cl_train.system.machine import measured
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     """Measure every combination; prints each result as it is ready.
 
-    Returns:
-        The content of the JSON file. A combination that failed has `error` instead of speeds.
-
-    Raises:
-        ConfigError: unknown models, or fewer than two layouts.
+    Returns the content of the JSON file: a combination that failed has `error` instead of speeds.
+    Raises ConfigError: unknown models, or fewer than two layouts.
     """
     names = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
     if empty := [name for name in names if not getattr(settings, name)]:
@@ -72,13 +64,12 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
 def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict[str, Any]:
     """Parity, then speed. Layouts that compute different results are not comparable."""
     torch.manual_seed(0)
-    size, precision = workload.input_shape[-1], workload.precision.name
+    size, mode = workload.input_shape[-1], "infer" if workload.mode == "infer" else "both"
     model = models.build_model(name, num_classes=1000, image_size=size)
+    given: dict[str, Any] = {"image_size": size, "precision": workload.precision.name, "device": workload.device}
     layouts = [LAYOUTS[layout] for layout in settings.layouts]
-    mode, device = "infer" if workload.mode == "infer" else "both", workload.device
-    check = partial(check_parity, model, image_size=size, precision=precision, device=device, mode=mode)
     reports = {
-        layout.name: check(conversion=layout.conversion)
+        layout.name: check_parity(model, conversion=layout.conversion, mode=mode, **given)
         for layout in layouts
         if settings.parity and layout is not CONTIGUOUS
     }
@@ -86,9 +77,8 @@ def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict
     differing = [layout for layout, report in reports.items() if report.passed is False]
     speeds = [replace(one, verdict="not_comparable") if one.layout in differing else one for one in done.speeds]
     done = replace(done, speeds=tuple(speeds))
-    notes = [f"  {report}" for report in reports.values() if not report.passed]
-    parity = {layout: report.to_dict() for layout, report in reports.items()}
-    return {**done.to_dict(), "parity": parity, "text": "\n".join([str(done), *notes])}
+    text = "\n".join([str(done), *(f"  {report}" for report in reports.values() if not report.passed)])
+    return {**done.to_dict(), "parity": {layout: one.to_dict() for layout, one in reports.items()}, "text": text}
 
 
 # --- the zoo: a row per model -----------------------------------------------------------------------------------------
@@ -158,8 +148,8 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     model = models.build_model(name, num_classes=1000, image_size=224).to(device)
     row: dict[str, Any] = {"model": name, "image_size": size}
     try:
-        report = check_parity(model, image_size=size, batch_size=2, precision=settings.precision)
-        row["parity"] = {"passed": report.passed, "why": str(report)}
+        parity = check_parity(model, image_size=size, batch_size=2, precision=settings.precision)
+        row["parity"] = {"passed": parity.passed, "why": str(parity)}
     except ConfigError as error:  # too large for this machine's memory
         row["parity"] = {"passed": None, "why": str(error)}
     for mode in ("train", "infer") if settings.speed else ():
@@ -170,23 +160,18 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
                 done = benchmark_layouts(model, workload, time_limit_s=settings.time_limit_s)
                 row[mode] = {**done.to_dict(), "cuda_graph": cuda_graph}
                 break
-    row |= _convert_and_audit(model, precision, size, device)
-    return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
-
-
-def _convert_and_audit(model: nn.Module, precision: Precision, size: int, device: torch.device) -> dict[str, Any]:
     model = cast_model(model, precision)
-    converted = len(convert(model).changed)
-    convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
-    images = torch.randn(2, 3, size, size).to(device, precision.input_dtype, memory_format=torch.channels_last)
+    row["convolutions"] = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
+    row["converted"] = len(convert(model).changed)
+    images = place_batch(noise((2, 3, size, size)), device, precision.input_dtype, torch.channels_last)
     report = audit(model, images, precision=precision)
-    audited: dict[str, Any] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
+    row["audit"] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
     for direction in ("forward", "backward"):
         lost: Counter[str] = Counter()
         for call in report.of("lost", direction):
             lost[call.operator.removeprefix("aten.").partition(".")[0]] += call.count
-        audited[f"lost_{direction}"] = dict(lost)
-    return {"convolutions": convolutions, "converted": converted, "audit": audited}
+        row["audit"][f"lost_{direction}"] = dict(lost)
+    return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -206,24 +191,20 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:
-    """The table at `path`, to be continued, or a new one.
-
-    Raises ConfigError: the file was made with other settings, or is not such a table.
-    """
+    """The table at `path`, to be continued, or a new one. Raises ConfigError: one with other settings, or no table."""
     equal = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")  # for all rows
     options = {name: value for name, value in asdict(settings).items() if name in equal}
-    empty: dict[str, Any] = {"schema_version": 2, "options": options, "environment": environment, "rows": []}
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        return empty
+        return {"schema_version": 2, "options": options, "environment": environment, "rows": []}
     try:
         table = dict(json.loads(path.read_text(encoding="utf-8")))
-        is_same = all(table[name] == empty[name] for name in ("schema_version", "options"))
-        is_same = is_same and table["environment"]["torch"] == environment["torch"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not a table of `cl-train zoo` ({error}); remove it, or use another out") from error
-    if not is_same:
-        raise ConfigError(f"{path}: made with other settings or another torch: remove it, or choose another out")
+        made_with = table["schema_version"], table["options"], table["environment"]["torch"]
+    except (OSError, ValueError, KeyError, TypeError):
+        made_with = None
+    if made_with != (2, options, environment["torch"]):
+        other = "with other settings or another torch" if made_with else "by something else"
+        raise ConfigError(f"{path}: made {other}: remove it, or choose another out")
     return table
 
 

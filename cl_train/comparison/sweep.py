@@ -1,9 +1,9 @@
 """`python train.py -m ...`: run every job of a sweep in its own process, here or on a Slurm cluster, then compare.
 
-A job that fails or is killed does not affect the others: the end of its log has the reason, and `resume_sweep` runs it
-again. On a cluster each group of jobs that are compared is an element of an array, which runs this program for that
-group: `resume_sweep=FOLDER only_group=N`. Before the time limit, and when Slurm preempts the element, the running job
-saves a checkpoint; the element is requeued and resumes there.
+A job that fails or is killed does not affect the others: `resume_sweep` runs it again. On a cluster each group of jobs
+that are compared is an element of an array, which runs this program for that group: `resume_sweep=FOLDER only_group=N`.
+Before the time limit, and when Slurm preempts the element, the running job saves a checkpoint; the element is requeued
+and resumes there.
 """
 
 import math
@@ -14,10 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -55,11 +53,8 @@ class Slot:
 def run_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> int:
     """Run all jobs of train.py's `arguments`, then write the comparison. `runs` as in `plan_sweep`.
 
-    Returns:
-        The exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison is written too).
-
-    Raises:
-        ConfigError: as `plan_sweep` and `plan_slots`, started by torchrun or srun, or another process runs this sweep.
+    Returns the exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison is written too).
+    Raises ConfigError: as `plan_sweep` and `plan_slots`, under torchrun or srun, or another process runs this sweep.
     """
     if read_launch() is not None:
         raise ConfigError(
@@ -103,10 +98,8 @@ def plan_slots(asked: Sequence[str], visible: Sequence[str], groups: Sequence[Se
     """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same time, one per group.
 
     Cores are not shared between slots: a job chooses its loader workers and threads by the cores that it may use, and
-    the load of a slot does not count as load of other processes in another one.
-
-    Raises:
-        ConfigError: GPUs that do not exist, too few for a job, or too few cores for its processes and loader workers.
+    the load of a slot does not count as load of other processes in another one. Raises ConfigError: GPUs that do not
+    exist, too few for a job, or too few cores for its processes and loader workers.
     """
     jobs = [(job.nproc, check_command_line(job.overrides)[0]) for group in groups for job in group]
     if not visible or any(cfg.device == "cpu" for _, cfg in jobs):
@@ -126,17 +119,15 @@ def plan_slots(asked: Sequence[str], visible: Sequence[str], groups: Sequence[Se
             f"{count} jobs at a time have {share} of {len(cores)} CPU cores each, and a job needs {needed}, or its "
             f"loader would limit the speed: use GPUs for {len(cores) // needed} jobs at most, or fewer data.workers"
         )
-    return [
-        Slot(tuple(gpus[size * i : size * (i + 1)]), tuple(cores[share * i : share * (i + 1)])) for i in range(count)
-    ]
+    return [Slot(tuple(gpus[size * i :][:size]), tuple(cores[share * i :][:share])) for i in range(count)]
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
     import torch
 
-    names = re.findall(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return (names or [str(number) for number in range(torch.cuda.device_count())])[: torch.cuda.device_count()]
+    count = torch.cuda.device_count()
+    return (re.findall(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) or list(map(str, range(count))))[:count]
 
 
 def own_cores() -> list[int]:
@@ -161,8 +152,6 @@ class LocalJobs:
     groups: Sequence[Sequence[Job]]
     slots: Sequence[Slot]
     grace_s: float = 20.0
-    _running: dict[Slot, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # of starting a process, and of the console
     _signals: list[int] = field(default_factory=list)  # that this process has received
     _ended: int = 0
     _started_at: float = field(default_factory=time.monotonic)
@@ -170,42 +159,41 @@ class LocalJobs:
     def run(self, stop_signals: Sequence[int] = STOP_SIGNALS) -> int:
         """Run all jobs, or end them after one of the signals; returns the first signal or 0."""
         groups, kill_at = iter(self.groups), math.inf
-        with signals_noted(stop_signals, self._signals), ThreadPoolExecutor(len(self.slots)) as pool:
-            futures = [pool.submit(self._run_groups, groups, slot) for slot in self.slots]
-            while not all(future.done() for future in futures):
+        waiting = {slot: (job for group in groups for job in group) for slot in self.slots}  # all share `groups`
+        running: dict[Slot, tuple[Job, subprocess.Popen[bytes], float]] = {}
+        with signals_noted(stop_signals, self._signals):
+            while True:
+                for slot in self.slots:
+                    if slot in running and running[slot][1].poll() is not None:
+                        self._end(slot, *running.pop(slot))
+                    while slot not in running and not self._signals and (job := next(waiting[slot], None)):
+                        started_at = time.monotonic()
+                        try:
+                            running[slot] = job, start_job(job, self.folder / job.name, slot), started_at
+                        except (ConfigError, OSError) as error:
+                            self._end(slot, job, error, started_at)
+                if not running:
+                    return next(iter(self._signals), 0)
                 time.sleep(0.05)
                 is_first = bool(self._signals) and kill_at == math.inf
-                with self._lock:  # no job starts after a signal: these are all that run
-                    running = list(self._running.items())
                 if is_first:
                     kill_at = time.monotonic() + self.grace_s
-                for slot, process in running:
+                for slot, (_, process, _) in running.items():
                     if time.monotonic() > kill_at or signal.SIGINT in self._signals[1:]:
                         process.kill()  # its ranks and workers end with it
                     elif is_first and slot.nodes > 1:  # srun would kill its tasks; scancel passes the signal on to them
                         subprocess.run(["scancel", "--signal=TERM", own_allocation()], check=False)
                     elif is_first:
                         process.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
-        for future in futures:
-            future.result()
-        return next(iter(self._signals), 0)
 
-    def _run_groups(self, groups: Iterator[Sequence[Job]], slot: Slot) -> None:
-        for group in groups:  # which all slots share
-            for job in group:
-                self._run_job(job, slot)
-
-    def _run_job(self, job: Job, slot: Slot) -> None:
-        """Run a job to its end, and print how it ended, with an estimate of the time left."""
-        folder, started_at = self.folder / job.name, time.monotonic()
+    def _end(self, slot: Slot, job: Job, ended: subprocess.Popen[bytes] | Exception, started_at: float) -> None:
+        """Print how a job ended, or why it could not start, with an estimate of the time left."""
+        folder = self.folder / job.name
         try:
-            with self._lock:
-                if self._signals:
-                    return
-                process = self._running[slot] = start_job(job, folder, slot)
-            how = _describe_end(process.wait(), folder)
-            del self._running[slot]
-            if self._signals and process.returncode:
+            if isinstance(ended, Exception):
+                raise ended
+            how = _describe_end(ended.returncode, folder)
+            if self._signals and ended.returncode:
                 how = f"interrupted, stopped by {signal.Signals(self._signals[0]).name}"
             write_end(folder, how)
             problem = problem_of(folder)
@@ -214,13 +202,12 @@ class LocalJobs:
         outcome = f"failed ({problem})" if problem and not problem.startswith("interrupted") else problem or "completed"
         place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
         speed = "" if problem else f", {read_run(folder).results['images_per_s'] or math.nan:.1f} images/s"
-        with self._lock:
-            self._ended += 1
-            count = sum(map(len, self.groups))
-            left_s = (time.monotonic() - self._started_at) / self._ended * (count - self._ended)
-            left = f"; about {timedelta(seconds=round(left_s))} left" if left_s and not self._signals else ""
-            took = timedelta(seconds=round(time.monotonic() - started_at))
-            print(f"[{self._ended}/{count}] {job.name}: {outcome} in {took}{place}{speed}{left}", flush=True)
+        self._ended += 1
+        count = sum(map(len, self.groups))
+        left_s = (time.monotonic() - self._started_at) / self._ended * (count - self._ended)
+        left = f"; about {timedelta(seconds=round(left_s))} left" if left_s and not self._signals else ""
+        took = timedelta(seconds=round(time.monotonic() - started_at))
+        print(f"[{self._ended}/{count}] {job.name}: {outcome} in {took}{place}{speed}{left}", flush=True)
 
 
 @contextmanager
@@ -240,14 +227,12 @@ def start_job(job: Job, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
 
     Raises ConfigError: the folder is not one of this sweep.
     """
-    is_continued, log = folder.exists(), folder / LOG_NAME
-    if is_continued and not log.exists():
+    words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
+    if log.exists():
+        words = _continued(words, folder)
+    elif folder.exists():
         raise ConfigError(f"{folder} exists already, and this sweep has not created it")
     folder.mkdir(exist_ok=True)
-    log.touch()
-    words = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"]
-    if is_continued:
-        words = _continued(words, folder)
     launch = [sys.executable]
     if slot.nodes > 1:
         cores = [f"--cpus-per-task={slot.cpus_per_task}"] if slot.cpus_per_task else []
@@ -259,13 +244,11 @@ def start_job(job: Job, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
     with open(log, "ab") as output:
         process = subprocess.Popen(
             [*launch, *PROGRAM, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, **devices},
             process_group=0,  # Ctrl-C in a terminal must reach it once, from the sweep
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
-        )
+        )  # fmt: skip
     if slot.cores:
         os.sched_setaffinity(process.pid, slot.cores)
     return process

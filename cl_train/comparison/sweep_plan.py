@@ -8,7 +8,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from cl_train.comparison.pairs import read_run
@@ -43,7 +43,7 @@ class Sweep:
     folder: Path
     compare_by: str
     jobs: list[Job]
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    launcher: LauncherConfig
     only_group: int | None = None  # what this process runs; None: all
 
     @property
@@ -110,11 +110,8 @@ def lines_of_log(folder: Path) -> list[str]:
 def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> Sweep:
     """The jobs of train.py's arguments, or those of the sweep that `resume_sweep=` names.
 
-    Args:
-        runs: what `check_command_line` returned for the arguments; None = call it, 0.1 s per run.
-
-    Raises:
-        ConfigError: a setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
+    `runs`: what `check_command_line` returned for the arguments; None = call it, 0.1 s per run. Raises ConfigError: a
+    setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
     """
     fixed, axes = split_sweep(arguments)
     for_sweep = [word for word in fixed if _is_own(word)]
@@ -146,13 +143,11 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
         raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
     if taken := [job.name for job in jobs if (folder / job.name).exists()]:
         raise ConfigError(f"{folder / taken[0]} exists already: choose another folder with hydra.sweep.dir=FOLDER")
-    keys = {_setting_of(axis[0]) for axis in axes}
-    if keys and settings.compare_by not in keys and keys <= setting_fields(Config).keys():  # not: an experiment
+    by, keys = settings.compare_by, {_setting_of(axis[0]) for axis in axes}
+    if keys and by not in keys and keys <= setting_fields(Config).keys():  # not: an experiment
         advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
-        print(
-            f"warning: all jobs have the same {settings.compare_by}, so nothing is compared; use {advice}", flush=True
-        )
-    return Sweep(folder, settings.compare_by, jobs, settings.launcher)
+        print(f"warning: all jobs have the same {by}, so nothing is compared; use {advice}", flush=True)
+    return Sweep(folder, by, jobs, settings.launcher)
 
 
 def _is_own(word: str) -> bool:
@@ -175,11 +170,10 @@ def _plan_jobs(fixed: Sequence[str], axes: Sequence[Sequence[str]], runs: Sequen
     for chosen, cfg in zip(itertools.product(*axes), runs, strict=True):
         others = tuple(word for word in chosen if _setting_of(word) != cfg.compare_by)
         compared = [word for word in chosen if word not in others]
-        if compared and _most_windows(cfg) < MIN_WINDOWS:
+        if compared and _has_few_windows(cfg):
             raise ConfigError(
-                f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after "
-                f"warmup_steps={cfg.warmup_steps}, and these runs are too short for them: use more steps (epochs, "
-                "max_steps) or a smaller log_every"
+                f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after warmup_steps="
+                f"{cfg.warmup_steps}: use more steps (epochs, max_steps) or a smaller log_every"
             )
         shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
         for key, _, value in (word.partition("=") for word in (*compared, *others)):
@@ -199,13 +193,13 @@ def _plan_jobs(fixed: Sequence[str], axes: Sequence[Sequence[str]], runs: Sequen
     return jobs
 
 
-def _most_windows(cfg: Config) -> int:
-    """How many windows after warm-up a run has at most; the number of images is known for some data sets only."""
+def _has_few_windows(cfg: Config) -> bool:
+    """Whether a run has too few windows after warm-up; the number of images is known for some data sets only."""
     sample_images = len(PATTERNS) * SampleSpec.train_per_class
     images = {"synthetic": cfg.data.synthetic_images, "sample": sample_images}.get(cfg.data.name)
     step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
     epoch_steps = images // step_images if images else cfg.max_steps or 10**9
     last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
-    last = min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every)  # later windows make no difference
-    starts = [step for step in range(last) if step % cfg.log_every == 0 or step % epoch_steps == 0]
-    return sum(start >= cfg.warmup_steps for start in starts)
+    # A window begins every log_every steps and with each epoch; those after the fourth make no difference.
+    steps = range(cfg.warmup_steps, min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every))
+    return sum(step % cfg.log_every == 0 or step % epoch_steps == 0 for step in steps) < MIN_WINDOWS

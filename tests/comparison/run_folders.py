@@ -1,7 +1,7 @@
 """Run folders on disk, as training leaves them, with anything in them replaced."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,14 @@ from cl_train.comparison.pairs import Run, read_run
 
 def _records(speed: float, started_at: float) -> list[dict[str, Any]]:
     """A warm-up window and twelve others, one minute each."""
-    return [
-        {
-            "kind": "train",
-            "step": 10 * (number + 1),
-            "loss": 3.0 / (number + 1),
-            "images_per_s": 10.0 if number == 0 else speed * (1 + 0.002 * (-1) ** number),
-            "data_wait_pct": 1.0,
-            "warmup": number == 0,
-            "time": started_at + 60 * number,
-        }
+    times = {"data_wait_pct": 1.0, "warmup": False}
+    records = [
+        {"kind": "train", "step": 10 * number + 10, "loss": 3.0 / (number + 1), "time": started_at + 60 * number}
+        | {"images_per_s": speed * (1 + 0.002 * (-1) ** number), **times}
         for number in range(13)
     ]
+    records[0] |= {"images_per_s": 10.0, "warmup": True}
+    return records
 
 
 @dataclass
@@ -30,20 +26,16 @@ class Folder:
 
     config: Any
     summary: Any
-    records: Any = field(default_factory=list)
+    records: Any
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        lines = self.records
-        if isinstance(lines, list):
-            lines = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
-        for name, content in (
-            ("config.yaml", self.config if isinstance(self.config, str) else json.dumps(self.config)),  # is YAML too
-            ("summary.json", self.summary if isinstance(self.summary, str) else json.dumps(self.summary)),
-            ("metrics.jsonl", lines),
-        ):
-            if content not in (None, "null"):
-                (folder / name).write_text(content)
+        texts = [one if one is None or isinstance(one, str) else json.dumps(one) for one in (self.config, self.summary)]
+        lines = [line if isinstance(line, str) else json.dumps(line) for line in self.records or ()]
+        texts.append(None if self.records is None else "".join(f"{line}\n" for line in lines))
+        for name, text in zip(("config.yaml", "summary.json", "metrics.jsonl"), texts, strict=True):  # JSON is YAML too
+            if text is not None:
+                (folder / name).write_text(text)
         return folder
 
 
@@ -52,40 +44,31 @@ def folder_of(speed: float = 100.0, *, started_at: float | None = None, **change
 
     By default channels_last=true runs after channels_last=false.
     """
-    if started_at is None:
-        started_at = 1.7e9 + (1000 if changes.get("channels_last") == "true" else 0)
-    config: dict[str, Any] = {
-        "channels_last": "false",
-        "model": "resnet18",
-        "precision": "auto",
-        "batch_size": 32,
-        "compile": False,
-        "seed": 0,
-        "data": {"name": "sample", "workers": 2, "image_size": 224},
-    }
+    data = {"name": "sample", "workers": 2, "image_size": 224}
+    config: dict[str, Any] = {"channels_last": "false", "model": "resnet18", "precision": "auto", "batch_size": 32}
+    config |= {"compile": False, "seed": 0, "data": data}
     for key, value in changes.items():
         group, _, name = key.rpartition("__")
         (config.setdefault(group, {}) if group else config)[name] = value
+    is_converted = config["channels_last"] == "true"
     summary = {
+        **{name: config[name] for name in ("model", "compile", "seed")},
         "schema_version": 1,
         "status": "completed",
-        "model": config["model"],
-        "memory_format": "channels_last" if config["channels_last"] == "true" else "contiguous",
+        "memory_format": "channels_last" if is_converted else "contiguous",
         "channels_last_requested": config["channels_last"],
         "precision": "bf16" if config["precision"] == "auto" else config["precision"],
-        "compile": config["compile"],
         "device": "cpu",
         "device_name": "a processor",
         "world_size": 1,
         "global_batch_size": config["batch_size"],
-        "image_size": config["data"]["image_size"],
-        "seed": config["seed"],
+        "image_size": data["image_size"],
         "peak_memory_gib": 1.0,
         "others_pct": 1.0,
-        "val": {"top1": 91.0 if config["channels_last"] == "true" else 90.0},
+        "val": {"top1": 91.0 if is_converted else 90.0},
         "environment": {"torch": "2.15.0"},
     }
-    return Folder(config, summary, _records(speed, started_at))
+    return Folder(config, summary, _records(speed, started_at or 1.7e9 + (1000 if is_converted else 0)))
 
 
 def run_of(tmp_path: Path, speed: float = 100.0, *, name: str | None = None, **changes: Any) -> Run:

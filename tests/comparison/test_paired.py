@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ import torch
 from torch import nn
 
 from cl_train.comparison import paired
-from cl_train.comparison.alternation import alternate
 from cl_train.comparison.paired import (
     Choice,
     Comparison,
@@ -26,7 +26,7 @@ from cl_train.comparison.paired import (
     choose_memory_format,
     compare_layouts,
 )
-from cl_train.comparison.statistics import Interval, verdict_of
+from cl_train.comparison.statistics import Interval, alternate, verdict_of
 from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
@@ -74,14 +74,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def test_blocks_alternate_until_the_interval_is_narrow() -> None:
-    order: list[str] = []
-
-    def block(name: str, seconds: float) -> float:
-        order.append(name)
-        return seconds
-
-    done = alternate([lambda: block("a", 0.02), lambda: block("b", 0.01)])
-    assert order == ["a", "b", "b", "a"] * 8
+    blocks = Mock(**{"a.return_value": 0.02, "b.return_value": 0.01})
+    done = alternate([blocks.a, blocks.b])
+    assert [name for name, *_ in blocks.mock_calls] == ["a", "b", "b", "a"] * 8
     assert (done.rounds, done.stopped_by) == (8, "target_ci")
     assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0, 2.0])
     assert done.median_s(1) == 0.01
@@ -114,13 +109,11 @@ def test_linear_drift_cancels_within_a_round_and_the_time_limit_leaves_two() -> 
 
 def test_both_sides_have_the_same_weights_and_images_in_their_layout() -> None:
     plain, converted = (TimedModel(network(), layout, workload()) for layout in (CONTIGUOUS, CHANNELS_LAST))
-    assert torch.equal(plain.inputs, converted.inputs)
     assert plain._batch is not None and converted._batch is not None
-    assert torch.equal(plain._batch.targets, converted._batch.targets)
-    assert plain.inputs.stride() == (768, 256, 16, 1)
-    assert converted.inputs.stride() == (768, 1, 48, 3)
-    assert model_memory_format(plain.model) == "contiguous"
-    assert model_memory_format(converted.model) == "channels_last"
+    for one, other in ((plain.inputs, converted.inputs), (plain._batch.targets, converted._batch.targets)):
+        assert torch.equal(one, other)
+    assert (plain.inputs.stride(), converted.inputs.stride()) == ((768, 256, 16, 1), (768, 1, 48, 3))
+    assert [model_memory_format(side.model) for side in (plain, converted)] == ["contiguous", "channels_last"]
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), converted.model.parameters(), strict=True))
 
 
@@ -156,13 +149,10 @@ def test_the_model_and_the_generators_stay_as_they_are(precision: str, mode: str
 def test_a_comparison_prints_and_becomes_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
     done = compare_layouts(network(), 4, image_size=16, target_ci=5.0, time_limit_s=0.1)
-    values = json.loads(json.dumps(done.to_dict(), allow_nan=False))
-    assert [pair["candidate"] for pair in values["pairs"]] == ["channels_last"]
-    assert values["pairs"][0]["ratio"] == pytest.approx(done.ratio.ratio, abs=1e-3)
-    assert done.ratio.ratio == pytest.approx(done.speeds[1].images_per_s / done.speeds[0].images_per_s), (
-        "no contradiction"
-    )
-    assert done.verdict == values["pairs"][0]["verdict"] == "not_comparable", "on a busy machine"
+    [pair] = json.loads(json.dumps(done.to_dict(), allow_nan=False))["pairs"]
+    assert pair["candidate"] == "channels_last" and pair["ratio"] == pytest.approx(done.ratio.ratio, abs=1e-3)
+    assert done.ratio.ratio == pytest.approx(done.speeds[1].images_per_s / done.speeds[0].images_per_s)
+    assert done.verdict == pair["verdict"] == "not_comparable", "on a busy machine"
     assert "60 %" in str(done) and "images/s" in str(done)
 
 
@@ -240,30 +230,18 @@ def choose(model: nn.Module, **changes: Any) -> Choice:
 
 def measured(ratio: float, half: float) -> Comparison:
     """The outcome of a benchmark."""
-    speeds = []
-    for layout, interval in (
-        ("contiguous", Interval(1, 1, 1, 5)),
-        ("channels_last", Interval(ratio, ratio - half, ratio + half, 5)),
-    ):
-        speeds.append(LayoutSpeed(layout, 100 * interval.ratio, 1.0, 0.1, interval, verdict_of(interval)))
+    intervals = {"contiguous": Interval(1, 1, 1, 5), "channels_last": Interval(ratio, ratio - half, ratio + half, 5)}
+    speeds = [LayoutSpeed(name, 100 * one.ratio, 1.0, 0.1, one, verdict_of(one)) for name, one in intervals.items()]
     return Comparison(tuple(speeds), "fp32", 4, 4, 5, 1.0, "target_ci")
 
 
 @pytest.fixture
-def outcome(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replaces the measurement: `result` is its result, `asked` what was to be measured."""
-    state: dict[str, Any] = {"result": measured(1.5, 0.01), "asked": [], "mixed": None}
-
-    def benchmark(model: nn.Module, workload: Workload, layouts: Any, **_: Any) -> Comparison:
-        state["asked"].append((workload, layouts))
-        if isinstance(state["result"], Exception):
-            raise state["result"]
-        return state["result"]
-
-    monkeypatch.setattr(paired, "benchmark_layouts", benchmark)
-    monkeypatch.setattr(paired, "_mixed_layout", lambda *_: state["mixed"])
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replaces the measurement."""
+    monkeypatch.setattr(paired, "benchmark_layouts", replaced := Mock(return_value=measured(1.5, 0.01)))
+    monkeypatch.setattr(paired, "_mixed_layout", lambda *_: None)
     monkeypatch.setattr(paired, "release_memory", lambda: None)
-    return state
+    return replaced
 
 
 @pytest.mark.slow
@@ -278,11 +256,10 @@ def test_a_convolution_that_is_slow_in_channels_last_alone_is_left_contiguous(mo
 
 @pytest.mark.parametrize(("ratio", "conversion"), [(1.1, "mixed"), (1.001, "full"), (0.9, "full")])
 def test_mixed_layouts_must_be_faster_than_the_better_pure_one(
-    outcome: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ratio: float, conversion: str
+    benchmark: Mock, monkeypatch: pytest.MonkeyPatch, ratio: float, conversion: str
 ) -> None:
-    results = iter([measured(1.5, 0.01), measured(ratio, 0.005)])
-    monkeypatch.setattr(paired, "benchmark_layouts", lambda *_, **__: next(results))
-    outcome["mixed"] = Layout("mixed", torch.channels_last, "mixed", ("2",))
+    benchmark.side_effect = [measured(1.5, 0.01), measured(ratio, 0.005)]
+    monkeypatch.setattr(paired, "_mixed_layout", lambda *_: Layout("mixed", torch.channels_last, "mixed", ("2",)))
     choice = choose(network(), time_limit_s=1.0)
     assert choice.channels_last and choice.conversion == conversion and f"{ratio:.2f}x" in choice.reason
 
@@ -301,20 +278,16 @@ def test_auto_leaves_the_run_as_it_was() -> None:
      (1.1, 0.6, False, False)],
 )  # fmt: skip
 def test_the_faster_one_beyond_noise_is_chosen_and_remembered(
-    outcome: dict[str, Any], tmp_path: Path, ratio: float, half: float, channels_last: bool, cached: bool
+    benchmark: Mock, tmp_path: Path, ratio: float, half: float, channels_last: bool, cached: bool
 ) -> None:
-    outcome["result"] = measured(ratio, half)
-    first, second = choose(network()), choose(network())
+    benchmark.return_value = measured(ratio, half)
+    first, second, name = choose(network()), choose(network()), "channels_last" if channels_last else "contiguous"
     values = json.loads(json.dumps(first.to_dict()))
-    assert (values["memory_format"], values["conversion"]) == (
-        "channels_last" if channels_last else "contiguous",
-        "full",
-    )
+    assert (values["memory_format"], values["conversion"]) == (name, "full") and first.reason.startswith(name)
     assert f"channels_last is {ratio:.2f}x" in first.reason or "perhaps" in first.reason
-    assert first.reason.startswith("channels_last" if channels_last else "contiguous")
     assert ("too noisy" in first.reason) is not cached
     assert second.cached is cached and second.channels_last == channels_last
-    assert (str(tmp_path) in second.reason) is cached and len(outcome["asked"]) == (1 if cached else 2)
+    assert (str(tmp_path) in second.reason) is cached and benchmark.call_count == (1 if cached else 2)
 
 
 @pytest.mark.parametrize(
@@ -322,17 +295,17 @@ def test_the_faster_one_beyond_noise_is_chosen_and_remembered(
     [{"batch_size": 8}, {"image_size": 32}, {"image_size": (3, 16, 24)}, {"precision": "bf16"}, {"compile": True},
      {"cuda_graph": True}, {"optimizer": "adamw"}],
 )  # fmt: skip
-def test_what_could_change_the_answer_is_measured_anew(outcome: dict[str, Any], change: dict[str, Any]) -> None:
+def test_what_could_change_the_answer_is_measured_anew(benchmark: Mock, change: dict[str, Any]) -> None:
     choose(network())
     assert not choose(network(), **change).cached
-    assert outcome["asked"][-1][0].cuda_graph is ("cuda_graph" in change)
+    assert benchmark.call_args.args[1].cuda_graph is ("cuda_graph" in change)
     assert not choose(network(width=16)).cached, "other shapes under the same name"
     assert not choose(nn.Sequential(*network(), nn.ReLU())).cached, "other modules of the same shapes"
     assert choose(network()).cached
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written_does_not_stop_the_run(
-    outcome: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    benchmark: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     choose(network())
     [path] = (tmp_path / "cl_train").iterdir()
@@ -344,18 +317,17 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_does_not_stop_the_run(
     assert "cannot be cached" in caplog.text
 
 
-def test_what_cannot_be_measured_means_contiguous_and_is_said(outcome: dict[str, Any]) -> None:
-    outcome["result"] = ConfigError("a batch of 1 does not fit into the memory of cpu")
+def test_what_cannot_be_measured_means_contiguous_and_is_said(benchmark: Mock) -> None:
+    benchmark.side_effect = ConfigError("a batch of 1 does not fit into the memory of cpu")
     choice = choose(network())
     assert not choice.channels_last and "does not fit" in choice.reason
-    assert not choose(network()).cached, "the next run tries again"
-    outcome["asked"].clear()
+    assert not choose(network()).cached and benchmark.call_count == 2, "the next run tries again"
     choice = choose(nn.Sequential(nn.Flatten(), nn.Linear(768, 5)))
-    assert not choice.channels_last and "no convolutions" in choice.reason and not outcome["asked"]
+    assert not choice.channels_last and "no convolutions" in choice.reason
     for change, problem in (({"optimizer": "sdg"}, "did you mean sgd"), ({"precision": "fp61"}, "did you mean fp16")):
         with pytest.raises(ConfigError, match=problem):
             choose(network(), **change)
-    assert not outcome["asked"]
+    assert benchmark.call_count == 2
 
 
 class WithPlane(nn.Module):
@@ -369,7 +341,7 @@ class WithPlane(nn.Module):
     [(WithPlane, False, [CHANNELS_LAST_CONV]), (WithPlane, True, []), (network, False, [])],
 )
 def test_convolution_weights_alone_are_measured_where_they_differ(
-    outcome: dict[str, Any], model: Callable[[], nn.Module], compile: bool, third: list[Any]
+    benchmark: Mock, model: Callable[[], nn.Module], compile: bool, third: list[Any]
 ) -> None:
     choose(model(), compile=compile)
-    assert outcome["asked"][0][1] == [CONTIGUOUS, CHANNELS_LAST, *third]
+    assert benchmark.call_args_list[0].args[2] == [CONTIGUOUS, CHANNELS_LAST, *third]

@@ -1,9 +1,8 @@
 """The files of a comparison, and its verdict in words."""
 
-import builtins
 import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,15 +17,10 @@ from tests.comparison.run_folders import folder_of, run_of
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    tmp_path = tmp_path_factory.mktemp("runs")
-    runs = []
-    for model, speed, settings in (
-        ("resnet18", 150.0, {}),
-        ("vit_b_16", 80.0, {}),
-        ("alexnet", 100.0, {"batch_size": 64}),
-    ):
+    tmp_path, runs = tmp_path_factory.mktemp("runs"), []
+    for model, speed, batch_size in (("resnet18", 150.0, 32), ("vit_b_16", 80.0, 32), ("alexnet", 100.0, 64)):
         runs += [run_of(tmp_path, 100.0, model=model)]
-        runs += [run_of(tmp_path, speed, model=model, channels_last="true", **settings)]
+        runs += [run_of(tmp_path, speed, model=model, channels_last="true", batch_size=batch_size)]
     return Report(compare_runs(runs), [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}])
 
 
@@ -44,23 +38,17 @@ def test_the_report_has_the_agreed_fields(written: Path) -> None:
     expected = {"model": "resnet18", "precision": "bf16", "baseline": "contiguous", "candidate": "channels_last"}
     expected |= {"speed": "end_to_end", "n": 1, "verdict": "faster", "loss_gap": 0.0, "bottleneck": "compute"}
     assert {name: first[name] for name in expected} == expected
-    assert first["baseline_images_per_s"] == pytest.approx(100.0, rel=0.01)
-    assert first["candidate_images_per_s"] == pytest.approx(150.0, rel=0.01)
-    assert first["ratio"] == pytest.approx(1.5, rel=0.01)
-    assert first["ci95"][0] < first["ratio"] < first["ci95"][1]
-    assert isinstance(first["notes"], list)
+    numbers = {"baseline_images_per_s": 100.0, "candidate_images_per_s": 150.0, "ratio": 1.5}
+    assert {name: first[name] for name in numbers} == pytest.approx(numbers, rel=0.01)
+    assert first["ci95"][0] < first["ratio"] < first["ci95"][1] and isinstance(first["notes"], list)
     assert document["failed"] == [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}]
     lines = (written / "comparison.csv").read_text().splitlines()
-    assert len(lines) == 4
-    assert "ci95_low" in lines[0] and "ci95_high" in lines[0]
+    assert len(lines) == 4 and {"ci95_low", "ci95_high", "notes"} < set(lines[0].split(","))
 
 
 def test_the_verdict_in_words(report: Report, tmp_path: Path) -> None:
     sentence = verdict_sentence(report)
-    assert (
-        "faster in 1 (resnet18 1.50x); slower in 1 (vit_b_16 0.80x); not comparable in 1 (alexnet: batch_size"
-        in sentence
-    )
+    assert "faster in 1 (resnet18 1.50x); slower in 1 (vit_b_16 0.80x); not comparable in 1 (alexnet: ba" in sentence
     assert "1 job did not finish" in sentence
     assert verdict_sentence(Report([])).startswith("Nothing to compare")
     assert "compare_by=optim.lr" in verdict_sentence(Report([], differing=["optim.lr", "seed"]))
@@ -94,14 +82,7 @@ def test_the_chart_shows_each_verdict_in_its_colour(written: Path, tmp_path: Pat
 def test_without_matplotlib_one_table_has_pairs_that_hold_different_things_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_import = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=64)]
     others = [run_of(tmp_path), run_of(tmp_path, channels_last="true", precision="fp32")]
     write_report(Report([*compare_runs(runs), *compare_runs(others)]), tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cl_train.comparison.pairs import compare_two, read_run
+from cl_train.comparison.pairs import compare_pair, read_run
 from cl_train.config.schema import Config
 from cl_train.config.validation import load, to_mapping
 from tests.conftest import Run
@@ -79,7 +79,7 @@ def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Trai
     speeds = run.summary["images_per_s"]
     assert speeds["end_to_end"]["windows"] == 3 and set(speeds["by_image_size"]) == {"16", "24", "32"}
     assert read_run(run.folder).steps == [10, 11, 12] and read_run(run.folder).problems == []
-    pair = compare_two(read_run(run.folder), read_run(shorter.folder), "channels_last")
+    pair = compare_pair([read_run(run.folder)], [read_run(shorter.folder)])
     assert any("data.image_size differs: 32" in note for note in pair.notes)
 
 
