@@ -179,7 +179,7 @@ def collate(settings: PeerSettings) -> Result:
     }
     blocks = [partial(timed_s, function, torch.device("cpu")) for function in functions.values()]
     done = alternate(blocks, time_limit_s=20.0, min_rounds=20)
-    ms = {name: round(1000 * done.median_s(number), 3) for number, name in enumerate(functions)}
+    ms = {name: round(1000 * statistics.median(done.blocks[number]), 3) for number, name in enumerate(functions)}
     of_block_copy = {name: round(ms["block_copy"] / ms[name], 2) for name in functions if name.startswith("ours")}
     of_default = {kind: round(ms[f"default_{kind}"] / ms[f"ours_{kind}"], 2) for kind in ("interleaved", "planar")}
     ratios = {"of_block_copy": of_block_copy, "times_default_collate": of_default}

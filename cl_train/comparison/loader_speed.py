@@ -70,7 +70,7 @@ def measure(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) ->
             pipeline.close()
     rows = []
     for index, one in enumerate(pipelines):
-        rate, ratio = round(1 / done.median_s(index), 1), round(median(done.round_ratios(index)), 2)
+        rate, ratio = round(1 / median(done.blocks[index]), 1), round(median(done.round_ratios(index)), 2)
         rows.append({"pipeline": one.name, "workers": one.workers, "images_per_s": rate, "ratio": ratio})
     cores = len(os.sched_getaffinity(0))
     return measured(settings, torch.device("cpu"), schema_version=3, cores=cores, rows=rows), markdown_table(rows)

@@ -1,6 +1,5 @@
 """The memory formats of one model compared in one process, in alternating blocks, with the step that training runs.
 
-Each layout has its own copy of the same weights and the same images; see `statistics` for the order and the interval.
 `channels_last=auto` uses the fastest layout. That choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one JSON
 file per combination of what can change it.
 """
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -111,12 +111,10 @@ class Comparison:
     def __str__(self) -> str:
         lines, notes = [], []
         for index, speed in enumerate(self.speeds):
+            line = f"{speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
             untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
             against = f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}" if index else ""
-            lines.append(
-                f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
-                f"{speed.peak_memory_gib:8.2f} GiB{against}"
-            )
+            lines.append(f"  {line}{speed.peak_memory_gib:8.2f} GiB{against}")
             if speed.verdict == "inconclusive":
                 rounds = repeats_to_decide(speed.ratio, degrees=1, most=20 * self.rounds) if self.rounds > 1 else None
                 advice = f"a verdict needs more than {20 * self.seconds:.0f} s, or a quieter machine"
@@ -332,14 +330,9 @@ def choose_memory_format(
         return Choice(torch.contiguous_format, "full", "contiguous: the model has no convolutions", 0.0)
     key = _cache_key(model, workload)
     path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        layout = CHANNELS_LAST if known["channels_last"] else CONTIGUOUS
-        reason = f"{known['reason']} (measured before: {path})"
-        select = tuple(known["select"])
-        return Choice(layout.memory_format, known["conversion"], reason, known["seconds"], select, cached=True)
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, or one that cannot be read
-        log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
+    if known := _known_choice(path):
+        return known
+    log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
     try:
         choice = _fastest_layout(model, workload, time_limit_s)
     except ConfigError as error:
@@ -356,6 +349,17 @@ def choose_memory_format(
         except OSError as error:
             log.warning("channels_last=auto: the choice cannot be cached (%s), so the next run measures again", error)
     return choice
+
+
+def _known_choice(path: Path) -> Choice | None:
+    """The choice of an earlier run; None: there is none, or one that cannot be read."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        layout = CHANNELS_LAST if known["channels_last"] else CONTIGUOUS
+        reason, select = f"{known['reason']} (measured before: {path})", tuple(known["select"])
+        return Choice(layout.memory_format, known["conversion"], reason, known["seconds"], select, cached=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:

@@ -47,9 +47,8 @@ MOST_ELEMENTS = 2**16  # recorded per tensor, to bound memory; a wrong layout ch
 EVAL = " in eval mode"
 MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # the values of `training`
 
-# Samples of the tensors of a step with their names, in the order in which they were computed: "forward" ("input of X",
-# "output of X"), "results" ("result 0", the user's own "loss"), "gradients" ("gradient of P", last layer first) and
-# "statistics" ("statistics of X"); the first two also of a pass in eval mode, as "eval forward" and "eval results".
+# Samples of the tensors of a step with their names, in the order in which they were computed. Kinds: "forward" ("input
+# of X", "output of X"), "results" ("result 0", "loss"), "gradients", "statistics"; "eval forward", "eval results".
 Samples = list[tuple[str, torch.Tensor]]
 Record = dict[str, Samples]
 
@@ -101,16 +100,16 @@ class ParityReport:
         return {**vars(self), "failed": list(map(plain, self.failed[:10])), "worst": worst, "text": str(self)}
 
     def __str__(self) -> str:
-        what = f"parity ({self.precision}, batch {self.batch})"
-        note = f"; {self.note}" if self.note else ""
         if self.passed is None:
-            return f"{what}: cannot be checked{note}"
-        if self.passed:
-            return f"{what}: the layouts agree; nearest to the limit: {self.worst}{note}"
-        if not self.failed:
-            return f"{what}: channels_last fails, and contiguous does not: {self.first_divergence}{note}"
-        first = f"{len(self.failed)} checks failed, the first: {self.failed[0]}"
-        return f"{what}: channels_last computes something else, first in {self.first_divergence}; {first}{note}"
+            text = "cannot be checked"
+        elif self.passed:
+            text = f"the layouts agree; nearest to the limit: {self.worst}"
+        elif not self.failed:
+            text = f"channels_last fails, and contiguous does not: {self.first_divergence}"
+        else:
+            count = f"{len(self.failed)} checks failed, the first: {self.failed[0]}"
+            text = f"channels_last computes something else, first in {self.first_divergence}; {count}"
+        return f"parity ({self.precision}, batch {self.batch}): {text}{f'; {self.note}' if self.note else ''}"
 
 
 def check_parity(

@@ -1,9 +1,6 @@
-"""Confidence intervals of speed ratios, without torch. docs/comparison.md has their error rates.
+"""Confidence intervals of speed ratios, without torch: of repeated runs (a sweep), and of blocks in one process.
 
-Of repeated runs, each in its own process, with windows inside each run (a sweep), and of variants of the same work in
-one process, timed in alternating blocks: in the order A B B A (A B C C B A for three), which is one round, so that
-linear drift of the machine (heat, other users) cancels within a round, and rounds are nearly independent. Both use the
-log of the speed, which treats a ratio and its inverse alike.
+docs/comparison.md has their error rates. Both use the log of the speed, which treats a ratio and its inverse alike.
 """
 
 import math
@@ -72,11 +69,9 @@ def interval_of_rounds(log_ratios: Sequence[float]) -> Interval:
 def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Interval:
     """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s) of repeat k.
 
-    Windows of one run are correlated: a run that starts in a slow period is slow throughout. The sample is therefore
-    the runs, by their log median: Student's t interval for two means with a pooled variance, 2 (n - 1) degrees of
-    freedom, at least `SMALLEST_SPREAD`. Its error rate does not depend on the spread; drift that A B B A cancels in the
-    mean only widens it. One run per side shows its own windows only: `UNKNOWN_SPREAD` is added to their variance (of
-    the log medians of four segments, tripled because neighbouring segments are alike).
+    Windows of one run are correlated, so the sample is the runs, by their log median: Student's t interval for two
+    means with a pooled variance, at least `SMALLEST_SPREAD`. For one run per side `UNKNOWN_SPREAD` is added to the
+    variance of its windows (of the log medians of four segments, tripled because neighbouring segments are alike).
     """
     assert len(baseline) == len(candidate) > 0
     sides = [[math.log(statistics.median(windows)) for windows in runs] for runs in (baseline, candidate)]
@@ -111,10 +106,9 @@ def verdict_of(interval: Interval) -> str:
 def repeats_to_decide(interval: Interval, degrees: int = 2, most: int = MAX_REPEATS) -> int | None:
     """Runs per side after which this ratio with this spread has a verdict; None = more than `most`.
 
-    For one run per side the spread is assumed to be halfway between the least and the unknown one. With degrees=1 the
-    interval is one of rounds, and the result is the number of rounds.
+    With degrees=1 the interval is one of rounds, and the result is the number of rounds.
     """
-    spread = (SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2 * math.sqrt(2)
+    spread = (SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2 * math.sqrt(2)  # assumed for one run per side
     if interval.n > 1:
         half = math.log(interval.high / interval.low) / 2
         spread = half * math.sqrt(interval.n) / student_t(degrees * (interval.n - 1))
@@ -125,12 +119,13 @@ def repeats_to_decide(interval: Interval, degrees: int = 2, most: int = MAX_REPE
     return None
 
 
-# --- alternating blocks in one process --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Alternation:
-    """Timed blocks of the variants."""
+    """Timed blocks of variants of the same work, in one process.
+
+    Blocks run in the order A B B A (A B C C B A for three), which is one round: linear drift of the machine (heat,
+    other users) cancels within a round, so rounds are nearly independent.
+    """
 
     blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
     seconds: float
@@ -140,34 +135,23 @@ class Alternation:
     def rounds(self) -> int:
         return len(self.blocks[0]) // 2
 
-    def median_s(self, variant: int) -> float:
-        """Seconds per step: the median over the variant's blocks."""
-        return statistics.median(self.blocks[variant])
-
     def speed_ratios(self) -> list[Interval]:
         """Speed of each variant / speed of the first one, with a 95 % interval over the rounds."""
         return [interval_of_rounds(list(map(math.log, self.round_ratios(index)))) for index in range(len(self.blocks))]
 
     def round_ratios(self, variant: int) -> list[float]:
         """Speed of a variant / speed of the first one in each round; their median ignores outliers."""
-        blocks = zip(self.blocks[0], self.blocks[variant], strict=True)
-        ratios = [first / other for first, other in blocks]
+        ratios = [first / other for first, other in zip(self.blocks[0], self.blocks[variant], strict=True)]
         return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
 
 
 def alternate(
-    blocks: Sequence[Callable[[], float]],
-    *,
-    target_ci: float = 0.02,
-    time_limit_s: float = 60.0,
-    min_rounds: int = 8,
+    blocks: Sequence[Callable[[], float]], *, target_ci: float = 0.02, time_limit_s: float = 60.0, min_rounds: int = 8
 ) -> Alternation:
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or time runs out.
 
-    Args:
-        blocks: per variant, a function that runs a block of steps and returns the seconds per step.
-        time_limit_s: counts from the first block; at least two rounds are run.
-        min_rounds: with fewer, an interval that is narrow by chance would end the measurement too soon.
+    A block runs some steps and returns the seconds per step. At least two rounds are run; with less than `min_rounds`
+    an interval that is narrow by chance would end the measurement too soon.
     """
     times: list[list[float]] = [[] for _ in blocks]
     order = [*range(len(blocks)), *reversed(range(len(blocks)))]

@@ -79,7 +79,7 @@ def test_blocks_alternate_until_the_interval_is_narrow() -> None:
     assert [name for name, *_ in blocks.mock_calls] == ["a", "b", "b", "a"] * 8
     assert (done.rounds, done.stopped_by) == (8, "target_ci")
     assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0, 2.0])
-    assert done.median_s(1) == 0.01
+    assert done.blocks[1] == [0.01] * 16
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.015])

@@ -26,10 +26,9 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**changes: Any) -> BenchmarkSettings:
-    quick = {"time_limit_s": 0.0, "target_ci": 5.0, "parity": False, "device": "cpu", "precision": ["fp32"]}
-    return BenchmarkSettings(
-        **{"model": ["tests.networks:small"], "batch_size": [2], "image_size": 32, **quick, **changes}
-    )
+    given: dict[str, Any] = {"model": ["tests.networks:small"], "batch_size": [2], "image_size": 32, "device": "cpu"}
+    given |= {"time_limit_s": 0.0, "target_ci": 5.0, "parity": False, "precision": ["fp32"]}
+    return BenchmarkSettings(**(given | changes))
 
 
 def test_a_result_has_speeds_pairs_and_parity(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import ConfigError
 from cl_train.training import loop
 from cl_train.training.records import describe_failure
-from tests.comparison.test_odd_models import MODELS as COMPARED
+from tests.comparison.test_parity import MODELS as COMPARED
 from tests.memory_format.test_odd_models import MODELS as AUDITED
 
 MODELS = {f"{kind} {name}": row[0] for kind, rows in (("audited", AUDITED), ("compared", COMPARED))
