@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import simplejpeg
 import torch
+from cl_train.commands.json_result import print_result
 from torch.utils.data import default_collate
 
 from cl_train.cli import exit_code
-from cl_train.commands import print_result
-from cl_train.comparison import loader_speed
-from cl_train.comparison.loader_speed import Pipeline, deliver
+from cl_train.comparison import suite
 from cl_train.comparison.statistics import alternate
+from cl_train.comparison.suite import Pipeline, deliver
 from cl_train.config.schema import OVERWRITE_HELP, ConfigError, LoaderBenchmarkSettings, setting
 from cl_train.config.validation import load
 from cl_train.data.collate import channels_last_collate
@@ -120,15 +120,15 @@ def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
 
 
 def loader(settings: LoaderBenchmarkSettings) -> Result:
-    settings = loader_speed.with_defaults(settings)
+    settings = suite.with_defaults(settings)
     workers, missing = settings.workers[-1], dict[str, str]()
-    ours = [loader_speed.ours(settings, workers, decoder) for decoder in ("simplejpeg", "pillow")]
-    pipelines = [loader_speed.torchvision_reference(settings, workers), *ours, decoding_only(settings)]
+    ours = [suite.ours(settings, workers, decoder) for decoder in ("simplejpeg", "pillow")]
+    pipelines = [suite.torchvision_reference(settings, workers), *ours, decoding_only(settings)]
     try:
         pipelines.append(timm(settings, workers))
     except Exception as error:  # also a broken installation
         missing["timm"] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
-    result, table = loader_speed.measure(pipelines, settings)
+    result, table = suite.measure_pipelines(pipelines, settings)
     return result | {"missing": missing}, table
 
 

@@ -21,6 +21,6 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
-    from cl_train.comparison.loader_speed import benchmark
+    from cl_train.comparison.suite import benchmark_loaders
 
-    return benchmark(settings)
+    return benchmark_loaders(settings)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cl_train.comparison.timed_model import CONTIGUOUS, Layout, LossFunction, model_in_layout, noise, place_batch
+from cl_train.comparison.paired import CONTIGUOUS, Layout, LossFunction, model_in_layout, noise, place_batch
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child

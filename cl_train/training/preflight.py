@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from cl_train.comparison.paired import measurement_state
-from cl_train.comparison.timed_model import CONTIGUOUS, Layout, TimedModel, Workload
+from cl_train.comparison.paired import CONTIGUOUS, Layout, TimedModel, Workload, measurement_state
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.device import DeviceFormat

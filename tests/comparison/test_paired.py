@@ -19,15 +19,20 @@ from torch import nn
 
 from cl_train.comparison import paired
 from cl_train.comparison.paired import (
+    CHANNELS_LAST,
+    CHANNELS_LAST_CONV,
+    CONTIGUOUS,
     Choice,
     Comparison,
+    Layout,
     LayoutSpeed,
+    TimedModel,
+    Workload,
     benchmark_layouts,
     choose_memory_format,
     compare_layouts,
 )
 from cl_train.comparison.statistics import Interval, alternate, verdict_of
-from cl_train.comparison.timed_model import CHANNELS_LAST, CHANNELS_LAST_CONV, CONTIGUOUS, Layout, TimedModel, Workload
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.memory_format.layout import classify, model_memory_format

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cl_train.comparison.paired import compare_layouts
+from cl_train.comparison.paired import TimedModel, compare_layouts
 from cl_train.comparison.parity import check_parity
-from cl_train.comparison.timed_model import TimedModel
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.step import utilisation

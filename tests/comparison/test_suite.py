@@ -1,7 +1,9 @@
-"""The benchmark of many combinations, and the zoo: results, rows, tables that are continued, refusals."""
+"""The benchmark of many combinations, the zoo and the loaders: results, rows, tables that are continued, refusals."""
 
 import json
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import torch
 from cl_train.commands import benchmark
 from cl_train.commands.zoo import main
 from cl_train.comparison import suite
+from cl_train.comparison.paired import TimedModel
 from cl_train.comparison.parity import ParityReport
-from cl_train.comparison.suite import add_row, open_table, run_suite, verdict, zoo_row
-from cl_train.comparison.timed_model import TimedModel
-from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
+from cl_train.comparison.suite import add_row, benchmark_loaders, open_table, run_suite, verdict, zoo_row
+from cl_train.config.schema import BenchmarkSettings, ConfigError, LoaderBenchmarkSettings, ZooSettings
+from tests.data.image_folders import write_folder
+from tests.processes import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -159,3 +163,39 @@ def test_the_zoo_runs_continues_times_and_refuses(
     assert "1 of them done" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="did you mean resnet1"):
         main(["model=resnet19"])
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "loader_benchmark.py"
+
+
+def test_rates_ratios_and_the_cores_that_a_rate_needs(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, train=40, val=2)
+    settings = LoaderBenchmarkSettings(
+        root=str(root), image_size=32, batch_size=8, images=32, rounds=2, workers=[1], gpu_images_per_s=1e9
+    )
+    result, text = benchmark_loaders(settings)
+    reference, row = result["rows"]
+    assert (reference["pipeline"], reference["ratio"]) == ("torchvision reference", 1.0)
+    assert (row["pipeline"], row["workers"]) == ("cl_train", 1) and row["images_per_s"] > 0 and row["ratio"] > 0
+    assert result["cores_needed"] == -(-(10**9) // int(row["images_per_s"]))
+    assert json.loads(json.dumps(result)) == result
+    assert f"need {result['cores_needed']} cores" in text and "too few" in text
+    with pytest.raises(ConfigError, match="does not exist"):
+        benchmark_loaders(LoaderBenchmarkSettings(root=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [[str(SCRIPT), "json=true"], ["-m", "benchmarks.peers", "loader", "json=true"]])
+def test_the_programs_end_with_json(tmp_path: Path, program: list[str]) -> None:
+    root = write_folder(tmp_path, train=40, val=2)
+    words = [f"data.root={root}", "data.image_size=32", "batch_size=8", "images=16", "rounds=1", "data.workers=1"]
+    done = subprocess.run(
+        [sys.executable, *program, *words], capture_output=True, text=True, timeout=LIMIT_S, cwd=SCRIPT.parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    names = {row["pipeline"] for row in result["rows"]}
+    assert {"torchvision reference", "cl_train"} <= names
+    assert "missing" not in result or {"timm"} <= names | set(result["missing"])

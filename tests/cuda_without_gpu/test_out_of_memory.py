@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cl_train.comparison import paired
-from cl_train.comparison.timed_model import Workload
+from cl_train.comparison.paired import Workload
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import OutOfMemory
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
