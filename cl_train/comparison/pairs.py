@@ -121,7 +121,15 @@ def read_run(folder: Path) -> Run:
     if not windows:
         raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
     problems += _contradictions(windows, summary, config)
-    faults = _faults(windows, summary)
+    nonfinite = sum(not math.isfinite(window["loss"]) for window in windows)
+    steps, skipped = windows[-1]["step"], summary.get("amp.skipped_steps", 0)
+    images = summary.get("images_seen") or steps * summary.get("global_batch_size", 1)
+    skipped_images = summary.get("skipped_images", 0)
+    faults = {  # what the run did instead of training, with its share
+        f"the loss of {nonfinite} of {len(windows)} windows is not finite": nonfinite / len(windows),
+        f"{skipped} of {steps} updates were skipped, because gradients overflowed": skipped / max(1, steps),
+        f"{skipped_images} of {images} images were skipped": skipped_images / max(1, images),
+    }
     problems += [fault for fault, share in faults.items() if share >= FAULTY_SHARE]
     settings = config | {"nproc": summary.get("world_size", 1)}  # config.yaml has 1: torchrun starts the processes
     measured = [window for window in windows if not window.get("warmup")]
@@ -207,19 +215,6 @@ def _contradictions(
                 yield f"{name} changed at step {after['step']}: {before[name]} before, {after[name]} after"
 
 
-def _faults(windows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[str, float]:
-    """What a run did instead of training, with the share of the windows, updates or images."""
-    nonfinite = sum(not math.isfinite(window["loss"]) for window in windows)
-    steps, skipped = windows[-1]["step"], summary.get("amp.skipped_steps", 0)
-    images = summary.get("images_seen") or steps * summary.get("global_batch_size", 1)
-    skipped_images = summary.get("skipped_images", 0)
-    return {
-        f"the loss of {nonfinite} of {len(windows)} windows is not finite": nonfinite / len(windows),
-        f"{skipped} of {steps} updates were skipped, because gradients overflowed": skipped / max(1, steps),
-        f"{skipped_images} of {images} images were skipped": skipped_images / max(1, images),
-    }
-
-
 def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
     """Pair runs that differ only in `by`; one without a partner, with the most similar run, as not comparable."""
     groups: dict[str, dict[str, list[Run]]] = {}
@@ -274,7 +269,11 @@ def compare_pair(*sides: Sequence[Run], by: str = "channels_last") -> Pair:
         needed = repeats_to_decide(interval)
         span = f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible"
         notes.append(f"{span}; {needed or 'over 100'} repeats would decide it")
-    loss_gap, bottleneck = _loss_gap(first, second), "loader" if is_loader_bound else "compute"
+    gaps = []
+    for one, other in zip(first, second, strict=True):
+        steps = sorted(one.losses.keys() & other.losses.keys())
+        gaps += [other.losses[step] - one.losses[step] for step in steps[-max(1, len(steps) // 4) :]]
+    loss_gap, bottleneck = statistics.fmean(gaps) if gaps else None, "loader" if is_loader_bound else "compute"
     return Pair(held_equal, *names, first, second, interval, verdict, bottleneck, loss_gap, needed, notes)
 
 
@@ -396,13 +395,3 @@ def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
         yield "the program had uncommitted changes: whether all runs used the same code is unknown"
     if stopped := [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]:
         yield f"interrupted before the end: {', '.join(stopped)}"
-
-
-def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:
-    """Mean of candidate - baseline over the last quarter of the steps that both logged, over all pairs of repeats."""
-    gaps = []
-    for one, other in zip(first, second, strict=True):
-        steps = sorted(one.losses.keys() & other.losses.keys())
-        last = steps[-max(1, len(steps) // 4) :] if steps else []
-        gaps += [other.losses[step] - one.losses[step] for step in last]
-    return statistics.fmean(gaps) if gaps else None
