@@ -1,11 +1,35 @@
-"""Comparisons without the chart and TensorBoard, which take most of the time."""
+"""Shared by the tests of comparisons."""
 
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 
 @pytest.fixture
 def tables_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without the chart and TensorBoard, which take most of the time."""
     from cl_train.comparison import report
 
     monkeypatch.setattr(report, "write_chart", lambda *_: False)
     monkeypatch.setattr(report, "_write_dashboard", lambda *_: None)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """The block leaves the model, its statistics, its layout and all random generators as they were."""
+    before = copy.deepcopy(model.state_dict())
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
+    yield
+    assert random.getstate() == generators[0]
+    assert np.array_equal(np.random.get_state()[1], generators[1])  # type: ignore[index]
+    assert torch.equal(torch.get_rng_state(), generators[2])
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert all(tensor.stride() == before[key].stride() for key, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters()) and model.training

@@ -3,10 +3,8 @@
 import copy
 import json
 import math
-import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from cl_train.memory_format import crashes
 from cl_train.memory_format.layout import classify, model_memory_format
 from cl_train.step import utilisation
 from cl_train.step.precision import resolve_precision
+from tests.comparison.conftest import unchanged
 
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.0}
@@ -58,21 +57,6 @@ def network(width: int = 8) -> nn.Module:
 
 def workload(precision: str = "fp32", **changes: Any) -> Workload:
     return replace(Workload(4, (3, 16, 16), resolve_precision(precision, CPU), CPU), **changes)
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """The block leaves the model, its statistics, its layout and all random generators as they were."""
-    before = copy.deepcopy(model.state_dict())
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
-    yield
-    assert random.getstate() == generators[0]
-    assert np.array_equal(np.random.get_state()[1], generators[1])  # type: ignore[index]
-    assert torch.equal(torch.get_rng_state(), generators[2])
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    assert all(tensor.stride() == before[key].stride() for key, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters()) and model.training
 
 
 # --- the alternation --------------------------------------------------------------------------------------------------

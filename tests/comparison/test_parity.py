@@ -3,7 +3,6 @@
 Models that are not classifiers of tensors go through parity and compare_layouts without a traceback of ours.
 """
 
-import copy
 import json
 import random
 import warnings
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ from cl_train.comparison.parity import check_parity
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.step import utilisation
+from tests.comparison.conftest import unchanged
 from tests.conftest import CPU_PRECISIONS
 
 
@@ -114,14 +113,10 @@ def network(middle: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
 def test_a_sound_model_agrees_and_stays_as_it_is(precision: str) -> None:
     model = network(nn.Identity())
-    before = copy.deepcopy(model.state_dict())
-    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
-    report = check_parity(model, image_size=12, precision=precision)
+    with unchanged(model):
+        report = check_parity(model, image_size=12, precision=precision)
     assert report.passed and report.first_divergence is None and report.worst is not None, str(report)
     assert json.loads(json.dumps(report.to_dict()))["passed"] is True
-    assert random.getstate() == generators[0] and torch.equal(torch.get_rng_state(), generators[2])
-    assert np.array_equal(np.random.get_state()[1], generators[1])
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
 
 
 @pytest.mark.parametrize(
