@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cl_train.comparison.chart import Bar, write_chart
+from cl_train.comparison.report import Bar, write_chart
 from cl_train.comparison.statistics import Interval, verdict_of
 
 

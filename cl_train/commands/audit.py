@@ -80,7 +80,7 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     """Raises ConfigError: the model cannot be built or run, or not be traced for `compile`."""
     import torch
 
-    from cl_train.comparison.chart import write_times_chart
+    from cl_train.comparison.report import write_times_chart
     from cl_train.memory_format.audit_report import markdown_table
     from cl_train.memory_format.operator_support import operator_support
     from cl_train.memory_format.reproduction import reproduction

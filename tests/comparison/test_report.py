@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.comparison.chart import write_chart
 from cl_train.comparison.pairs import compare_runs
-from cl_train.comparison.report import Report, as_markdown, compare_folders, verdict_sentence, write_report
+from cl_train.comparison.report import Report, as_markdown, compare_folders, verdict_sentence, write_chart, write_report
 from cl_train.config.schema import ConfigError
 from tests.comparison.run_folders import folder_of, run_of
 
