@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import simplejpeg
 import torch
-from cl_train.commands.json_result import print_result
 from torch.utils.data import default_collate
 
 from cl_train.cli import exit_code
+from cl_train.commands import print_result
 from cl_train.comparison import suite
 from cl_train.comparison.statistics import alternate
 from cl_train.comparison.suite import Pipeline, deliver
