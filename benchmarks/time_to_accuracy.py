@@ -34,7 +34,7 @@ from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
 from cl_train.system.files import write_json
 from cl_train.system.machine import measured
-from cl_train.system.machine_load import MachineLoad
+from cl_train.system.processes import MachineLoad
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 95.0  # top-1, percent

@@ -26,7 +26,7 @@ from cl_train.config.command_line import GROUPS, CommandLine, Composed, compose,
 from cl_train.config.schema import LAYOUT_NAMES, ConfigError
 from cl_train.config.validation import train_help
 from cl_train.system.files import safe_name
-from cl_train.system.launcher import adopt_srun, read_launch
+from cl_train.system.processes import adopt_srun, read_launch
 
 if TYPE_CHECKING:
     from cl_train.training.records import RunResult

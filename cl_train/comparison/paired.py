@@ -58,7 +58,7 @@ from cl_train.system.machine import (
     release_memory,
     step_times_s,
 )
-from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
+from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 
 log = logging.getLogger(__name__)
 

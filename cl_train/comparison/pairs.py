@@ -15,7 +15,7 @@ import yaml
 from cl_train.comparison.statistics import MIN_WINDOWS, Interval, interval_of_runs, repeats_to_decide, verdict_of
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
 from cl_train.config.validation import flatten, parse_yaml, setting_fields, show
-from cl_train.system.machine_load import BUSY_PCT, TOO_BUSY_PCT
+from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
 MAX_GAP_H = 12.0  # between the end of one run and the start of the other: machine state may change

@@ -28,8 +28,7 @@ from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, p
 from cl_train.config.command_line import check_command_line, quoted
 from cl_train.config.schema import Config, ConfigError
 from cl_train.system.files import LockHeld, lock_file
-from cl_train.system.launcher import read_launch
-from cl_train.system.processes import STOP_SIGNALS, end_with_parent
+from cl_train.system.processes import STOP_SIGNALS, end_with_parent, read_launch
 
 PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]

@@ -29,8 +29,8 @@ from cl_train.data.transforms import ImageReader
 from cl_train.data.user_dataset import DatasetReader, StreamEnd, StreamReader
 from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, shared, time_limit
 from cl_train.system.distributed import Dist
-from cl_train.system.launcher import cores_of_process
 from cl_train.system.machine import available_bytes
+from cl_train.system.processes import cores_of_process
 
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 16

@@ -31,7 +31,7 @@ from cl_train.data.device import DeviceFormat, Normalise
 from cl_train.data.transforms import ImageTransform, default_val_resize
 from cl_train.memory_format.layout import memory_format_of, named_tensors, to_contiguous_state
 from cl_train.memory_format.model_call import failure_explained
-from cl_train.system.checkpoints import is_checkpoint, read_torch_file
+from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "ONNX", "zoo"]
 
@@ -212,7 +212,9 @@ def read_weights(path: Path, *, entry: str | None = None, prefix: str | None = N
             metadata, kind = _mapping(content).get("facts"), "checkpoint" if is_checkpoint(content) else kind
     except ConfigError:
         raise
-    except Exception as error:  # both libraries raise many
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # safetensors raises many
         raise ConfigError(f"{path}: cannot be read: {str(error)[:300]}") from error
     state, taken = _find_state(content, path, entry)
     metadata = metadata or _mapping(getattr(state, "_metadata", None)).get("")

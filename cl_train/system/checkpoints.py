@@ -16,7 +16,6 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,26 +37,20 @@ _MAX_VALUES = 1_000_000  # containers, tensors and plain values
 _MAX_GROWTH = 8  # bytes of all tensors per byte of the file: weights may be shared between a few names
 
 
-class UnreadableFile(ValueError):
-    """A file cannot be read safely; the message is the reason in one line."""
-
-
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written; the message has the file and the reason."""
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
+    """A checkpoint or a file of weights cannot be read or written; the message has the file and the reason."""
 
 
 def read_torch_file(path: Path) -> Any:
     """Load a file of `torch.save` to the CPU. No code in it runs, and its size bounds the memory used.
 
-    Raises:
-        UnreadableFile: damaged; needs more than tensors and plain types; is a program (TorchScript); is compressed; has
-            tensors that are larger than the file, or that are sparse, quantised or on the meta device.
-        OSError: the file cannot be opened.
+    Raises CheckpointError, with a message of one line: the file is missing, damaged, compressed or a program
+    (TorchScript); it needs more than tensors and plain types; it has tensors that are larger than the file, or that are
+    sparse, quantised or on the meta device.
     """
     try:
+        if path.exists() and not path.is_file():  # opening a FIFO would block
+            raise ValueError("not a regular file")
         with path.open("rb") as file, warnings.catch_warnings():
             if file.read(len(_ZIP_BEGIN)) == _ZIP_BEGIN:
                 _check_archive(file)
@@ -66,13 +59,13 @@ def read_torch_file(path: Path) -> Any:
             with torch.serialization.safe_globals([argparse.Namespace]):  # many checkpoints contain it
                 value = torch.load(file, map_location="cpu", weights_only=True)
         _check_values(value, path.stat().st_size)
-    except (UnreadableFile, OSError):
-        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
-        raise UnreadableFile("it holds more than tensors and plain types; reading it could run code") from error
+        raise CheckpointError(f"{path}: has more than tensors and plain types; reading it could run code") from error
     except Exception as error:  # of a damaged file: BadZipFile, RuntimeError, EOFError, struct.error and others
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnreadableFile(f"it is truncated, damaged or no file of torch.save: {reason[:300]}") from error
+        raise CheckpointError(f"{path}: truncated, damaged or no usable file of torch.save: {reason[:300]}") from error
     return value
 
 
@@ -80,13 +73,12 @@ def _check_archive(file: BinaryIO) -> None:
     """Compressed members could expand to a thousand times the file."""
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise UnreadableFile("it is a compressed zip archive, which torch.save does not write")
-        if sum(member.file_size for member in members) > os.fstat(file.fileno()).st_size:
-            raise UnreadableFile("its table of contents claims more bytes than the file has")
+        is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+        if is_compressed or sum(member.file_size for member in members) > os.fstat(file.fileno()).st_size:
+            raise ValueError("it is a compressed zip archive, or claims more bytes than it has")
         damaged = archive.testzip() or next((m.filename for m in members if m.external_attr & _DOS_FOLDER), None)
         if damaged is not None:
-            raise UnreadableFile(f"it is damaged: {damaged} has another checksum, or is marked as a folder")
+            raise ValueError(f"{damaged} has another checksum, or is marked as a folder")
 
 
 def _check_values(value: Any, file_bytes: int) -> None:
@@ -96,32 +88,22 @@ def _check_values(value: Any, file_bytes: int) -> None:
         item, visited = pending.pop(), visited + 1
         if isinstance(item, torch.Tensor):
             if item.layout != torch.strided or item.device.type != "cpu" or item.is_quantized or item.is_nested:
-                raise UnreadableFile(f"it has a tensor that is not dense ({item.layout}, {item.dtype}, {item.device})")
+                raise ValueError(f"it has a tensor that is not dense ({item.layout}, {item.dtype}, {item.device})")
             tensor_bytes += item.nbytes
         elif isinstance(item, Mapping | list | tuple | set):
             pending.extend(item.values() if isinstance(item, Mapping) else item)
         if visited + len(pending) > _MAX_VALUES or tensor_bytes > _MAX_GROWTH * file_bytes:
-            raise UnreadableFile("its tensors or lists are many times larger than the file")
+            raise ValueError("its tensors or lists are many times larger than the file")
 
 
-def load(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; see `read_torch_file`.
-
-    Raises CheckpointError if it is missing, truncated, damaged, no checkpoint, or of a newer format.
-    """
-    path, advice = Path(path), f"weights={path} starts from its weights only"
-    if path.exists() and not path.is_file():  # opening a FIFO would block
-        raise CheckpointError(f"{path}: not a regular file")
-    try:
-        state = read_torch_file(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnreadableFile as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if not is_checkpoint(state):
-        raise CheckpointError(f"{path}: not a checkpoint of cl_train; {advice}")
-    if state.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: written by a newer version (format {state.get('format_version')}); {advice}")
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint as `read_torch_file` does. CheckpointError also if it is none, or of a newer format."""
+    state = read_torch_file(path)
+    if not is_checkpoint(state) or state.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: not a checkpoint of cl_train, or written by a newer version; weights={path} starts from its "
+            "weights only"
+        )
     return state
 
 
@@ -156,10 +138,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def snapshot(tree: Any, where: str = "state") -> Any:
-    """A deep copy on the CPU with contiguous tensors. The host waits for the device here.
-
-    Raises TypeError for anything else than dict, list, tuple, str, bytes, int, float, bool, None or a tensor.
-    """
+    """A deep copy on the CPU with contiguous tensors; the host waits for the device. TypeError for other types."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(tree, Mapping) and all(type(key) in (str, int) for key in tree):
@@ -169,16 +148,6 @@ def snapshot(tree: Any, where: str = "state") -> Any:
     if tree is None or type(tree) in (str, bytes, int, float, bool):
         return tree
     raise TypeError(f"{where}: a value or key of {type(tree).__name__} cannot be saved")
-
-
-# --- the folder -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Save:
-    state: dict[str, Any]  # on the host
-    step: int
-    best: bool
 
 
 class CheckpointStore:
@@ -191,7 +160,8 @@ class CheckpointStore:
     def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
         self.folder, self.keep, self.background = Path(folder), keep, background
         self.last_saved: Path | None = None
-        self._unwritten: list[_Save] = []  # in order of steps; at most the best and the last one
+        self._unwritten: dict[int, dict[str, Any]] = {}  # states on the host, by step; at most the best and the last
+        self._best: int | None = None  # the unwritten step that will be `best.pt`
         self._failing_since: float | None = None  # time of the first failed write in a row
         self._executor = ThreadPoolExecutor(1, "checkpoint")  # the interpreter's end waits for its work
         self._writing: Future[None] | None = None
@@ -199,8 +169,10 @@ class CheckpointStore:
     def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
         """Save `state` as `step-<n>.pt`, and also as `best.pt` if `best`. Raises as `wait` and `snapshot`."""
         self.wait()
-        self._unwritten = [save for save in self._unwritten if save.best and not best and save.step < step]
-        self._unwritten.append(_Save(snapshot(state), step, best))
+        if best:
+            self._best = step
+        older_best = {known: kept for known, kept in self._unwritten.items() if known == self._best and known < step}
+        self._unwritten = {**older_best, step: snapshot(state)}
         self._writing = self._executor.submit(self._write)
         if not self.background:
             self.wait()
@@ -208,9 +180,8 @@ class CheckpointStore:
     def mark_best(self, step: int) -> bool:
         """Make `best.pt` the checkpoint of `step`; false if that step was not saved."""
         self.wait()
-        if self._unwritten and self._unwritten[-1].step == step:
-            self._unwritten = self._unwritten[-1:]
-            self._unwritten[0].best = True
+        if step in self._unwritten:
+            self._unwritten, self._best = {step: self._unwritten[step]}, step
             return True
         try:
             self._link_best(step)
@@ -231,59 +202,47 @@ class CheckpointStore:
         try:
             retry(self._write_all)
         except OSError as error:
-            raise self._failure("the last checkpoint could not be written", error) from error
+            raise self._failure(error) from error
 
-    def _failure(self, what: str, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"{what}: {self._path(self._unwritten[-1].step)}: {error}; the last good one of this process: "
-            f"{self.last_saved or 'none'}; free some space and use resume=auto"
-        )
+    def _failure(self, error: OSError) -> CheckpointError:
+        path, last = self._path(max(self._unwritten)), self.last_saved or "none"
+        advice = f"the last good one of this process: {last}; free some space and use resume=auto"
+        return CheckpointError(f"no checkpoint could be written for too long: {path}: {error}; {advice}")
 
     def _write(self) -> None:
         """In the thread; what it raises ends the run."""
         try:
             self._write_all()
         except OSError as error:
-            is_first, now = self._failing_since is None, time.monotonic()
-            self._failing_since = self._failing_since or now
-            minutes = (now - self._failing_since) / 60
-            if minutes > MAX_MINUTES_WITHOUT_CHECKPOINT:
-                what = f"no checkpoint could be written for {minutes:.0f} minutes"
-                raise self._failure(what, error) from error
-            log.log(
-                logging.WARNING if is_first else logging.INFO,
-                "checkpoint %s was not written: %s; earlier ones are unchanged; training ends if none can be written "
-                "for %g minutes: free some space",
-                *(self._path(self._unwritten[-1].step), error, MAX_MINUTES_WITHOUT_CHECKPOINT),
-            )
+            level = logging.WARNING if self._failing_since is None else logging.INFO
+            self._failing_since = self._failing_since or time.monotonic()
+            if time.monotonic() - self._failing_since > 60 * MAX_MINUTES_WITHOUT_CHECKPOINT:
+                raise self._failure(error) from error
+            text = "checkpoint %s was not written: %s; free some space: training ends after %g minutes without one"
+            log.log(level, text, self._path(max(self._unwritten)), error, MAX_MINUTES_WITHOUT_CHECKPOINT)
 
     def _write_all(self) -> None:
         while self._unwritten:
-            save = self._unwritten[0]
+            step = min(self._unwritten)
             if self.last_saved is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for path in self.folder.glob(".*.pt.tmp-*"):  # of a killed process: a run folder has one writer
                     path.unlink(missing_ok=True)
-            write(self._path(save.step), save.state)
-            if save.best:
-                self._link_best(save.step)
-            self._retire(save.step)
-            self.last_saved = self._path(save.step)
-            del self._unwritten[0]
+            write(self._path(step), self._unwritten[step])
+            if step == self._best:
+                self._link_best(step)
+            saved = self._steps()
+            for path in [saved.pop(known) for known in sorted(saved) if known > step]:  # a resume went back from them
+                target = path.with_suffix(f".pt.superseded-{time.time_ns()}")
+                os.replace(path, target)
+                log.warning("%s is later than the checkpoint just written: renamed to %s", path, target.name)
+            for old in sorted(saved)[: -self.keep]:
+                saved[old].unlink(missing_ok=True)
+            self.last_saved = self._path(step)
+            del self._unwritten[step]
         if self._failing_since is not None:
             self._failing_since = None
             log.warning("checkpoints are written again: %s", self.last_saved)
-
-    def _retire(self, step: int) -> None:
-        """Delete all but the newest `keep`. Later steps, which a resume skipped or went back from, are renamed."""
-        steps = self._steps()
-        for later in [known for known in steps if known > step]:
-            path = steps.pop(later)
-            target = path.with_suffix(f".pt.superseded-{time.time_ns()}")
-            os.replace(path, target)
-            log.warning("%s is later than the checkpoint just written: renamed to %s", path, target.name)
-        for old in sorted(steps)[: -self.keep]:
-            steps[old].unlink(missing_ok=True)
 
     def _link_best(self, step: int) -> None:
         """Make `best.pt` the same file as that of `step`, atomically; a copy if the file system has no hard links."""
@@ -299,15 +258,13 @@ class CheckpointStore:
         return self.folder / f"step-{step:08d}.pt"
 
     def _steps(self) -> dict[int, Path]:
-        if not self.folder.is_dir():
-            return {}
-        matches = ((_STEP_FILE.fullmatch(path.name), path) for path in self.folder.iterdir())  # may be unreadable
-        return {int(match[1]): path for match, path in matches if match}
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()  # raises if it is unreadable; glob does not
+        return {int(match[1]): path for path in paths if (match := _STEP_FILE.fullmatch(path.name))}
 
     def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
-        """The newest whole checkpoint: its path, its state, and why newer ones were skipped, one line each.
+        """The newest whole checkpoint, at last `best.pt`: path, state, and why newer ones were skipped, a line each.
 
-        `best.pt` is tried last. None if there is no checkpoint. Raises CheckpointError if none of several is whole.
+        None if there is no checkpoint. Raises CheckpointError if none of several is whole.
         """
         skipped: list[str] = []
         for path in [*(path for _, path in sorted(self._steps().items(), reverse=True)), *self.folder.glob("best.pt")]:
@@ -331,9 +288,7 @@ def resume_path(resume: str) -> Path:
 def load_for_resume(resume: str, store: CheckpointStore) -> tuple[Path, dict[str, Any], list[str]] | None:
     """The checkpoint that `resume=` names, as `newest` returns it: of the store for `auto`, else a file or run folder.
 
-    Raises:
-        ConfigError: there is no such file or folder, or no checkpoint in it.
-        CheckpointError: the file is damaged, or every file of the folder is.
+    Raises ConfigError: there is no such file or folder, or no checkpoint in it. CheckpointError: as `load` or `newest`.
     """
     if resume == "auto":
         return store.newest()

@@ -17,18 +17,16 @@ import torch
 import torch.distributed
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.launcher import adopt_srun, is_srun_task, read_launch
-from cl_train.system.processes import end_with_parent
-
-T = TypeVar("T")
-_groups = 0  # process groups that this process has joined
+from cl_train.system.processes import adopt_srun, end_with_parent, is_srun_task, read_launch
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GPU_FILE = Path("/dev/nvidia0")
 BEAT_S = 0.5
 LISTEN_S = 3.0
 ANSWER_S = 3.0  # the ranks' store may take this long to respond
+_groups = 0  # process groups that this process has joined
 _LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")  # gloo's messages
 
 
@@ -48,70 +46,52 @@ class Dist:
         return self.rank == 0
 
 
-# --- device -----------------------------------------------------------------------------------------------------------
-
-
 def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch.device:
-    """The device of a setting `device=`: `auto` is CUDA if there is a device, else the CPU.
-
-    With `warn`, `auto` logs a warning if there is a GPU that torch cannot use.
+    """The device of a setting `device=`: `auto` is CUDA if torch can use it, else the CPU, with a warning beside a GPU.
 
     Raises ConfigError: there is no CUDA device for this rank, or torch has no kernels for it.
     """
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        problem = "this machine has no usable CUDA device"
-        if GPU_FILE.exists():
-            cuda = torch.version.cuda
-            driver = f"the driver is too old for CUDA {cuda} (see nvidia-smi), or CUDA_VISIBLE_DEVICES hides it"
-            problem = f"torch {torch.__version__} cannot use this machine's GPU: "
-            problem += driver if cuda else "it is a build without CUDA"
-        if name == "cuda":
-            raise ConfigError(f"device=cuda: {problem}; use device=cpu or device=auto")
-        if warn and GPU_FILE.exists():
-            log.warning("device=auto uses the CPU: %s", problem)
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(f"device=cuda: local rank {local_rank} has no GPU of {count}; use --nproc-per-node={count}")
-    device = torch.device("cuda", local_rank)
-    check_kernels(device)
-    return device
+    if name != "cpu" and torch.cuda.is_available():
+        device, count = torch.device("cuda", local_rank), torch.cuda.device_count()
+        if local_rank >= count:
+            raise ConfigError(
+                f"device=cuda: local rank {local_rank} has no GPU of {count}; use --nproc-per-node={count}"
+            )
+        _check_kernels(device)
+        return device
+    problem, has_gpu, cuda = "this machine has no usable CUDA device", GPU_FILE.exists(), torch.version.cuda
+    if has_gpu:
+        driver = f"the driver is too old for CUDA {cuda} (see nvidia-smi), or CUDA_VISIBLE_DEVICES hides it"
+        problem = f"torch {torch.__version__} cannot use this GPU: {driver if cuda else 'it is a build without CUDA'}"
+    if name == "cuda":
+        raise ConfigError(f"device=cuda: {problem}; use device=cpu or device=auto")
+    if name == "auto" and warn and has_gpu:
+        log.warning("device=auto uses the CPU: %s", problem)
+    return torch.device("cpu")
 
 
-def check_kernels(device: torch.device) -> None:
-    """Raises ConfigError: torch has no kernels for this GPU, and the first one would fail.
-
-    Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for any later GPU when it is needed.
-    """
-    capability = torch.cuda.get_device_capability(device)
-    names = torch.cuda.get_arch_list()  # such as sm_90 and compute_90
+def _check_kernels(device: torch.device) -> None:
+    """Raises ConfigError: torch has no kernels for this GPU, and the first one would fail."""
+    # Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for any later GPU when it is needed.
+    capability, names = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()  # sm_90, compute_90
     matches = [match for name in names if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name))]
     built = [(match[1], (int(match[2]), int(match[3]))) for match in matches]
     runs = any(version <= capability and (kind == "compute" or version[0] == capability[0]) for kind, version in built)
-    if runs or not built:  # not built for NVIDIA's GPUs: torch knows what it supports
-        return
-    is_later = capability > max(version for _, version in built)
-    remedy = "a newer torch" if is_later else "torch's build for CUDA 12.6, which still supports Volta"
-    raise ConfigError(
-        f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and torch "
-        f"{torch.__version__} has kernels for {', '.join(names)} only: install {remedy}, or use device=cpu"
-    )
-
-
-# --- process group ----------------------------------------------------------------------------------------------------
+    if built and not runs:  # without `built`, torch is not for NVIDIA's GPUs and knows what it supports
+        is_later = capability > max(version for _, version in built)
+        remedy = "a newer torch" if is_later else "torch's build for CUDA 12.6, which still supports Volta"
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and torch "
+            f"{torch.__version__} has kernels for {', '.join(names)} only: install {remedy}, or use device=cpu"
+        )
 
 
 @contextmanager
 def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), if there is one; leave it at the end.
 
-    A collective that waits longer than `timeout_s` for a dead or hung rank raises RuntimeError.
-
-    Raises:
-        ConfigError: see `read_launch` and `choose_device`.
-        ConnectionError: the other ranks do not respond.
+    Raises ConfigError as `read_launch` and `choose_device`, ConnectionError if the other ranks do not respond. A
+    collective raises RuntimeError if it waits longer than `timeout_s` for a dead or hung rank.
     """
     adopt_srun()
     launch = read_launch()
@@ -156,13 +136,8 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
 
 def _store_prefix(name: str) -> str:
-    """A restarted rank must not find the keys of the previous attempt, nor the second run of a program those of its
-    first. torchrun does not count a restart after a node has joined, but then the number of processes changes.
-    """
+    """Keys that no previous attempt or run has used; after a node has joined torchrun counts no restart, but ranks."""
     return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ['WORLD_SIZE']}-{_groups}"
-
-
-# --- collectives ------------------------------------------------------------------------------------------------------
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
@@ -181,36 +156,20 @@ def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
     return [int(flag) for flag in maxima.tolist()]
 
 
-def broadcast_buffers(model: torch.nn.Module, dist: Dist) -> None:
-    """Copy rank 0's BatchNorm statistics to every rank, so that the ranks evaluate what rank 0 saves."""
-    if dist.world_size > 1:
-        for buffer in model.buffers():
-            torch.distributed.broadcast(buffer, src=0)
-
-
-def broadcast_object(value: Any, dist: Dist) -> Any:
-    """Rank 0's `value` on every rank; it is pickled."""
-    box = [value]
-    if dist.world_size > 1:
-        torch.distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
-
-
 def on_main(work: Callable[[], T], dist: Dist) -> T:
     """Do `work` on rank 0, and return its result or raise its exception on every rank. Both are pickled."""
     if dist.world_size == 1:
         return work()
-    outcome: Any = None
-    failure: Exception | None = None
+    outcome: list[Any] = [None, None]  # the result, the exception
     if dist.is_main:
         try:
-            outcome = work()
+            outcome[0] = work()
         except Exception as error:  # any exception, because the other ranks wait for the result
-            failure = error
-    outcome, failure = broadcast_object((outcome, failure), dist)
-    if failure is not None:
-        raise failure
-    return cast(T, outcome)
+            outcome[1] = error
+    torch.distributed.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    if outcome[1] is not None:
+        raise outcome[1]
+    return cast(T, outcome[0])
 
 
 def gather_objects(value: Any, dist: Dist) -> list[Any]:
@@ -221,13 +180,9 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
     return values
 
 
-# --- dead ranks -------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def watch_ranks(dist: Dist) -> Iterator[None]:
-    """Raise a `RankFault` that names the missing rank if a collective fails: its own error says only that a connection
-    broke.
+    """Raise a `RankFault` that names the missing rank if a collective fails, whose error only says: connection broken.
 
     A thread of every rank increments a counter in the ranks' store. The counter of a killed or stopped process no
     longer changes; that of a rank that waits in a collective does, because waiting releases the interpreter lock.
@@ -278,8 +233,6 @@ def find_silent_ranks(dist: Dist) -> str:
     reader.join(LISTEN_S + ANSWER_S)
     if len(readings) < 2:  # without torchrun, rank 0 holds the store
         return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not respond"
-    others = (rank for rank in range(dist.world_size) if rank != dist.rank)
-    silent = [f"rank {rank}" for rank in others if readings[0][rank] == readings[1][rank]]
-    if not silent:
-        return "a rank hangs although its process is alive"
-    return f"{', '.join(silent)} {'is dead or hangs' if len(silent) == 1 else 'are dead or hang'}"
+    counters = enumerate(zip(*readings, strict=True))
+    silent = [f"rank {rank} is dead or hangs" for rank, (old, new) in counters if old == new and rank != dist.rank]
+    return ", ".join(silent) or "a rank hangs although its process is alive"

@@ -1,7 +1,4 @@
-"""Files replaced atomically or extended by whole records; the outputs of commands; locks; full disks; the cache folder.
-
-Imports no torch.
-"""
+"""Files replaced atomically or extended by whole records; outputs of commands; run folders; locks; no torch."""
 
 import errno
 import fcntl
@@ -14,8 +11,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,17 +22,17 @@ from cl_train.config.schema import ConfigError
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
+_RESULTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints/step-*.pt", "checkpoints/best.pt")
+_LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
+_OF_REFUSED = (".lock", "checkpoints", "train.log")
 _POLL_S = 0.2
 _REPEAT_MESSAGE_S = 60.0
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file, written in the block, that replaces `path` at its end; after an exception `path` is unchanged.
-
-    A killed process leaves the old or the new content, and perhaps the temporary file.
-    """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """A temporary file, written in the block, that replaces `path` at its end, but not after an exception."""
+    temporary = temporary or path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -44,15 +41,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, in UTF-8; undecodable bytes of file names are kept.
-
-    Raises OSError if the disk is full or failing; it names `path`, which is unchanged.
-    """
+    """Replace the content of `path` by `text`, in UTF-8 or the bytes of file names; an OSError leaves it unchanged."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise _with_file_name(error, path) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name the file
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
@@ -61,10 +55,7 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
 
 
 def retry(write: Callable[[], None]) -> None:
-    """Call `write` until it succeeds, for `RETRY_S`: somebody may free space on a full disk.
-
-    Raises the OSError of the last attempt.
-    """
+    """Call `write` until it succeeds, for `RETRY_S` (somebody may free space); then it raises the last OSError."""
     deadline = None
     while True:
         try:
@@ -96,86 +87,127 @@ def safe_name(text: str, limit: int = 100) -> str:
     return f"{name[: limit - 9]}-{digest}"
 
 
-# --- outputs of commands ----------------------------------------------------------------------------------------------
+# --- outputs of commands, run folders ---------------------------------------------------------------------------------
 
 
 @contextmanager
 def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
-    """A new file in the folder of `path`, with its suffix, that becomes `path` at the end of the block.
+    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block.
 
-    Enter it before the work: what is wrong with `path` is found at once. After an exception nothing is left behind:
-    `path` is as before, and folders that were created for it are removed. `key`: of the setting, for messages.
-
-    Raises ConfigError: `path` is a folder, cannot be written, or exists without `overwrite`.
+    Enter it before the work, so that ConfigError comes at once: `path` is a folder, cannot be written, or exists
+    without `overwrite`. After an exception `path` is as before, without folders that were created for it.
     """
     if path.is_dir():
         raise ConfigError(f"{key}={path} is a folder: name a file")
     if os.path.lexists(path) and not overwrite:
         raise ConfigError(f"{key}={path} exists: choose another name, or write overwrite=true")
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    with _created(path.parent, f"{key}={path}", probe=temporary):
-        try:
-            yield temporary
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with _created(temporary, f"{key}={path}"), replacing(path, temporary):
+        yield temporary
 
 
 @contextmanager
-def output_folder(path: Path, *, overwrite: bool, markers: Sequence[str]) -> Iterator[None]:
+def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> Iterator[None]:
     """The folder `path`, which a command fills, perhaps in several calls; files of others are never deleted.
 
-    Args:
-        markers: names of files that the block writes first. A folder that holds one of them was begun by an earlier
-            call and is continued; one with nothing else in it is removed again after an exception.
-
-    Raises ConfigError: `path` is a file, cannot be written, or holds files of others without `overwrite`.
+    The block writes the `markers` first. A folder that has one of them is continued; a new one with nothing else in it
+    is removed after an exception. ConfigError: `path` cannot be written, or has files of others without `overwrite`.
     """
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"out={path} is a file: name a folder")
-    is_new = not path.exists()
-    with _created(path, f"out={path}", probe=path / f".tmp-{os.getpid()}"):
-        (path / f".tmp-{os.getpid()}").unlink()
+    probe = path / f".tmp-{os.getpid()}"
+    with _created(probe, f"out={path}", removable=markers):
+        probe.unlink()
         names = set(os.listdir(path))
         if names and names.isdisjoint(markers) and not overwrite:
             raise ConfigError(f"out={path} holds files of something else: choose another name, or write overwrite=true")
-        try:
-            yield
-        except BaseException:
-            if is_new and set(os.listdir(path)) <= set(markers):
-                for name in markers:
-                    (path / name).unlink(missing_ok=True)
-            raise
+        yield
 
 
 @contextmanager
-def _created(folder: Path, setting: str, *, probe: Path) -> Iterator[None]:
-    """Create `folder` and the file `probe` in it; after an exception, folders that are new and empty are removed."""
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+def _created(
+    file: Path, setting: str, *, removable: Collection[str] = (), after: type[BaseException] = BaseException
+) -> Iterator[None]:
+    """Create `file` and its folders; `after` an exception, remove the new folders that have nothing but `removable`."""
+    missing = [folder for folder in file.parents if not folder.exists()]
     try:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe.touch()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
         except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"{setting} cannot be written: {reason}; choose another place") from None
+            raise ConfigError(f"{setting} cannot be written: {error.strerror or error}; choose another place") from None
         yield
-    except BaseException:
-        for parent in missing:
+    except after:
+        for folder in missing:
             with suppress(OSError):  # somebody else has put a file there
-                parent.rmdir()
+                if folder == file.parent and set(os.listdir(folder)) <= set(removable):
+                    for path in folder.iterdir():
+                        (path.rmdir if path.is_dir() else path.unlink)()
+                folder.rmdir()
         raise
+
+
+@contextmanager
+def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
+    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else. A refused run leaves nothing.
+
+    Raises ConfigError: the folder cannot be written to, a record in it is not a regular file, another run is writing to
+    it, or an earlier run's results are in it and `resume` does not continue that run.
+    """
+    if overwrite and continues(resume, folder):
+        raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
+    elsewhere, lock, checkpoints = "choose another hydra.run.dir=FOLDER", folder / ".lock", folder / "checkpoints"
+    of_refused = (lock.name, checkpoints.name, "train.log")
+    created = _created(lock, f"hydra.run.dir={folder}", removable=of_refused, after=ConfigError)
+    try:
+        with created, ExitStack() as stack:
+            try:
+                stack.enter_context(lock_file(lock))
+                checkpoints.mkdir(exist_ok=True)
+                tempfile.TemporaryFile(dir=checkpoints).close()
+            except OSError as error:
+                raise ConfigError(f"{error.filename or folder}: {error.strerror}; {elsewhere}") from None
+            _check_records(folder, resume, overwrite, elsewhere)
+            yield
+    except LockHeld as holder:
+        raise ConfigError(f"another run writes to {folder} ({holder}): stop it, or {elsewhere}") from None
+
+
+def _check_records(folder: Path, resume: str | None, overwrite: bool, elsewhere: str) -> None:
+    results, logs = ([path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS))
+    for path in results + logs:
+        if path.exists() and not path.is_file():  # a FIFO would block the run, a folder would fail it at its end
+            raise ConfigError(f"{path} is not a regular file: move it away, or {elsewhere}")
+        if overwrite:
+            path.unlink()
+    if not (overwrite or continues(resume, folder)) and any(path.stat().st_size for path in results):
+        raise ConfigError(
+            f"{folder} holds the results of an earlier run, or files of the same names: continue it with "
+            f"resume=auto, {elsewhere}, or delete them with overwrite=true"
+        )
+
+
+def continues(resume: str | None, folder: Path) -> bool:
+    """Whether `resume=` names a checkpoint of the run in `folder`."""
+    if resume is None or resume == "auto":
+        return resume == "auto"
+    return Path(resume).expanduser().resolve().is_relative_to(folder.resolve())
+
+
+def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
+    """Warn without space for the `keep` last checkpoints, the best and the next one; ConfigError without any space."""
+    disk = os.statvfs(folder)
+    free_bytes, count = disk.f_bavail * disk.f_frsize, keep + 2
+    sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free for checkpoints of {checkpoint_bytes / 2**20:,.1f} MiB"
+    if free_bytes < checkpoint_bytes or (disk.f_files and not disk.f_favail):
+        raise ConfigError(f"{sizes}: free some space or inodes (df -i), or choose another hydra.run.dir=FOLDER")
+    if free_bytes < count * checkpoint_bytes:
+        log.warning("%s, of which up to %d exist at a time: free some space or lower checkpoint.keep", sizes, count)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
 class AppendFile:
-    """An append-only file. Records that cannot be written stay in memory and are written with later ones.
-
-    Training must not end because its log cannot be written. The first failure is logged, and so is the recovery.
-    """
+    """An append-only file. Records that cannot be written stay in memory and are written with later ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -199,7 +231,7 @@ class AppendFile:
         try:
             self._write(b"".join(self._waiting))
         except OSError as error:
-            raise _with_file_name(error, self.path) from error
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._waiting.clear()
         if self._is_failing:
             self._is_failing = False
@@ -216,30 +248,20 @@ class AppendFile:
                 raise
 
 
-def _with_file_name(error: OSError, path: Path) -> OSError:
-    """The same error with the name of the file: a failed write, unlike a failed open, does not have it."""
-    return OSError(error.errno, error.strerror or str(error), str(path))
-
-
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 
 class LockHeld(RuntimeError):
-    """Another process holds the lock; the message names it: `process 4711 on host since 2025-01-31 12:00:00`."""
+    """The message names the holder: `process 4711 on host since 2025-01-31 12:00:00`."""
 
 
 @contextmanager
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`, which is created if necessary and not deleted.
+    """Hold a lock on the file `path`, which stays. It excludes other processes, not other threads of this one.
 
-    It excludes other processes, not other threads of this one. A POSIX record lock: the kernel releases it when the
-    process that acquired it ends for any reason, and forked children, which may outlive it, do not inherit it.
-
-    Raises OSError if the file cannot be written or the file system has no locks.
-
-    Args:
-        waiting_for: wait for the lock, and report this on stderr once a minute, for example "waiting for the sample
-            data: locked by process 4711 on host since ...". None = raise LockHeld.
+    A POSIX record lock: the kernel releases it when the process that acquired it ends for any reason, and forked
+    children, which may outlive it, do not inherit it. If it is held, raise LockHeld, or with a `waiting_for` wait, and
+    report on stderr once a minute for what. Raises OSError if the file cannot be written or locked.
     """
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0) as file:
         message_at = 0.0

@@ -32,27 +32,19 @@ _OUT_OF_MEMORY = (
 )
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------
-
-
 def describe_environment(device: torch.device) -> dict[str, str | None]:
     """Versions and hardware; None for hardware that this machine does not have."""
-    is_cuda = device.type == "cuda"
-    cudnn = torch.backends.cudnn.version() if is_cuda else None
-    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    return {
-        "torch": str(torch.__version__),
-        "torchvision": str(torchvision.__version__),
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda if is_cuda else None,
-        "cudnn": str(cudnn) if cudnn is not None else None,
-        "cpu": cpu_name(),
-        "driver": _output_of(driver) if is_cuda else None,
-    }
+    versions = {"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}
+    cuda, cudnn, driver = None, None, None
+    if device.type == "cuda":
+        cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
+        driver = _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
+    hardware = {"cuda": cuda, "cudnn": str(cudnn) if cudnn else None, "cpu": cpu_name(), "driver": driver}
+    return {**versions, "python": platform.python_version(), **hardware}
 
 
 def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, Any]:
-    """The content of a file of measurements: the results, and with which command and settings on which machine."""
+    """The content of a file of measurements: the results, and where they come from."""
     return {
         "schema_version": 1,
         "command": shlex.join(sys.argv),
@@ -65,8 +57,9 @@ def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, A
 
 def device_name(device: torch.device) -> str:
     """`NVIDIA H200` or the processor's name and the number of threads that torch uses."""
-    is_cuda = device.type == "cuda"
-    return torch.cuda.get_device_name(device) if is_cuda else f"{cpu_name()} ({torch.get_num_threads()} threads)"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()} ({torch.get_num_threads()} threads)"
 
 
 def cpu_name() -> str:
@@ -91,14 +84,8 @@ def _output_of(command: list[str]) -> str | None:
         return None
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU plus torch's reserved memory; on a CPU the memory that Linux can provide without swapping.
-
-    Page cache counts as available, and a container's limit applies. None if unknown.
-    """
+    """Free memory of a GPU with torch's reserve; on a CPU what Linux has without swapping in a container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -119,7 +106,7 @@ def available_bytes(device: torch.device) -> int | None:
 def peak_memory_of_step_gib(
     step: Callable[[], object], own_bytes: int, other_bytes: int, device: torch.device
 ) -> float:
-    """Peak memory in GiB of a process with only this step. Call it after warm-up to exclude autotuning's workspace.
+    """Peak memory in GiB of a process with only this step, after warm-up: without the workspace of autotuning.
 
     On a GPU the allocator's peak less `other_bytes`, the memory of other models. On a CPU `own_bytes`, the memory of
     this model between steps, plus the peak of torch's allocations within a step (without oneDNN's scratch memory).
@@ -181,9 +168,6 @@ def keep_freed_memory(device: torch.device) -> None:
         mallopt(_M_MMAP_MAX, 0)  # a tensor with a mapping of its own would lose it when it is freed
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
 def wait_for(device: torch.device) -> None:
     """Block the host until `device` has finished all work; on a CPU, work is finished when its call returns."""
     if device.type == "cuda":
@@ -191,10 +175,7 @@ def wait_for(device: torch.device) -> None:
 
 
 class DeviceClock:
-    """Marks in the work that a device was given, and the seconds between them.
-
-    A GPU reaches a mark (a CUDA event) later than the host sets it. On a CPU a mark is a time.
-    """
+    """Marks in the work of a device, and the seconds between them. A GPU reaches a mark later than the host sets it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"

@@ -1,74 +1,133 @@
-"""Processes and signals: children that end with their parent, pools of them, and runs that save when they are stopped.
-
-Imports no torch.
-"""
+"""Processes, without torch: variables of launchers, children, pools, the load of others, runs that signals stop."""
 
 import atexit
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from cl_train.config.schema import ConfigError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+BUSY_PCT = 10.0  # of the cores, used by others: reported with the result
+TOO_BUSY_PCT = 25.0  # a speed measured under such load cannot be compared
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
 SAVE_SIGNAL = signal.SIGUSR1
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_POLL_S = 0.5
-_CONNECT_S = 30.0
 # Slurm signals torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within milliseconds are one.
 _SAME_REQUEST_S = 0.5
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """The variables of torchrun; None for a process without a launcher. ConfigError: some are missing or invalid."""
+    rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    if (rank, world_size) == (None, None) or ((rank, world_size) == ("0", "1") and "MASTER_ADDR" not in environment):
+        return None
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    wrong = [name for name in numbers if not environment.get(name, "").isdecimal()]
+    wrong += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if not wrong:
+        launch = Launch(*(int(environment[name]) for name in numbers[:3]))
+        if launch.local_rank <= launch.rank < launch.world_size:
+            return launch
+    found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in wrong or numbers[:3])
+    raise ConfigError(
+        f"the environment has {found}: start with torchrun or srun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train "
+        "in one process"
+    )
+
+
+def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `srun` started this process as one of several tasks."""
+    # Of this `srun`; SLURM_NTASKS is also set where one process is started: in a shell of `salloc` and by `sbatch`.
+    return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
+    """In one of several tasks of `srun`, set torchrun's variables, which torch.distributed reads, unless they are set.
+
+    By default rank 0 is on the first node of the step, and the port follows from the job and the step, so that jobs on
+    one node do not collide: 20000-29999, below Linux's ephemeral ports.
+    """
+    if not is_srun_task(environment) or {"RANK", "WORLD_SIZE"} & environment.keys():
+        return
+    tasks = environment["SLURM_STEP_NUM_TASKS"]
+    job, step, node = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "NODEID"))
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    per_node = [count for count, repeats in counts for _ in range(int(repeats or 1))]  # 2(x3),1 is 2, 2, 2, 1
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)  # gpu[003-007,010] of gpu[003-007,010],other1
+    assert first is not None
+    environment.update(
+        {
+            "RANK": environment.get("SLURM_PROCID", ""),
+            "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
+            "WORLD_SIZE": tasks,
+            "LOCAL_WORLD_SIZE": per_node[min(node, len(per_node) - 1)],
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]),  # gpu003
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
+        }
+    )
+
+
+def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
+    """The CPU cores for one process: the usable ones, divided by the ranks on this machine unless `srun` did it."""
+    cores = len(_usable_cores()) or os.cpu_count() or 1
+    if is_srun_task(environment) and "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", ""):
+        return cores
+    return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", world_size)))
+
+
+def _usable_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # unknown on macOS
 
 
 # --- children ---------------------------------------------------------------------------------------------------------
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Call in a child: it receives `signum` when its parent has ended (on Linux by the kernel, else by a thread)."""
-    expected = multiprocessing.parent_process()
-    parent_pid = expected.pid if expected is not None else os.getppid()
+    """Call in a child: on Linux, the kernel sends it `signum` when its parent has ended."""
     if sys.platform == "linux":
+        expected = multiprocessing.parent_process()
+        parent_pid = expected.pid if expected is not None else os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
         if os.getppid() != parent_pid:  # the parent ended before the call
             os.kill(os.getpid(), signum)
-        return
-    threading.Thread(target=watch_parent, args=(parent_pid, signum), name="parent", daemon=True).start()
-
-
-def watch_parent(parent_pid: int | None, signum: int = signal.SIGKILL) -> None:
-    """Send this process `signum` when its parent has ended; blocks until then."""
-    while os.getppid() == parent_pid:
-        time.sleep(_POLL_S)
-    os.kill(os.getpid(), signum)
 
 
 def end_with_torchrun() -> None:
-    """Call in a process that may be a rank of torchrun: it receives SIGTERM when torchrun's agent has ended.
-
-    Raises ConfigError if the agent ended before the call.
-    """
+    """Call in any process: a rank of torchrun receives SIGTERM when its agent has ended; ConfigError if it has."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not host or not port.isdecimal():
-        return
-    end_with_parent(signal.SIGTERM)
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"torchrun does not respond at {host}:{port}: {error}") from None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host and port.isdecimal():
+        end_with_parent(signal.SIGTERM)
+        try:
+            socket.create_connection((host, int(port)), timeout=30).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"torchrun does not respond at {host}:{port}: {error}") from None
 
 
 def map_in_processes(
@@ -81,12 +140,11 @@ def map_in_processes(
 ) -> Iterator[Result]:
     """`function` of each item, in order, in `workers` forked processes (None: as many as cores), with a progress bar.
 
-    With one worker, or one item, it runs in this process. Raises RuntimeError with the first item without a result if a
-    process died, as for lack of memory.
+    One worker is this process. Raises RuntimeError, which names the item, if a process died, as for lack of memory.
     """
     from tqdm import tqdm
 
-    count, fork = min(workers or len(os.sched_getaffinity(0)), len(items)), multiprocessing.get_context("fork")
+    count, fork = min(workers or len(_usable_cores()), len(items)), multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(count, fork, initializer=_start_worker) if count > 1 else None
     chunk = min(32, 1 + len(items) // (100 * max(1, count)))  # many small items are sent to a process at once
     seconds = 0.1 if sys.stderr.isatty() else 30.0
@@ -110,6 +168,51 @@ def _start_worker() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends the workers
     torch.set_num_threads(1)
+
+
+class MachineLoad:
+    """Measures, from construction on, the load on this process's cores, except its own and its descendants' work."""
+
+    def __init__(self) -> None:
+        self._cores = {f"cpu{core}" for core in _usable_cores()}
+        self._before = self._clocks()
+
+    def others_pct(self) -> float | None:
+        """Percent of the cores' time that other processes and other guests of the hypervisor used; None if unknown."""
+        before, now = self._before, self._clocks()
+        if before is None or now is None:
+            return None
+        elapsed_s, busy_s, own_s = (end - start for start, end in zip(before, now, strict=True))
+        return max(0.0, 100 * (busy_s - own_s) / (max(elapsed_s, 1e-9) * len(self._cores)))
+
+    def _clocks(self) -> tuple[float, float, float] | None:
+        """Seconds: now, in which the cores were not idle, and of this process's own work; None except on Linux."""
+        try:
+            rows = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
+        except OSError:
+            return None
+        # columns: name user nice system idle iowait irq softirq steal
+        ticks = sum(sum(map(int, row[1:9])) - int(row[4]) - int(row[5]) for row in rows if row[0] in self._cores)
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own_cpu_s()
+
+
+def own_cpu_s() -> float:
+    """CPU seconds of this process, its descendants and the children it has waited for; under torchrun of all ranks."""
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+        ticks[int(entry.parent.name)] = sum(map(int, fields[11:15]))  # own and waited children's utime and stime
+    total, pending = 0, [os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()]
+    while pending:
+        pid = pending.pop()
+        total += ticks.get(pid, 0)
+        pending += children.get(pid, [])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -177,21 +280,20 @@ class StopRequest:
         collective. Python writes the signals that have a handler to the wake-up descriptor."""
         while received := self._reader.recv(64):
             for signum in received:
-                self._receive(signum)
+                if signum == SAVE_SIGNAL:
+                    self._save = True
+                elif signum in STOP_SIGNALS:
+                    self._request_stop(signum)
 
-    def _receive(self, signum: int) -> None:
+    def _request_stop(self, signum: int) -> None:
         now = time.monotonic()
-        if signum == SAVE_SIGNAL:
-            self._save = True
-        elif signum in STOP_SIGNALS:
-            is_repeated = signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S
-            if self.stop is None:
-                self.stop, self._stopped_at = signum, now
-                if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                    os.write(2, b"\nstopping: the run is saved after this step; Ctrl-C again exits without saving\n")
-            elif is_repeated and self._ends_process:
-                os.write(2, f"second {signal.Signals(signum).name}: exiting without saving\n".encode())
-                os._exit(128 + signum)
+        if self.stop is None:
+            self.stop, self._stopped_at = signum, now
+            if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nstopping: the run is saved after this step; Ctrl-C again exits without saving\n")
+        elif self._ends_process and (signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S):
+            os.write(2, f"second {signal.Signals(signum).name}: exiting without saving\n".encode())
+            os._exit(128 + signum)
 
 
 def _reset_in_child() -> None:

@@ -23,7 +23,7 @@ from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.step.train_step import labels_and_top5, logits_of
-from cl_train.system.distributed import Dist, broadcast_buffers, gather_objects, max_over_ranks, on_main, sum_over_ranks
+from cl_train.system.distributed import Dist, gather_objects, max_over_ranks, on_main, sum_over_ranks
 from cl_train.system.files import write_text
 from cl_train.system.processes import StopRequest
 from cl_train.training.progress import MAP, TrainingFault
@@ -57,7 +57,8 @@ def evaluate_model(
     called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
     Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
     """
-    broadcast_buffers(model, dist)
+    for buffer in model.buffers() if dist.world_size > 1 else ():  # BatchNorm's statistics, as rank 0 saves them
+        torch.distributed.broadcast(buffer, src=0)
     skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)
     batches = _until_signal(data.validation(batch_format), signals, data.val_images, dist)
     kept: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if metrics or is_binary else None

@@ -12,7 +12,7 @@ import torch
 
 from cl_train.data.loader import bottleneck_advice
 from cl_train.system.distributed import gather_objects, sum_over_ranks
-from cl_train.system.launcher import cores_of_process
+from cl_train.system.processes import cores_of_process
 from cl_train.training.progress import TrainingFault, Window
 from cl_train.training.records import duration, peak_memory_gib, without_warmup
 from cl_train.training.setup import Run

@@ -21,7 +21,6 @@ from cl_train.models import sources as models
 from cl_train.step.optim import check_optimizer, set_lr
 from cl_train.step.train_step import Loss
 from cl_train.system.distributed import (
-    broadcast_object,
     choose_device,
     gather_objects,
     max_over_ranks,
@@ -29,8 +28,8 @@ from cl_train.system.distributed import (
     processes,
     watch_ranks,
 )
+from cl_train.system.files import claimed_folder, continues
 from cl_train.system.processes import StopRequest
-from cl_train.system.run_folder import claimed_folder, continues
 from cl_train.training.build import build_model, utilisation_of
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report
 from cl_train.training.log_lines import ADVICE, log_submitted, log_window, warn_if_loader_bound
@@ -84,7 +83,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
-        folder = Path(broadcast_object(str(folder.absolute()), dist))  # ranks would generate different timestamps
+        folder = on_main(folder.absolute, dist)  # ranks would generate different timestamps
         if cfg.evaluate_only and continues(cfg.resume, folder):  # beside the records of the run, which stay as they are
             source = str(folder) if cfg.resume == "auto" else cfg.resume
             cfg, folder = replace(cfg, resume=source, overwrite=True), folder / "evaluation"

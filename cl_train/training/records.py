@@ -30,7 +30,7 @@ from cl_train.system.checkpoints import CheckpointError
 from cl_train.system.distributed import RankFault
 from cl_train.system.files import AppendFile, retry, write_json, write_text
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
-from cl_train.system.machine_load import BUSY_PCT
+from cl_train.system.processes import BUSY_PCT
 from cl_train.training.progress import Progress, TrainingFault, score_of
 from cl_train.training.trackers import Trackers
 

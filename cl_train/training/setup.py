@@ -32,10 +32,8 @@ from cl_train.step.precision import Precision, kernel_selection, precision_warni
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import Dist, gather_objects, on_main
-from cl_train.system.launcher import cores_of_process
 from cl_train.system.machine import DeviceClock, describe_environment, device_name, git_state, keep_freed_memory
-from cl_train.system.machine_load import MachineLoad
-from cl_train.system.processes import StopRequest
+from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.training.build import build_train_state, check_loss
 from cl_train.training.progress import Plan, Progress, ThroughputMeter, Window, score_of
 from cl_train.training.records import Records, read_records

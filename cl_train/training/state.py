@@ -17,7 +17,7 @@ from cl_train.step.precision import EMA
 from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
-from cl_train.system.run_folder import check_space
+from cl_train.system.files import check_space
 from cl_train.training.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -158,8 +158,7 @@ class Checkpoints:
         if self.dist.is_main:
             weight_bytes = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor))
             copies = 3 if self.state.ema is None else 4  # weights, two moments at most, EMA
-            for line in check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep):
-                log.warning("%s", line)
+            check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep)
 
     def save(self, progress: Progress, unlogged_steps: list[StepResult], *, best: bool = False) -> None:
         """Save the state between two steps. The host waits for the device: the state is copied to the host."""

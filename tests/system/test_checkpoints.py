@@ -10,18 +10,16 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cl_train.config.schema import ConfigError
-from cl_train.system import checkpoints, files
+from cl_train.system import checkpoints
 from cl_train.system.checkpoints import (
     CheckpointError,
     CheckpointStore,
-    UnreadableFile,
     load,
     load_for_resume,
     read_torch_file,
@@ -46,27 +44,23 @@ def value_of(path: Path) -> float:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_round_trip_keeps_values_and_plain_types(tmp_path: Path) -> None:
-    tensor, plain = torch.arange(6.0).reshape(2, 3), {"n": None, "b": True, "f": 1.5, "s": "ü", "l": [1, {"x": b"y"}]}
-    write(tmp_path / "a.pt", snapshot({"t": tensor, 3: "int key", **plain}))
-    loaded = load(tmp_path / "a.pt")
-    assert torch.equal(loaded["t"], tensor) and loaded[3] == "int key"  # type: ignore[index]
-    assert {key: loaded[key] for key in plain} == plain
-    assert os.listdir(tmp_path) == ["a.pt"]
-    assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["t"], tensor), "readable without this package"
-
-
-def test_both_layouts_give_the_same_contiguous_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_round_trip_keeps_values_and_plain_types_and_layouts_are_not_told_apart(
+    tmp_path: Path, layout: torch.memory_format
+) -> None:
+    plain = {"n": None, "b": True, "f": 1.5, "s": "ü", "l": [1, {"x": b"y"}], 3: "int key"}
     weights = {"w": torch.randn(8, 4, 3, 3), "ambiguous": torch.randn(8, 4, 1, 1)}
-    contents = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        write(tmp_path / "a.pt", snapshot({name: w.to(memory_format=layout) for name, w in weights.items()}))
-        loaded = load(tmp_path / "a.pt")
-        assert [loaded[name].stride() for name in weights] == [(36, 9, 3, 1), (4, 1, 1, 1)]
-        assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
-        with zipfile.ZipFile(tmp_path / "a.pt") as file:
-            contents.append([file.read(member) for member in file.namelist() if "/data/" in member])
-    assert contents[0] == contents[1]
+    write(tmp_path / "a.pt", snapshot(plain | {name: w.to(memory_format=layout) for name, w in weights.items()}))
+    loaded: dict[Any, Any] = load(tmp_path / "a.pt")
+    assert {key: loaded[key] for key in plain} == plain
+    assert [loaded[name].stride() for name in weights] == [(36, 9, 3, 1), (4, 1, 1, 1)]
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    assert os.listdir(tmp_path) == ["a.pt"]
+    assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["w"], weights["w"]), "without this package"
+    with zipfile.ZipFile(tmp_path / "a.pt") as file:
+        assert [file.read(name) for name in file.namelist() if "/data/" in name] == [
+            weight.numpy().tobytes() for weight in weights.values()
+        ]
 
 
 def test_a_checkpoint_with_a_digest_in_its_comment_is_read(tmp_path: Path) -> None:
@@ -84,17 +78,9 @@ def test_other_types_are_refused_before_anything_is_written(tmp_path: Path, valu
     assert os.listdir(tmp_path) == []
 
 
-def damaged(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-BAD: dict[str, tuple[Any, str]] = {
+BAD: dict[str, tuple[Any, str]] = {  # damage: tests/faults
     "missing": (Path.unlink, "No such file"),
     "foreign": (lambda path: torch.save({"model": {}}, path), "weights="),
-    "empty": (lambda path: path.write_bytes(b""), "truncated"),
-    "one bit": (damaged, "damaged"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "regular file"),
     "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "regular file"),
     "newer": (lambda path: write(path, small_state() | {"format_version": 99}), "newer version"),
@@ -118,22 +104,6 @@ def test_weights_of_both_formats_are_read(tmp_path: Path) -> None:
         assert torch.equal(read_torch_file(tmp_path / "w.pth")["w"], state["w"])
 
 
-def shared_lists() -> Any:
-    """2 to the power of 60 references in a few hundred bytes."""
-    item: Any = [0]
-    for _ in range(60):
-        item = [item, item]
-    return item
-
-
-def compressed(content: bytes) -> bytes:
-    """It is refused before any member is expanded."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as target:
-        target.writestr("w/data.pkl", content)
-    return buffer.getvalue()
-
-
 def saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -142,13 +112,10 @@ def saved(value: Any) -> bytes:
 
 LONG = saved({"weight": torch.arange(10_000.0)})
 ODD: dict[str, tuple[bytes, str]] = {
-    "expanded": (saved({"w": torch.ones(1).expand(10**12)}), "larger"),
     "shared many times": (saved({str(i): view for i, view in enumerate([torch.zeros(2**18)] * 1000)}), "larger"),
     "sparse": (saved({"w": torch.eye(3).to_sparse()}), "not dense"),
     "meta": (saved({"w": torch.empty(3, device="meta")}), "not dense"),
-    "shared lists": (saved(shared_lists()), "larger"),
     "a module": (saved(torch.nn.Linear(2, 2)), "run code"),
-    "compressed": (compressed(b"x"), "compressed"),
     **{f"cut at {size}": (LONG[:size], "truncated") for size in (100, 20_000, 39_900)},
     **{str(data): (data, "") for data in (b"", b"PK\x03\x04", b"x" * 1000, pickle.dumps(print), b"\x80\x02]]]")},
 }
@@ -158,7 +125,7 @@ ODD: dict[str, tuple[bytes, str]] = {
 def test_odd_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     content, said = ODD[name]
     (tmp_path / "odd.pth").write_bytes(content)
-    with pytest.raises(UnreadableFile, match=said or None) as caught:
+    with pytest.raises(CheckpointError, match=said or None) as caught:
         read_torch_file(tmp_path / "odd.pth")
     assert str(caught.value) and "\n" not in str(caught.value)
 
@@ -178,10 +145,7 @@ def test_store_keeps_the_last_ones_and_the_best(tmp_path: Path, background: bool
     assert store.mark_best(100) and not store.mark_best(10)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "mine.txt", "step-00000030.pt", "step-00000100.pt"]
     assert (tmp_path / "best.pt").samefile(tmp_path / "step-00000100.pt")
-    found = store.newest()
-    assert found is not None
-    path, state, skipped = found
-    assert path.name == "step-00000100.pt" and state["model"]["w"].mean() == 100 and skipped == []
+    assert newest(store) == ("step-00000100.pt", 0) and value_of(tmp_path / "step-00000100.pt") == 100
 
 
 def test_best_is_a_copy_where_hard_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,40 +157,38 @@ def test_best_is_a_copy_where_hard_links_are_refused(tmp_path: Path, monkeypatch
     assert value_of(tmp_path / "best.pt") == 5 and os.stat(tmp_path / "best.pt").st_nlink == 1
 
 
-def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_save(tmp_path: Path) -> None:
     store = store_of(tmp_path, keep=3)
     assert store.newest() is None
     for step in (1, 2, 3):
         store.save(small_state(step), step, best=step == 1)
-    (tmp_path / "step-00000003.pt").write_bytes((tmp_path / "step-00000003.pt").read_bytes()[:-1])
-    (tmp_path / "step-00000002.pt").write_bytes(b"")
-    found = store.newest()
-    assert found is not None
-    assert found[0].name == "step-00000001.pt" and found[1]["model"]["w"].mean() == 1
-    assert ["step-00000003.pt" in found[2][0], "step-00000002.pt" in found[2][1]] == [True, True]
+    for step in (2, 3):
+        (tmp_path / f"step-0000000{step}.pt").write_bytes(b"")
+    assert newest(store) == ("step-00000001.pt", 2)
     (tmp_path / "step-00000001.pt").unlink()
-    found = store.newest()
-    assert found is not None and found[0].name == "best.pt", "the last resort"
-    with caplog.at_level(logging.WARNING):
-        store.save(small_state(9), 2)
-    assert "superseded" in caplog.text
-    found = store.newest()
-    assert found is not None and found[0].name == "step-00000002.pt" and found[2] == []
+    assert newest(store) == ("best.pt", 2), "the last resort"
+    store.save(small_state(9), 2)
+    assert newest(store) == ("step-00000002.pt", 0)
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"x" * 1000)
     with pytest.raises(CheckpointError, match=r"no checkpoint can be used:\n.*step-00000002"):
         store.newest()
 
 
-def test_superseded_files_are_never_overwritten(tmp_path: Path) -> None:
+def newest(store: CheckpointStore) -> tuple[str, int]:
+    """The file that a resume takes, and how many newer ones it skips; each is named."""
+    found = store.newest()
+    assert found is not None and all("step-" in line for line in found[2])
+    return found[0].name, len(found[2])
+
+
+def test_superseded_files_are_never_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = store_of(tmp_path, keep=3)
     for value in (1, 2, 3):  # three times: train to step 24, then go back and save step 12
         store.save(small_state(value), 24)
         store.save(small_state(value), 12)
     superseded = sorted(tmp_path.glob("step-00000024.pt.superseded-*"))
-    assert [value_of(path) for path in superseded] == [1, 2, 3]
+    assert [value_of(path) for path in superseded] == [1, 2, 3] and "superseded" in caplog.text
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-00000012.pt"]
 
 
@@ -244,34 +206,26 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_keeps_the_previous_one_and_ends_the_run_after_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
+def test_a_full_disk_is_reported_once_and_ends_the_run_after_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=2, background=background)
+    store = store_of(tmp_path, keep=2)
     store.save(small_state(1), 1)
-    store.wait()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         for step in range(2, 5):
             store.save(small_state(step), step)
-            store.wait()
         assert os.listdir(tmp_path) == ["step-00000001.pt"]
         [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert "No space left" in warning.getMessage()
-    store.save(small_state(9), 9)
-    store.wait()  # space came back: the time starts anew
+    store.save(small_state(9), 9)  # space came back: the time starts anew
     assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000009.pt"]
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         store.save(small_state(10), 10)
-        store.wait()
         patch.setattr(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0)
         with pytest.raises(CheckpointError, match=r"step-00000011.*No space left.*step-00000009.*resume=auto"):
             store.save(small_state(11), 11)
-            store.wait()
-    found = store.newest()
-    assert found is not None and found[0].name == "step-00000009.pt" and found[2] == []
 
 
 def test_the_best_of_a_full_disk_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,31 +240,6 @@ def test_the_best_of_a_full_disk_is_written_later(tmp_path: Path, monkeypatch: p
     store.save(small_state(5), 5)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "step-00000005.pt"]
     assert value_of(tmp_path / "best.pt") == 2
-
-
-@pytest.mark.parametrize("failures", [3, 999])
-def test_the_last_save_is_repeated_and_must_succeed(
-    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, clock = [0], [0.0]
-
-    def full_for_a_while(path: Path, state: Any) -> None:
-        calls[0] += 1
-        if calls[0] <= failures:
-            full()
-        write(path, state)
-
-    monkeypatch.setattr(checkpoints, "write", full_for_a_while)
-    sleep = lambda seconds: clock.__setitem__(0, clock[0] + seconds)  # noqa: E731
-    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    store = store_of(tmp_path)
-    store.save(small_state(), 1)
-    if failures == 3:
-        store.finish()
-        assert os.listdir(tmp_path) == ["step-00000001.pt"] and calls[0] == 4
-    else:
-        with pytest.raises(CheckpointError, match=r"step-00000001.*No space left.*resume=auto"):
-            store.finish()
 
 
 def test_resume_targets(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ from cl_train.data.device import DeviceFormat
 from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed
 from cl_train.system.distributed import Dist, RankFault, processes, watch_ranks
-from cl_train.system.launcher import Launch, cores_of_process, first_host, read_launch, srun_variables
+from cl_train.system.processes import Launch, adopt_srun, cores_of_process, read_launch
 from cl_train.training import loop
 from cl_train.training.evaluation import evaluate_model
-from tests.conftest import write_images
+from tests.conftest import Run, write_images
 from tests.faults.forkserver import ForkServer
 from tests.networks import without_batchnorm
 from tests.processes import LIMIT_S
@@ -36,31 +36,24 @@ def test_the_variables_of_torchrun() -> None:
     for single in ({}, ADDRESS, {"RANK": "0", "WORLD_SIZE": "1"}):
         assert read_launch(single) is None
     assert read_launch({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"} | ADDRESS) == Launch(3, 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        ({"RANK": "1"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
-        (RANK_1 | {"RANK": "abc"}, "RANK"),
-        (RANK_1 | {"RANK": "-1"}, "RANK"),
-        (RANK_1 | {"RANK": ""}, "RANK"),
-        (RANK_1 | {"RANK": "2"}, "WORLD_SIZE"),
-        (RANK_1 | {"RANK": "0"}, "LOCAL_RANK"),
-        (RANK_1 | {"MASTER_PORT": "x"}, "MASTER_PORT"),
-    ],
-)
-def test_others_are_refused_in_one_line(variables: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_launch(variables)
-    (problem,) = caught.value.problems
-    assert named in problem and "torchrun" in problem and "\n" not in problem
+    refused: list[tuple[str, dict[str, str]]] = [
+        ("WORLD_SIZE", {"RANK": "1"}),
+        ("RANK", {"WORLD_SIZE": "2"}),
+        ("MASTER_ADDR", {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}),
+        *(("RANK", RANK_1 | {"RANK": text}) for text in ("abc", "-1", "")),
+        ("WORLD_SIZE", RANK_1 | {"RANK": "2"}),
+        ("LOCAL_RANK", RANK_1 | {"RANK": "0"}),
+        ("MASTER_PORT", RANK_1 | {"MASTER_PORT": "x"}),
+    ]
+    for named, variables in refused:
+        with pytest.raises(ConfigError) as caught:
+            read_launch(variables)
+        (problem,) = caught.value.problems
+        assert named in problem and "torchrun" in problem and "\n" not in problem, variables
 
 
 def test_the_check_does_not_import_torch() -> None:
-    modules = ", ".join(f"cl_train.system.{name}" for name in ("launcher", "files", "processes", "machine_load"))
+    modules = ", ".join(f"cl_train.system.{name}" for name in ("files", "processes"))
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
@@ -80,34 +73,7 @@ SRUN = {
 }
 
 
-def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
-    found = srun_variables(SRUN)
-    assert read_launch(found) == Launch(rank=3, local_rank=1, world_size=4)
-    assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("2", "gpu004")
-    assert 20000 <= int(found["MASTER_PORT"]) < 30000
-    ports = {srun_variables(SRUN | {"SLURM_STEP_ID": str(step)})["MASTER_PORT"] for step in range(9)}
-    assert len(ports) == 9, "steps of one job run beside each other"
-    own = srun_variables(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
-    assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "1234")
-    for node, count in enumerate(("2", "2", "2", "1")):
-        variables = SRUN | {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
-        assert srun_variables(variables)["LOCAL_WORLD_SIZE"] == count
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},  # a shell of salloc
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"},  # an sbatch script
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks=1, or the shell of an interactive step
-        {**SRUN, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"},  # torchrun inside srun
-    ],
-)
-def test_a_process_that_srun_did_not_start_as_one_of_several_is_left_alone(variables: dict[str, str]) -> None:
-    assert srun_variables(variables) == {}
-
-
-HOSTS = {
+FIRST_HOSTS = {  # of a compressed list
     "n1": "n1",
     "n[1-2]": "n1",
     "gpu[003-007,010],other1": "gpu003",
@@ -115,12 +81,42 @@ HOSTS = {
     "gpu[010,012-014]-ib": "gpu010-ib",
     "rack[2-3]node[01-16],x": "rack2node01",
     "a-b.example.org,c": "a-b.example.org",
-    "": "",
 }
 
 
-def test_the_first_host_of_a_compressed_list() -> None:
-    assert {nodes: first_host(nodes) for nodes in HOSTS} == HOSTS
+def adopted(**variables: str) -> dict[str, str]:
+    """The environment of a task of `srun` afterwards."""
+    environment = SRUN | variables
+    adopt_srun(environment)
+    return environment
+
+
+def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
+    found = adopted()
+    assert read_launch(found) == Launch(rank=3, local_rank=1, world_size=4)
+    assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("2", "gpu004")
+    assert 20000 <= int(found["MASTER_PORT"]) < 30000
+    ports = {adopted(SLURM_STEP_ID=str(step))["MASTER_PORT"] for step in range(9)}
+    assert len(ports) == 9, "steps of one job run beside each other"
+    own = adopted(MASTER_ADDR="10.0.0.1", MASTER_PORT="1234")
+    assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "1234")
+    for node, count in enumerate("2221"):
+        nodes = {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+        assert adopted(**nodes)["LOCAL_WORLD_SIZE"] == count
+    assert {nodes: adopted(SLURM_STEP_NODELIST=nodes)["MASTER_ADDR"] for nodes in FIRST_HOSTS} == FIRST_HOSTS
+
+
+def test_a_process_that_srun_did_not_start_as_one_of_several_is_left_alone() -> None:
+    others: list[dict[str, str]] = [
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},  # a shell of salloc
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"},  # an sbatch script
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks=1, or the shell of an interactive step
+        {**SRUN, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"},  # torchrun inside srun
+    ]
+    for variables in others:
+        environment = dict(variables)
+        adopt_srun(environment)
+        assert environment == variables
 
 
 def test_cores_are_divided_unless_srun_bound_them() -> None:
@@ -146,34 +142,32 @@ def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Store:
-    """Counters of three ranks, read twice: those of `silent` stand still."""
+    """Counters of three ranks, read twice: those of `silent` stand still. Without a `silent` it does not respond."""
 
-    def __init__(self, silent: tuple[int, ...]) -> None:
+    def __init__(self, silent: tuple[int, ...] | None) -> None:
         self.silent, self.readings = silent, 0
 
     def add(self, key: str, amount: int) -> int:
+        if self.silent is None:
+            raise RuntimeError("no answer")
         self.readings += 1 - amount
         return 5 if int(key) in self.silent or self.readings <= 3 else 9
 
 
-def no_store() -> Any:
-    raise RuntimeError("no answer")
-
-
 @pytest.mark.parametrize(
-    ("rank", "connect", "named"),
+    ("rank", "silent", "named"),
     [
-        (0, lambda: Store((1,)), "rank 1 is dead or hangs"),
-        (0, lambda: Store((1, 2)), "rank 1, rank 2 are dead or hang"),
-        (0, lambda: Store(()), "a rank hangs although its process is alive"),
-        (1, no_store, "rank 0 is dead or hangs"),
-        (0, no_store, "the ranks' store does not respond"),
+        (0, (1,), "rank 1 is dead or hangs"),
+        (0, (1, 2), "rank 1 is dead or hangs, rank 2 is dead or hangs"),
+        (0, (), "a rank hangs although its process is alive"),
+        (1, None, "rank 0 is dead or hangs"),
+        (0, None, "the ranks' store does not respond"),
     ],
 )
 def test_the_rank_whose_counter_stands_still_is_named(
-    rank: int, connect: Any, named: str, monkeypatch: pytest.MonkeyPatch
+    rank: int, silent: tuple[int, ...] | None, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "connect_to_store", connect)
+    monkeypatch.setattr(distributed, "connect_to_store", lambda: Store(silent))
     monkeypatch.setattr(distributed, "LISTEN_S", 0.0)
     assert distributed.find_silent_ranks(Dist(rank, 3, CPU)) == named
 
@@ -194,7 +188,7 @@ GLOO = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:545] Connectio
 def test_only_errors_of_collectives_are_faults_of_ranks(
     error: RuntimeError, ranks: int, is_fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "connect_to_store", lambda: Store((1,)))
+    monkeypatch.setattr(distributed, "connect_to_store", lambda: Store(()))
     monkeypatch.setattr(distributed, "find_silent_ranks", lambda dist: "rank 1 is dead or hangs")
     with pytest.raises(RuntimeError) as caught, watch_ranks(Dist(0, ranks, CPU)):
         raise error
@@ -204,15 +198,6 @@ def test_only_errors_of_collectives_are_faults_of_ranks(
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 
-def train(processes: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return launch(processes, "train.py", *TINY, f"hydra.run.dir={folder}", *overrides)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    path = max((folder / "checkpoints").glob("step-*.pt"))
-    return torch.load(path, weights_only=True)["model"]
-
-
 @pytest.mark.slow
 def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     """The second pair of processes is forked: one start of torchrun is enough."""
@@ -220,70 +205,54 @@ def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_s
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
     (cfg,) = check_command_line([*TINY, "batch_size=32", *shared])
     assert loop.train(cfg, tmp_path / "one").exit_code == 0
-    two = train(2, tmp_path / "two", "batch_size=16", "log_to=[tensorboard]", *shared)
+    words = [f"hydra.run.dir={tmp_path}/two", "batch_size=16", "log_to=[tensorboard]", *shared]
+    two = launch(2, "train.py", *TINY, *words)
     assert two.returncode == 0, two.stdout + two.stderr
     words = [*TINY, f"hydra.run.dir={tmp_path}/accumulated", "batch_size=8", "global_batch_size=32", *shared]
     fork_two_ranks(fork_server, tmp_path, "forkserver:run_program", {"words": words, "hook": ""})
-    expected = weights(tmp_path / "one")
-    for name in ("two", "accumulated"):
-        for key, value in weights(tmp_path / name).items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-5)
-    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    expected, *others = (Run(tmp_path / name, 0).checkpoint()["model"] for name in ("one", "two", "accumulated"))
+    for weights in others:
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
+    summary = Run(tmp_path / "two", 0).summary
     assert (summary["world_size"], summary["global_batch_size"], summary["val"]["images"]) == (2, 32, 21)
     assert two.stdout.count("Epoch: [0][1/3]") == 1, "rank 0 alone speaks"
     assert len(list((tmp_path / "two").glob("events*"))) == 1
 
 
+CASES = [(images, batch_size) for images in (7, 97, 101) for batch_size in (1, 4, 16)]
+
+
 @pytest.mark.slow
 def test_evaluation_counts_each_image_once(tmp_path: Path, fork_server: ForkServer) -> None:
     """Images that split unevenly over ranks and batches: counted as one process counts them."""
-    expected = {}
     for images in (7, 97, 101):
-        write_unevenly(tmp_path / str(images), images)
-        for batch_size in (1, 4, 16):
-            expected[f"{images}-{batch_size}"] = evaluate_folder(tmp_path / str(images), batch_size, ONE_PROCESS)
+        root, of_class = tmp_path / str(images), images // 3 + 1
+        write_images(root, {"train": 12, "val": of_class})
+        for extra in sorted((root / "val" / "red").iterdir())[: 3 * of_class - images]:
+            extra.unlink()
+    expected = evaluate_folders(str(tmp_path), Dist(0, 1, CPU))
     ranks = fork_two_ranks(fork_server, tmp_path, "tests.system.test_distributed:main", str(tmp_path))
     found = json.loads(ranks[0].output().splitlines()[-1])
-    assert found.keys() == expected.keys()
-    for name, result in expected.items():
-        assert found[name]["images"] == result["images"] == int(name.split("-")[0])
-        assert found[name] == pytest.approx(result, rel=1e-6), name
+    assert [result["images"] for result in found] == [images for images, _ in CASES]
+    for case, result, of_one in zip(CASES, found, expected, strict=True):
+        assert result == pytest.approx(of_one, rel=1e-6), case
 
 
-ONE_PROCESS = Dist(0, 1, CPU)
-
-
-def write_unevenly(root: Path, images: int) -> None:
-    write_images(root, {"train": 12, "val": images // 3 + 1})
-    for extra in sorted((root / "val" / "red").iterdir())[: 3 * (images // 3 + 1) - images]:
-        extra.unlink()
-
-
-def evaluate_folder(root: Path, batch_size: int, dist: Dist) -> dict[str, float]:
-    torch.manual_seed(0)
-    model = without_batchnorm(3)
-    cfg = DataConfig(name="folder", root=str(root), image_size=32, workers=0)
-    data = build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=dist)
-    form = DeviceFormat(dist.device, torch.float32, torch.channels_last)
-    try:
-        return evaluate_model(model, data, form, resolve_precision("fp32", dist.device), dist)[0]
-    finally:
-        data.close()
+def evaluate_folders(folder: str, dist: Dist) -> list[dict[str, float]]:
+    results = []
+    for images, batch_size in CASES:
+        torch.manual_seed(0)
+        model = without_batchnorm(3)
+        cfg = DataConfig(name="folder", root=f"{folder}/{images}", image_size=32, workers=0)
+        with closing(build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=dist)) as data:
+            form = DeviceFormat(dist.device, torch.float32, torch.channels_last)
+            results.append(evaluate_model(model, data, form, resolve_precision("fp32", dist.device), dist)[0])
+    return results
 
 
 def main(folder: str) -> None:
-    """What each of the two processes runs: every case, then rank 0 prints the results."""
+    """What each of the two processes runs; rank 0 prints the results."""
     with processes("cpu", timeout_s=LIMIT_S) as dist:
-        cases = [(images, batch_size) for images in (7, 97, 101) for batch_size in (1, 4, 16)]
-        results = {f"{n}-{size}": evaluate_folder(Path(folder) / str(n), size, dist) for n, size in cases}
+        results = evaluate_folders(folder, dist)
         if dist.is_main:
             print(json.dumps(results))
-
-
-@pytest.mark.slow
-def test_multirun_under_torchrun_is_refused_with_the_right_command(tmp_path: Path, fork_server: ForkServer) -> None:
-    words = ["-m", *TINY, f"hydra.sweep.dir={tmp_path / 'run'}", "channels_last=true,false", "data=sample"]
-    refused = fork_server.start(words, tmp_path / "log", RANK_1)
-    assert refused.wait() == 2
-    assert "nproc=" in refused.output() and "python train.py -m" in refused.output()
-    assert not (tmp_path / "run").exists()

@@ -1,7 +1,5 @@
 """Outputs that replace nothing unasked and leave nothing half; records and a full disk; locks; one run per folder."""
 
-import errno
-import logging
 import os
 import signal
 import subprocess
@@ -13,38 +11,35 @@ from types import SimpleNamespace
 import pytest
 
 from cl_train.config.schema import ConfigError
-from cl_train.system import files, run_folder
-from cl_train.system.files import AppendFile, LockHeld, lock_file, output_file, output_folder, safe_name
-from cl_train.system.run_folder import check_space, claimed_folder
+from cl_train.system import files
+from cl_train.system.files import (
+    AppendFile,
+    LockHeld,
+    check_space,
+    claimed_folder,
+    lock_file,
+    output_file,
+    output_folder,
+    safe_name,
+)
 
 
-def test_refused_records_are_written_later_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_refused_records_are_reported_once_and_written_later_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = AppendFile(tmp_path / "records")
-    file.append(b"1\n")
-
-    def refuse(self: AppendFile, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(AppendFile, "_write", refuse)
-        file.append(b"2\n")
-        file.append(b"3\n")
-        with pytest.raises(OSError, match=r"No space left.*records"):
-            file.flush()
-    assert (tmp_path / "records").read_bytes() == b"1\n"
-    assert [str(tmp_path / "records") in message for message in caplog.messages] == [True], "one warning"
-    file.append(b"4\n")
-    assert (tmp_path / "records").read_bytes() == b"1\n2\n3\n4\n"
-
-
-def test_a_record_is_written_whole_or_not_at_all() -> None:
-    """/dev/full accepts no byte."""
-    file = AppendFile(Path("/dev/full"))
-    file.append(b"x" * 100)
-    with pytest.raises(OSError, match="/dev/full"):
+    file = AppendFile(tmp_path / "folder" / "records")
+    for record in (b"1\n", b"2\n"):
+        file.append(record)
+    with pytest.raises(OSError, match="records"):
         file.flush()
+    assert [str(file.path) in message for message in caplog.messages] == [True], "one warning"
+    file.path.parent.mkdir()
+    file.append(b"3\n")
+    assert file.path.read_bytes() == b"1\n2\n3\n"
+    refused = AppendFile(Path("/dev/full"))  # accepts no byte
+    refused.append(b"x" * 100)
+    with pytest.raises(OSError, match="/dev/full"):
+        refused.flush()
 
 
 # --- outputs of commands ----------------------------------------------------------------------------------------------
@@ -105,19 +100,16 @@ def test_an_output_folder_is_ones_own(tmp_path: Path) -> None:
         assert set(os.listdir(out)) == {".settings", "part"}, "continued"
 
 
-NAMES = {
-    "channels_last=true,precision=fp16": "channels_last=true,precision=fp16",
-    "../../etc/passwd": "_.._etc_passwd",
-    "/abs": "_abs",
-    "...": "_",
-    "": "_",
-    "a b\nc\0d": "a_b_c_d",
-    "ünï": "_n_",
-}
-
-
 def test_names_stay_inside_the_folder() -> None:
-    assert {text: safe_name(text) for text in NAMES} == NAMES
+    names = {
+        "a=true,b=1": "a=true,b=1",
+        "../../etc": "_.._etc",
+        "/abs": "_abs",
+        "...": "_",
+        "": "_",
+        "ü b\nc\0": "_b_c_",
+    }
+    assert {text: safe_name(text) for text in names} == names
     first, second = safe_name("x" * 300 + "1"), safe_name("x" * 300 + "2")
     assert len(first) == len(second) == 100 and first != second
 
@@ -135,18 +127,14 @@ with lock_file(sys.argv[1]):
 """
 
 
-def hold(path: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None and process.stdout.readline() == b"held\n"
-    return process
-
-
 def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits says for whom; a second run is refused; a forked worker of the killed process holds nothing."""
     path, pauses = tmp_path / ".lock", []
-    first = hold(path)
+    command = [sys.executable, "-c", HOLD, str(path)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert first.stdout is not None and first.stdout.readline() == b"held\n"
 
     def end_the_holder(seconds: float) -> None:
         pauses.append(seconds)
@@ -154,14 +142,12 @@ def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
             first.kill()
             first.wait()
 
-    clock = SimpleNamespace(monotonic=time.monotonic, strftime=time.strftime, sleep=end_the_holder)
-    monkeypatch.setattr(files, "time", clock)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end_the_holder))
     try:
         with pytest.raises(LockHeld, match=f"process {first.pid} on "), lock_file(path):
             pass
-        refusal = rf"another run.*process {first.pid} on .*hydra\.run\.dir"
-        with pytest.raises(ConfigError, match=refusal), claimed_folder(tmp_path, resume=None, overwrite=False):
-            pass
+        with pytest.raises(ConfigError, match=rf"another run.*process {first.pid} on .*hydra\.run\.dir"):
+            claimed_folder(tmp_path, resume=None, overwrite=False).__enter__()
         with lock_file(path, waiting_for="the sample data"):
             os.killpg(first.pid, 0)  # the forked worker still lives
             assert len(pauses) == 2
@@ -180,44 +166,50 @@ def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
 def test_a_folder_that_cannot_be_written_is_named(obstacle: str, tmp_path: Path) -> None:
     (tmp_path / obstacle).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / obstacle).touch()
-    refused = pytest.raises(ConfigError, match=r"run: .*\(.*/run.*\); .*hydra\.run\.dir")
-    with refused, claimed_folder(tmp_path / "run", resume=None, overwrite=False):
-        pass
+    with pytest.raises(ConfigError, match=r"/run.*choose another (place|hydra\.run\.dir=FOLDER)"):
+        claimed_folder(tmp_path / "run", resume=None, overwrite=False).__enter__()
+
+
+def test_a_run_that_is_refused_later_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), claimed_folder(tmp_path / "a/run", resume=None, overwrite=False):
+        (tmp_path / "a/run/train.log").write_text("refused")
+        raise ConfigError("no such data")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ConfigError), claimed_folder(tmp_path / "run", resume=None, overwrite=False):
+        (tmp_path / "run/metrics.jsonl").write_text("step 1")
+        raise ConfigError("later")
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "checkpoints", "metrics.jsonl"]
 
 
 OWN = ["config.yaml", "summary.json", "metrics.jsonl", "checkpoints/best.pt", "checkpoints/step-00000003.pt"]
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_files_of_somebody_are_replaced_only_on_request(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*OWN, "train.log"])
+def test_files_of_somebody_are_replaced_only_on_request_and_records_are_files(name: str, tmp_path: Path) -> None:
     own, other = tmp_path / name, tmp_path / "checkpoints/my.pt"
     other.parent.mkdir()
-    own.write_text("own")
     other.write_text("precious")
-    refused = pytest.raises(ConfigError, match=r"resume=auto.*hydra\.run\.dir.*overwrite=true")
-    with refused, claimed_folder(tmp_path, resume=None, overwrite=False):
-        pass
+    own.write_text("own")
+    if name in OWN:  # train.log alone is of a run that was refused
+        with pytest.raises(ConfigError, match=r"resume=auto.*hydra\.run\.dir.*overwrite=true"):
+            claimed_folder(tmp_path, resume=None, overwrite=False).__enter__()
     assert own.read_text() == "own"
     with claimed_folder(tmp_path, resume=None, overwrite=True):
         assert other.read_text() == "precious" and not own.exists()
+    os.mkfifo(own)
+    with pytest.raises(ConfigError, match=name):
+        claimed_folder(tmp_path, resume="auto", overwrite=False).__enter__()
 
 
-@pytest.mark.parametrize("name", [*OWN, "train.log"])
-def test_a_record_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=name), claimed_folder(tmp_path, resume="auto", overwrite=False):
-        pass
-
-
-def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_space(tmp_path, 1000, 2) == []
+def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    check_space(tmp_path, 1000, 2)
     facts = list(os.statvfs(tmp_path))
     facts[1], facts[4] = 1, 10_000  # f_frsize, f_bavail: 10,000 bytes free
-    monkeypatch.setattr(run_folder.os, "statvfs", lambda folder: os.statvfs_result(facts))
-    assert check_space(tmp_path, 2_500, 2) == []
-    (warning,) = check_space(tmp_path, 2_501, 2)
-    assert "4" in warning and "checkpoint.keep" in warning
+    monkeypatch.setattr(files.os, "statvfs", lambda folder: os.statvfs_result(facts))
+    check_space(tmp_path, 2_500, 2)
+    assert not caplog.messages
+    check_space(tmp_path, 2_501, 2)
+    assert "up to 4 exist" in caplog.text and "checkpoint.keep" in caplog.text
     with pytest.raises(ConfigError, match="free some space"):
         check_space(tmp_path, 10_001, 2)
     facts[7] = 0  # f_favail

@@ -3,14 +3,12 @@
 import resource
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cl_train.system import machine_load
 from cl_train.system.machine import available_bytes, keep_freed_memory, peak_memory_of_step_gib, release_memory
-from cl_train.system.machine_load import MachineLoad, _own_cpu_s
+from cl_train.system.processes import MachineLoad, own_cpu_s
 from tests.processes import Process, wait_until
 
 CPU = torch.device("cpu")
@@ -18,28 +16,24 @@ CPU = torch.device("cpu")
 
 def test_a_running_child_is_not_another_process() -> None:
     load = MachineLoad()
-    own_before = load._own_s
+    own_before = own_cpu_s()
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     wait_until(lambda: Process(child.pid).cpu_s() >= 0.25)
-    assert _own_cpu_s() - own_before >= 0.2
+    assert own_cpu_s() - own_before >= 0.2
     child.kill()
     child.wait()
-    assert _own_cpu_s() - own_before >= 0.2, "it still counts after its end"
+    assert own_cpu_s() - own_before >= 0.2, "it still counts after its end"
     others_pct = load.others_pct()
     assert others_pct is None or others_pct >= 0
 
 
 def test_others_have_what_is_busy_without_the_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cores, ten seconds: 12 s of work, of which 5 s are this process's own."""
-    clocks = {"busy": 100.0, "own": 30.0, "now": 0.0}
-    monkeypatch.setattr(machine_load.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(machine_load, "time", SimpleNamespace(monotonic=lambda: clocks["now"]))
-    monkeypatch.setattr(machine_load, "_own_cpu_s", lambda: clocks["own"])
-    monkeypatch.setattr(MachineLoad, "_all_busy_s", lambda self: clocks["busy"])
+    clocks = iter([(0.0, 100.0, 30.0), (10.0, 112.0, 35.0), (10.0, 112.0, 50.0)])  # now, busy, own
+    monkeypatch.setattr(MachineLoad, "_clocks", lambda self: next(clocks))
     load = MachineLoad()
-    clocks.update(busy=112.0, own=35.0, now=10.0)
+    load._cores = {"cpu0", "cpu1"}
     assert load.others_pct() == pytest.approx(100 * (12 - 5) / 20)
-    clocks.update(own=50.0)
     assert load.others_pct() == 0
 
 

@@ -12,48 +12,32 @@ import pytest
 from cl_train.system.processes import StopRequest
 from tests.processes import LIMIT_S, Process, send_and_wait, wait_until
 
-POOL = """
-import multiprocessing, os, sys, time
-from concurrent.futures import ProcessPoolExecutor
-from cl_train.system.processes import end_with_parent
-
-def work(number):
-    os.write(1, b"%d\\n" % os.getpid())  # in one piece: both workers write to this pipe
-    time.sleep(10_000)
-
-with ProcessPoolExecutor(2, multiprocessing.get_context("fork"), initializer=end_with_parent) as pool:
-    list(pool.map(work, range(2)))
+CHILDREN = """
+import os, sys, time
+from cl_train.system.processes import end_with_parent, end_with_torchrun
+if sys.argv[1:]:  # a rank
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+    end_with_torchrun()
+elif os.fork() == 0:
+    end_with_parent()
+    print(os.getpid(), flush=True)
+time.sleep(0 if sys.argv[1:] else 10_000)
 """
 
 
-def test_workers_end_with_a_killed_parent() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", POOL], stdout=subprocess.PIPE, text=True)
+def test_children_end_with_a_killed_parent_and_ranks_with_their_torchrun() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", CHILDREN], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    workers = [Process(int(parent.stdout.readline())) for _ in range(2)]
+    child = Process(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate()
-    wait_until(lambda: not any(worker.is_running() for worker in workers))
-
-
-RANK = """
-import os, sys
-os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
-from cl_train.config.schema import ConfigError
-from cl_train.system.processes import end_with_torchrun
-try:
-    end_with_torchrun()
-except ConfigError:
-    sys.exit(2)
-"""
-
-
-def test_a_rank_whose_torchrun_has_ended_ends() -> None:
+    wait_until(lambda: not child.is_running())
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        command = [sys.executable, "-c", RANK, str(server.getsockname()[1])]
-        assert subprocess.run(command).returncode == 2, "nobody listens"
+        rank = [sys.executable, "-c", CHILDREN, str(server.getsockname()[1])]
+        assert "torchrun does not respond" in subprocess.run(rank, capture_output=True, text=True).stderr
         server.listen()
-        assert subprocess.run(command).returncode == 0
+        assert subprocess.run(rank).returncode == 0
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -81,27 +65,20 @@ def start(same_request_s: float = 0.05, script: str = POLITE) -> subprocess.Pope
     return process
 
 
-def stop(process: subprocess.Popen[str], signum: int) -> None:
-    process.send_signal(signum)
-    assert process.stdout is not None and process.stdout.readline() == "stopping\n"
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_one_signal_stops_politely_and_a_second_one_at_once(signum: int, code: int) -> None:
     """SIGUSR1 asks for one save, and the program goes on."""
     process = start()
-    process.send_signal(signal.SIGUSR1)
-    assert process.stdout is not None and process.stdout.readline() == "save\n"
-    stop(process, signum)
-    output, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, output) == (code, "")
-    assert ("Ctrl-C again exits without saving" in errors) == (signum == signal.SIGINT)
-    process = start()
-    stop(process, signum)
+    assert process.stdout is not None
+    for request, answer in ((signal.SIGUSR1, "save\n"), (signum, "stopping\n")):
+        process.send_signal(request)
+        assert process.stdout.readline() == answer
     time.sleep(0.1)
     process.send_signal(signum)
     assert process.wait(LIMIT_S) == code, "the program waits for its standard input, which is open"
-    assert "second SIG" in process.communicate()[1]
+    errors = process.communicate()[1]
+    assert "second SIG" in errors
+    assert ("Ctrl-C again exits without saving" in errors) == (signum == signal.SIGINT)
 
 
 STUCK = """
