@@ -32,19 +32,11 @@ def resize_folder(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Copy every image below `root` to the same name below `out`, smaller, in parallel. After an interruption, call it
-    again to continue.
+    """Copy every image below `root` to the same name below `out`, smaller. After an interruption, call it again.
 
-    Args:
-        max_side: longest side of a copy, pixels; 400 if `short_side` is not given either.
-        short_side: shortest side of a copy, pixels.
-        workers: processes; None = as many as cores.
-
-    Returns what was written, and the images that cannot be decoded, which are left out.
-
-    Raises:
-        ConfigError: no such folder, a part of it that cannot be read, or an unusable `out`.
-        RuntimeError: a worker process died.
+    One side, in pixels, is limited: the longest (400 by default) or the shortest. Returns what was written, and the
+    images that cannot be decoded, which are left out. Raises ConfigError: a folder that cannot be read, or an unusable
+    `out`; RuntimeError: a worker process died.
     """
     if max_side is not None and short_side is not None:
         raise ConfigError("give either max_side or short_side, not both")

@@ -17,14 +17,10 @@ _SHOWN = 10
 def verify(
     root: Path, *, deep: bool = False, expect: str = "imagenet", workers: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Check `root/train` and `root/val`. Returns a line for each split, and the problems that were found.
+    """Check `root/train` and `root/val`, for the numbers of ImageNet or `expect="any"`; `deep` decodes every image.
 
-    Args:
-        deep: decode every image.
-        expect: "imagenet" = 1,000 classes, 1,281,167 and 50,000 images.
-        workers: processes; None = as many as cores.
-
-    Raises ConfigError if there is no such folder or one cannot be read, RuntimeError if a worker process died.
+    Returns a line for each split, and the problems. Raises ConfigError: a folder cannot be read; RuntimeError: a worker
+    process died.
     """
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
     if absent:

@@ -54,9 +54,7 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
     if name != "cpu" and torch.cuda.is_available():
         device, count = torch.device("cuda", local_rank), torch.cuda.device_count()
         if local_rank >= count:
-            raise ConfigError(
-                f"device=cuda: local rank {local_rank} has no GPU of {count}; use --nproc-per-node={count}"
-            )
+            raise ConfigError(f"device=cuda: no GPU for local rank {local_rank}; use --nproc-per-node={count}")
         _check_kernels(device)
         return device
     problem, has_gpu, cuda = "this machine has no usable CUDA device", GPU_FILE.exists(), torch.version.cuda

@@ -212,7 +212,6 @@ class AppendFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: list[bytes] = []
-        self._is_failing = False
 
     def append(self, record: bytes) -> None:
         """Write `record`, which includes the terminator of the file's format (a line feed for lines)."""
@@ -220,8 +219,7 @@ class AppendFile:
         try:
             self.flush()
         except OSError as error:
-            if not self._is_failing:
-                self._is_failing = True  # first: the log may be the file that fails
+            if len(self._waiting) == 1:  # once, also if the log itself is the file that fails
                 log.warning("%s; the records stay in memory; free some space", error)
 
     def flush(self) -> None:
@@ -232,9 +230,9 @@ class AppendFile:
             self._write(b"".join(self._waiting))
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+        is_recovery = len(self._waiting) > 1
         self._waiting.clear()
-        if self._is_failing:
-            self._is_failing = False
+        if is_recovery:
             log.warning("%s is written again and complete", self.path)
 
     def _write(self, data: bytes) -> None:

@@ -12,8 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn, TypeVar
@@ -154,7 +153,7 @@ def map_in_processes(
             for result in pool.map(function, items, chunksize=chunk) if pool else map(function, items):
                 yield result
                 bar.update()
-        except BrokenProcessPool:
+        except BrokenExecutor:
             where = f"{description}: a worker died at {str(items[int(bar.n)])[:200]} or later"
             raise RuntimeError(f"{where}; if memory is short, use fewer workers") from None
         finally:

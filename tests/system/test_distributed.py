@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,45 +155,33 @@ class Store:
         return 5 if int(key) in self.silent or self.readings <= 3 else 9
 
 
-@pytest.mark.parametrize(
-    ("rank", "silent", "named"),
-    [
+def test_the_rank_whose_counter_stands_still_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "LISTEN_S", 0.0)
+    for rank, silent, named in (
         (0, (1,), "rank 1 is dead or hangs"),
         (0, (1, 2), "rank 1 is dead or hangs, rank 2 is dead or hangs"),
         (0, (), "a rank hangs although its process is alive"),
         (1, None, "rank 0 is dead or hangs"),
         (0, None, "the ranks' store does not respond"),
-    ],
-)
-def test_the_rank_whose_counter_stands_still_is_named(
-    rank: int, silent: tuple[int, ...] | None, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distributed, "connect_to_store", lambda: Store(silent))
-    monkeypatch.setattr(distributed, "LISTEN_S", 0.0)
-    assert distributed.find_silent_ranks(Dist(rank, 3, CPU)) == named
+    ):
+        monkeypatch.setattr(distributed, "connect_to_store", partial(Store, silent))
+        assert distributed.find_silent_ranks(Dist(rank, 3, CPU)) == named
 
 
-GLOO = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:545] Connection reset by peer")
-
-
-@pytest.mark.parametrize(
-    ("error", "ranks", "is_fault"),
-    [
-        (GLOO, 2, True),
+def test_only_errors_of_collectives_are_faults_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "connect_to_store", partial(Store, ()))
+    monkeypatch.setattr(distributed, "find_silent_ranks", lambda dist: "rank 1 is dead or hangs")
+    gloo = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:545] Connection reset by peer")
+    for error, ranks, is_fault in (
+        (gloo, 2, True),
         (RuntimeError("Application timeout caused pair closure"), 2, True),
         (torch.distributed.DistNetworkError("x"), 2, True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 2, False),
-        (GLOO, 1, False),
-    ],
-)
-def test_only_errors_of_collectives_are_faults_of_ranks(
-    error: RuntimeError, ranks: int, is_fault: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distributed, "connect_to_store", lambda: Store(()))
-    monkeypatch.setattr(distributed, "find_silent_ranks", lambda dist: "rank 1 is dead or hangs")
-    with pytest.raises(RuntimeError) as caught, watch_ranks(Dist(0, ranks, CPU)):
-        raise error
-    assert isinstance(caught.value, RankFault) == is_fault
+        (gloo, 1, False),
+    ):
+        with pytest.raises(RuntimeError) as caught, watch_ranks(Dist(0, ranks, CPU)):
+            raise error
+        assert isinstance(caught.value, RankFault) == is_fault, error
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
