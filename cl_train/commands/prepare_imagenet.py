@@ -107,12 +107,12 @@ def run(task: str, **options: Any) -> tuple[list[str], bool]:
 
         return [f"{options['out']}/{split}: {images:,} images" for split, images in unpack(**options).items()], True
     if task == "verify":
-        from cl_train.imagenet.verify import verify
+        from cl_train.imagenet.folders import verify
 
         lines, problems = verify(**options)
         return [*lines, *problems, f"{len(problems)} problems found"], not problems
     if task == "resize":
-        from cl_train.imagenet.resize import resize_folder
+        from cl_train.imagenet.folders import resize_folder
 
         return [str(resize_folder(**options))], True
     if task == "shards":

@@ -12,7 +12,7 @@ from outcome import Outcome
 
 from cl_train.config.schema import ConfigError
 from cl_train.imagenet.archives import unpack
-from cl_train.imagenet.verify import verify
+from cl_train.imagenet.folders import verify
 from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
 from tests.imagenet_archives import HOSTILE, make_archives
 

@@ -20,7 +20,7 @@ from outcome import Outcome
 from rank_faults import finish, start_ranks
 
 from cl_train.data.sample import SampleSpec, ensure_sample
-from cl_train.imagenet.resize import resize_folder
+from cl_train.imagenet.folders import resize_folder
 from tests.processes import LIMIT_S, running_processes, wait_until
 
 ORPHAN_S = 5.0  # how long a killed program's children may live

@@ -16,7 +16,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.folder import read_folder
 from cl_train.imagenet import archives as imagenet
 from cl_train.imagenet.archives import synsets, unpack, validation_labels
-from cl_train.imagenet.verify import verify
+from cl_train.imagenet.folders import verify
 from tests.imagenet_archives import WNIDS, class_tar, devkit, jpeg, make_archives, tar_of, val_wnid
 
 
