@@ -68,6 +68,7 @@ def test_the_epoch_is_saved_before_its_evaluation(
     assert resumed.losses == whole.losses and resumed.summary["val"] == whole.summary["val"]
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = train(folder=folder)
@@ -85,6 +86,7 @@ def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) 
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000003.pt", "best.pt"}
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(train: Train, tmp_path: Path) -> None:
     train("epochs=1", folder=tmp_path / "first")
     second = train("epochs=1", f"resume={tmp_path / 'first'}", folder=tmp_path / "second")

@@ -131,6 +131,7 @@ def test_cores_are_divided_unless_srun_bound_them() -> None:
 # --- ranks that are missing; real ranks are killed and stopped in tests/faults ----------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "end_with_parent", lambda signum: None)
     with socket.socket() as server:
