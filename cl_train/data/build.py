@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.decode import Pixels
-from cl_train.data.device import Batch, DeviceFormat, MixLabels, Normalise, to_device
+from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
 from cl_train.data.folder import read_folder, read_images
 from cl_train.data.loader import BadImages, HostLoader, Reader, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
@@ -31,31 +31,66 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
 
 
-@dataclass
 class ImageData:
     """Training and validation images of one run, as this rank sees them. The order and the augmentation of an image do
-    not depend on workers or world size; MixUp and CutMix combine a rank's images, so they depend on the world size."""
+    not depend on workers or world size; MixUp and CutMix combine a rank's images, so they depend on the world size.
 
-    classes: tuple[str, ...]
-    fingerprint: str  # of the list of files and the classes
-    train_loader: HostLoader
-    val_loader: HostLoader
-    dist: Dist
-    bad_images: BadImages  # found so far by this rank
-    mean: list[float]
-    std: list[float]
-    mix: MixLabels | None = None
+    `fingerprint`: of the list of files and the classes. `bad_images`: found so far by this rank.
+    """
 
-    def __post_init__(self) -> None:
-        self.num_classes, self.workers = len(self.classes), self.train_loader.workers
+    def __init__(
+        self,
+        cfg: DataConfig,
+        augment: AugmentConfig,
+        batch_size: int,
+        seed: int,
+        dist: Dist,
+        source: ImageSource | None = None,
+        *,
+        training: bool = True,
+    ) -> None:
+        """As `build_data`; of `source` instead of the one that `cfg` names."""
+        self._cfg, self._augment, self._batch_size, self._seed, self._dist = cfg, augment, batch_size, seed, dist
+        global_batch = f"global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
+        if training and augment.repeats > batch_size * dist.world_size:
+            raise ConfigError(f"augment.repeats={augment.repeats} is more than the {global_batch}; raise batch_size")
+        source = source or _source(cfg, dist, training)
+        if training and augment.repeats > 1 and isinstance(source.train, IterableDataset):
+            raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
+        self.classes, self.num_classes, self.fingerprint = source.classes, len(source.classes), source.fingerprint
+        self.bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
+        self._mix = label_mix(augment, self.num_classes, seed, dist)
+        val_sizes = SizeSchedule(((0, cfg.val_size or cfg.image_size),))
+        self.val_loader = self.train_loader = self._loader(source.val, val_sizes, training=False)
+        if training:
+            self.train_loader = self._loader(source.train, size_schedule(cfg), training=True)
+        self.workers, self.label_shape = self.train_loader.workers, self.train_loader.reader.label_shape
         self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
-        self.label_shape = self.train_loader.reader.label_shape
         if self.val_loader.reader.label_shape != self.label_shape:
             raise ConfigError("data.dataset: the labels of one split are vectors, those of the other are not")
-        if self.batch_count() == 0 and self.train_loader is not self.val_loader:
-            size, ranks = self.train_loader.batch_size, self.dist.world_size
-            what = f"{self.train_images} training images are fewer than one global batch of {size * ranks}"
-            raise ConfigError(f"{what} ({size} x {ranks}); lower batch_size")
+        if training and self.batch_count() == 0:
+            raise ConfigError(
+                f"{self.train_images} training images are fewer than one {global_batch}; lower batch_size"
+            )
+        if training and self.train_loader.is_stream and dist.is_main:
+            does = "its order depends on data.workers, and it divides its samples among ranks and workers"
+            log.warning("data.dataset is an IterableDataset: %s; a resumed epoch reads the skipped batches again", does)
+
+    def _loader(self, images: Any, sizes: SizeSchedule, *, training: bool) -> HostLoader:
+        cfg, seed, dist, repeats = self._cfg, self._seed, self._dist, self._augment.repeats
+        transform = ImageTransform(cfg, self._augment, seed, training=training)
+        if isinstance(images, Split):
+            reader: Reader = ImageReader(images, cfg, transform)
+        else:
+            kind = StreamReader if isinstance(images, IterableDataset) else DatasetReader
+            reader = kind(images, self.num_classes, sizes.image_sizes[-1], transform, cfg.worker_timeout_s, dist)
+        shards = images.by_shard() if cfg.shuffle == "shards" and isinstance(images, ShardSplit) else None
+
+        def order(epoch: int) -> Indices:
+            indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(reader))
+            return repeated(indices, repeats, self._batch_size * dist.world_size)
+
+        return HostLoader(reader, sizes, self._batch_size, cfg, dist, self.bad_images, order if training else None)
 
     def batch_count(self) -> int:
         """Full global batches of an epoch; the remaining images are dropped."""
@@ -68,19 +103,19 @@ class ImageData:
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
-        normalise = Normalise(self.mean, self.std, form)
-        yield from to_device(self.train_loader.batches(epoch, first_batch), normalise, self.mix)
+        normalise = Normalise(self._cfg.mean, self._cfg.std, form)
+        yield from to_device(self.train_loader.batches(epoch, first_batch), normalise, self._mix)
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
         """Rank r's images `r::world_size`: no padding, no duplicates. With on_bad_image=skip, bad ones are left out."""
-        return to_device(self.val_loader.batches(), Normalise(self.mean, self.std, form))
+        return to_device(self.val_loader.batches(), Normalise(self._cfg.mean, self._cfg.std, form))
 
     def validation_indices(self) -> list[int]:
         """The images of this rank's last `validation`, in its order; empty for an IterableDataset, which has none."""
         if self.val_loader.is_stream:
             return []
         bad = self.bad_images.reasons
-        indices = range(self.dist.rank, self.val_images, self.dist.world_size)
+        indices = range(self._dist.rank, self.val_images, self._dist.world_size)
         return [index for index in indices if not bad or self.validation_name(index) not in bad]
 
     def validation_name(self, index: int) -> str:
@@ -92,7 +127,7 @@ class ImageData:
         pixels = torch.empty(size, size, 3, dtype=reader.dtype)
         reader.read(pixels.permute(2, 0, 1), index, epoch=0, random_index=index)
         if pixels.is_floating_point():
-            pixels = 255 * (pixels * torch.tensor(self.std) + torch.tensor(self.mean)).clamp(0, 1)
+            pixels = 255 * (pixels * torch.tensor(self._cfg.std) + torch.tensor(self._cfg.mean)).clamp(0, 1)
         return np.asarray(pixels.to(torch.uint8))
 
     def close(self) -> None:
@@ -148,7 +183,7 @@ def build_data(
     memory."""
     if cfg.name == "synthetic":
         return SyntheticData(cfg, size_schedule(cfg), batch_size, seed=seed, world_size=dist.world_size)
-    return image_data(cfg, augment, batch_size, seed, dist, training=training)
+    return ImageData(cfg, augment, batch_size, seed, dist, training=training)
 
 
 def size_schedule(cfg: DataConfig) -> SizeSchedule:
@@ -156,59 +191,12 @@ def size_schedule(cfg: DataConfig) -> SizeSchedule:
     return SizeSchedule(tuple((epoch, size) for epoch, size in cfg.size_schedule) or ((0, cfg.image_size),))
 
 
-def image_data(
-    cfg: DataConfig,
-    augment: AugmentConfig,
-    batch_size: int,
-    seed: int,
-    dist: Dist,
-    source: ImageSource | None = None,
-    *,
-    training: bool,
-) -> ImageData:
-    """The images of a folder, of shards, of the user's datasets, or of `source`."""
-    global_batch = batch_size * dist.world_size
-    if training and augment.repeats > global_batch:
-        images_of = f"{global_batch} ({batch_size} x {dist.world_size}) images of a global batch"
-        raise ConfigError(f"augment.repeats={augment.repeats} is more than the {images_of}; raise batch_size")
-    source = source or _source(cfg, dist, training)
-    classes, images = source.classes, source.train
-    if training and augment.repeats > 1 and isinstance(images, IterableDataset):
-        raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
-    shards = images.by_shard() if cfg.shuffle == "shards" and isinstance(images, ShardSplit) else None
-    bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
-
-    def loader(images: Any, sizes: SizeSchedule, *, training: bool) -> HostLoader:
-        transform = ImageTransform(cfg, augment, seed, training=training)
-        if isinstance(images, Split):
-            reader: Reader = ImageReader(images, cfg, transform)
-        else:
-            kind = StreamReader if isinstance(images, IterableDataset) else DatasetReader
-            reader = kind(images, len(classes), sizes.image_sizes[-1], transform, cfg.worker_timeout_s, dist)
-
-        def order(epoch: int) -> Indices:
-            indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(reader))
-            return repeated(indices, augment.repeats, global_batch)
-
-        return HostLoader(reader, sizes, batch_size, cfg, dist, bad_images, order if training else None)
-
-    val = loader(source.val, SizeSchedule(((0, cfg.val_size or cfg.image_size),)), training=False)
-    train = loader(images, size_schedule(cfg), training=True) if training else val
-    if training and train.is_stream and dist.is_main:
-        does = "controls its order, which depends on data.workers, and divides its samples among ranks and workers"
-        log.warning("data.dataset is an IterableDataset: it %s; a resumed epoch reads the skipped batches again", does)
-    mix = label_mix(augment, len(classes), seed, dist)
-    return ImageData(classes, source.fingerprint, train, val, dist, bad_images, cfg.mean, cfg.std, mix)
-
-
 def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int, dist: Dist) -> ImageData:
     """For predictions: all images below `data.root`, or of its folder of validation images, as `validation`."""
     assert cfg.root is not None
     images = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
-    cfg = replace(cfg, max_bad_images=len(images))
-    return image_data(
-        cfg, AugmentConfig(), batch_size, 0, dist, ImageSource(classes, images, images, ""), training=False
-    )
+    cfg, source = replace(cfg, max_bad_images=len(images)), ImageSource(classes, images, images, "")
+    return ImageData(cfg, AugmentConfig(), batch_size, 0, dist, source, training=False)
 
 
 def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:

@@ -83,7 +83,15 @@ def _stack(images: list[Any]) -> Tensor:
     if isinstance(first, Tensor):
         if first.device.type != "cpu" or first.layout != torch.strided:
             raise ValueError(f"cannot collate {first.layout} images on {first.device}: use dense ones on the CPU")
-        return _stack_tensors([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+        channels, height, width = first.shape
+        batch = _empty((len(images), height, width, channels), first.dtype)
+        if channels > _FEW_CHANNELS or all(image.stride(0) == 1 for image in images):
+            torch.cat([image.permute(1, 2, 0) for image in images], out=batch.view(-1, width, channels))
+        else:
+            for row, image in zip(batch, images, strict=True):
+                for channel in range(channels):  # contiguous images: half the time of one strided copy
+                    row[:, :, channel].copy_(image[channel])
+        return batch.permute(0, 3, 1, 2)
     if isinstance(first, Image.Image) and first.mode not in _PIL_MODES:
         raise ValueError(f"cannot collate PIL images of mode {first.mode}: use image.convert('RGB')")
     arrays = [np.asarray(image) for image in images]
@@ -93,28 +101,14 @@ def _stack(images: list[Any]) -> Tensor:
     return batch.permute(0, 3, 1, 2)
 
 
-def _stack_tensors(views: list[Tensor]) -> Tensor:
-    """[H, W, C] each, of any strides -> contiguous [N, H, W, C]."""
-    batch = _empty((len(views), *views[0].shape), views[0].dtype)
-    channels = views[0].shape[2]
-    if channels > _FEW_CHANNELS or all(view.stride(2) == 1 for view in views):
-        torch.cat(views, out=batch.view(-1, *views[0].shape[1:]))
-        return batch
-    for row, view in zip(batch, views, strict=True):
-        for channel in range(channels):  # copying contiguous images by channel takes half the time of one strided copy
-            row[:, :, channel].copy_(view[:, :, channel])
-    return batch
-
-
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised batch; in a worker in shared memory, so that sending it to the parent does not copy it again."""
     size = math.prod(shape) * dtype.itemsize
-    if get_worker_info() is None:
-        memory = torch.from_numpy(np.empty(size, np.uint8))  # NumPy asks for huge pages, which fault in faster
-    else:
-        try:
-            memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
-        except RuntimeError as error:
-            advice = "enlarge it (docker run --shm-size=8g), or use fewer workers or smaller batches"
-            raise RuntimeError(f"{size / 2**20:.0f} MiB do not fit into /dev/shm ({error}): {advice}") from error
+    if get_worker_info() is None:  # NumPy asks for huge pages, which fault in faster
+        return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
+    try:
+        memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    except RuntimeError as error:
+        advice = "enlarge it (docker run --shm-size=8g), or use fewer workers or smaller batches"
+        raise RuntimeError(f"{size / 2**20:.0f} MiB do not fit into /dev/shm ({error}): {advice}") from error
     return memory.view(dtype).view(shape)

@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
 JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
-FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
-FORMATS |= {".bmp": "BMP", ".tif": "TIFF", ".tiff": "TIFF"}
+FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
+FORMATS |= dict.fromkeys((".tif", ".tiff"), "TIFF")
 _DEFAULT_FORMATS = ("JPEG", "PNG")  # the formats that Pillow may parse: fewer parsers, fewer vulnerabilities
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device"}
 
@@ -45,8 +45,7 @@ def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
-    """The whole file, or its `first` bytes. Raises BadImage unless it is a regular, readable file of a possible
-    size."""
+    """The whole file, or its `first` bytes. Raises BadImage: not a regular, readable file of a possible size."""
     try:  # non-blocking: opening a FIFO without a writer would block forever
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
@@ -63,15 +62,11 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 
 class Encoded:
     """An image of `height` x `width` whose header has been read and checked; its pixels are not decoded yet.
-
-    `needs_pillow`: simplejpeg is known not to decode this file.
-    """
+    `needs_pillow`: simplejpeg is known not to decode this file."""
 
     def __init__(self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS) -> None:
-        """`decoder`: simplejpeg, or pillow for all files. `formats`: Pillow's names of those that are accepted.
-
-        Raises BadImage if the header cannot be read or the image is too large.
-        """
+        """`decoder`: simplejpeg, or pillow for all files. `formats`: Pillow's names of those that are accepted. Raises
+        BadImage: the header cannot be read, or the image is too large."""
         self._data, self._formats = data, formats
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
         if not self.needs_pillow:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
-from cl_train.data.build import ImageData, image_data
+from cl_train.data.build import ImageData
 from cl_train.data.device import DeviceFormat, Normalise, to_device
 from cl_train.data.folder import EXTENSIONS
 from cl_train.system.distributed import Dist
@@ -86,8 +86,7 @@ def image_loader(
     centre-cropped, each once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes at any batch.
 
     Args:
-        root: folder that holds `train/<class>/*` and `val/<class>/*`.
-        split: "train" or "val".
+        root, split: folder that holds `train/<class>/*` and `val/<class>/*`; "train" or "val".
         batch_size: images per rank.
         workers: processes; None = usable cores / ranks of this machine, at most 16; 0 = none.
         device: where batches go; None = uint8 batches stay on the host, not normalised.
@@ -101,15 +100,12 @@ def image_loader(
         targets int64 [N]. It has a length, and workers that `close()`, or the end of a `with` block, ends.
 
     Raises:
-        ConfigError: (a ValueError) an argument has another type or range than the setting of its name, the folder is
-            missing, has no classes, or fewer training images than one batch of all ranks.
+        ConfigError: (a ValueError) a wrong type or range, or no such folder, no classes, too few images for a batch.
         BadImageError, WorkerError: while iterating; the message names the image.
         RuntimeError: another thread is iterating.
     """
-    if split not in ("train", "val"):
-        raise ValueError(f"split={split!r}: use 'train' or 'val'")
-    if not isinstance(batch_size, int):
-        raise ValueError(f"batch_size={batch_size!r}: expected a whole number")
+    if split not in ("train", "val") or not isinstance(batch_size, int):
+        raise ValueError(f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole number")
     settings: dict[str, Any] = {"name": "folder", "root": str(root), "image_size": image_size, "workers": workers}
     settings |= {"mean": list(mean), "std": list(std), "val_fraction": val_fraction, "extensions": list(extensions)}
     settings |= {"on_bad_image": "skip" if skip_bad_images else "error", "max_bad_images": sys.maxsize}
@@ -117,7 +113,7 @@ def image_loader(
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
     normalise = None if device is None else Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    return ImageLoader(image_data(cfg.data, augment, batch_size, seed, dist, training=split == "train"), normalise)
+    return ImageLoader(ImageData(cfg.data, augment, batch_size, seed, dist, training=split == "train"), normalise)
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:

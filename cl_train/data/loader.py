@@ -101,10 +101,8 @@ class _Filled(NamedTuple):
 
 
 class HostLoader:
-    """One rank's batches of one split in shared memory, filled by workers that live until `close`.
-
-    `samples` are those of all ranks; `is_stream`: of an IterableDataset, which controls their order itself.
-    """
+    """One rank's batches of one split in shared memory, filled by workers that live until `close`. `samples`: of all
+    ranks; `is_stream`: of an IterableDataset, which controls their order itself."""
 
     def __init__(
         self,
@@ -118,9 +116,7 @@ class HostLoader:
     ) -> None:
         """`order`: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
         whose bad samples are replaced by the following ones; None = evaluation: each sample once, without bad ones.
-
-        Raises ConfigError if the memory, or the limit of open files, is too small.
-        """
+        Raises ConfigError: the memory, or the limit of open files, is too small."""
         self.reader, self.sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order, self.samples = bad_images, order, len(reader)
         most = min(_MAX_WORKERS, cores_of_process(dist.world_size))

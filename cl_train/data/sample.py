@@ -125,10 +125,8 @@ def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -
 
 
 def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
-    """Generate the sample if it is missing, and return its folder; several runs and ranks may do so at once.
-
-    Raises ConfigError if `folder` holds something else.
-    """
+    """Generate the sample if it is missing, and return its folder; several runs and ranks may do so at once. Raises
+    ConfigError if `folder` holds something else."""
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"
     if marker.is_file() and marker.read_text() == version:
         return folder
@@ -147,24 +145,17 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
     return folder
 
 
-# --- Imagenette -------------------------------------------------------------------------------------------------------
-
-_IMAGENETTE = "imagenette2-320"  # as in the archive
-
-
 def ensure_imagenette(root: Path, *, download: bool) -> Path:
     """The folder with train/ and val/ of Imagenette, ten easy classes of ImageNet at 320 pixels: `root` itself, or the
-    archive's folder in it, which `download` fetches (326 MB) through torchvision.
-
-    Raises ConfigError if it is missing without `download`, or if the download failed.
-    """
-    unpacked = root / _IMAGENETTE
+    archive's folder in it, which `download` fetches (326 MB) through torchvision. Raises ConfigError: it is missing."""
+    unpacked = root / "imagenette2-320"
     for folder in (root, unpacked):
         if (folder / "train").is_dir():
             return folder
     if not download:
-        advice = "data.download=true fetches it (326 MB); or give data.root=FOLDER of a copy"
-        raise ConfigError(f"no Imagenette in '{root}'; {advice}")
+        raise ConfigError(
+            f"no Imagenette in '{root}'; data.download=true fetches it (326 MB), or give data.root=FOLDER"
+        )
     from torchvision.datasets import Imagenette
 
     root.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,8 @@ Indices = npt.NDArray[np.int64]
 class Split:
     """The encoded images of one split, in a fixed order. Subclasses implement `read`.
 
-    `names` holds the encoded names one after the other, each from its `starts`; `labels` are from 0. A few arrays,
-    because a forked worker that reads a list of a million Python objects copies its memory page by page.
+    `names` holds the encoded names one after the other, each from its `starts`; `labels` are from 0. Arrays, because a
+    forked worker that reads a list of a million Python objects copies its memory page by page.
     """
 
     names: npt.NDArray[np.uint8]
@@ -49,8 +49,8 @@ class Split:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Both splits of a data set; `classes` in the order of the labels. `fingerprint` identifies the list of images, not
-    the files' contents. `notes`: remarks for the user, one sentence each; logged once per run."""
+    """Both splits of a data set; `classes` in the order of the labels. `fingerprint`: of the list of images, not of
+    the files' contents. `notes`: remarks for the user, one sentence each."""
 
     classes: tuple[str, ...]
     train: Any  # Split, or the user's Dataset
@@ -84,8 +84,8 @@ def _stored_at(key: str) -> Path:
 
 
 def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
-    """Does nothing if one of the files and folders in `made_from` was modified later than `unchanged_since_ns`, or if
-    the cache cannot be written: the index is then made again at the next start."""
+    """Not if a file or folder in `made_from` was modified later than `unchanged_since_ns`, or the cache cannot be
+    written: the index is then made again at the next start."""
     path = _stored_at(key)
     with contextlib.suppress(OSError):
         status = _status(made_from)
@@ -103,8 +103,7 @@ def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], 
 
 
 def load_index(key: str, train: Callable[..., Split], val: Callable[..., Split]) -> ImageSource | None:
-    """The stored source, with splits that `train` and `val` make of their arrays; None if there is none, or if it is
-    damaged or not valid."""
+    """The stored source, with splits that `train` and `val` make of their arrays; None: there is no valid one."""
     try:
         with open(_stored_at(key), "rb") as file, np.load(file, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())

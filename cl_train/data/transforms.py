@@ -172,7 +172,7 @@ def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
     """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off. Erased pixels
-    take the data's mean colour. Raises ConfigError if timm is missing, or cannot read `timm_policy`."""
+    take the data's mean colour. Raises ConfigError: timm is missing, or `timm_policy` fails."""
     fill = [round(255 * m) for m in mean]
     one_of_three = [v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(13, sigma=(0.1, 2.0))]
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
@@ -200,19 +200,6 @@ def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, in
     return augment
 
 
-def check_augment(cfg: AugmentConfig, mean: list[float]) -> None:
-    """Raises ConfigError: as `image_augment`, or timm's policy fails on some images, as v0 does since Pillow 12."""
-    augment = image_augment(cfg, mean)
-    if augment is None or cfg.policy != "timm":
-        return
-    try:
-        for seed in range(300):  # 0.1 s; v0 fails on three images of a hundred
-            augment(torch.full((3, 32, 32), 128, dtype=torch.uint8), seed)
-    except Exception as error:
-        what = f"augment.timm_policy={cfg.timm_policy} fails on some images"
-        raise ConfigError(f"{what} ({error}): choose another") from None
-
-
 def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
     """timm's policy by its name there; choice, fill and translation as in `timm.data.create_transform`."""
     timm = optional_module("timm.data.auto_augment", "augment.policy=timm")
@@ -223,12 +210,18 @@ def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
     def transform(image_size: int) -> Any:
         return make(name, {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)})
 
+    def augment(image: Tensor) -> Tensor:
+        augmented: Tensor = v2.functional.pil_to_tensor(transform(image.shape[-1])(v2.functional.to_pil_image(image)))
+        return augmented
+
     try:
-        transform(0)
+        for seed in range(300):  # 0.1 s; v0 fails on three images of a hundred since Pillow 12
+            with seeded_everywhere(seed, 0, 0):
+                augment(torch.full((3, 32, 32), 128, dtype=torch.uint8))
     except Exception as error:
-        raise ConfigError(f"augment.timm_policy={name}: timm cannot read it ({error})") from error
-    to_pil, to_tensor = v2.functional.to_pil_image, v2.functional.pil_to_tensor
-    return lambda image: to_tensor(transform(image.shape[-1])(to_pil(image)))
+        what = f"augment.timm_policy={name}: timm cannot read it, or fails on some images"
+        raise ConfigError(f"{what} ({error}): choose another") from error
+    return augment
 
 
 def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> MixLabels | None:

@@ -55,12 +55,7 @@ class Workers(Dataset[Any]):
     """
 
     def __init__(
-        self,
-        work: Callable[[int, Any], Any],
-        count: int,
-        timeout_s: float,
-        name_of: Callable[[int], str],
-        queued: int = 1,
+        self, work: Callable[..., Any], count: int, timeout_s: float, name_of: Callable[[int], str], queued: int = 1
     ) -> None:
         self._work, self._count, self._queued, self._timeout_s, self._name_of = work, count, queued, timeout_s, name_of
         self.iteration, self.progress = shared((1,), torch.int64).numpy(), shared((count or 1, 3), torch.int64).numpy()

@@ -16,7 +16,7 @@ from typing import Any
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import user_function
 from cl_train.data.loader import first_reasons
-from cl_train.data.transforms import check_augment
+from cl_train.data.transforms import image_augment
 from cl_train.models import sources as models
 from cl_train.step.optim import check_optimizer, set_lr
 from cl_train.step.train_step import Loss
@@ -60,7 +60,7 @@ def check_runs(runs: list[Config]) -> None:
             _ = Loss(cfg.loss).function  # imports it
             if cfg.metrics is not None:
                 user_function("metrics", cfg.metrics)
-            check_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
+            image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
             choose_device(cfg.device, warn=False)
             for name in cfg.log_to:
                 find_tracker(name)

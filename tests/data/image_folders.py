@@ -49,19 +49,12 @@ def write_folder(root: Path, *, train: int, val: int, classes: int = 2) -> Path:
     return root
 
 
-def data_of(
-    *,
-    batch_size: int = 4,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    device: torch.device = CPU,
-    **settings: Any,
-) -> Data:
-    """Without workers; `settings` as in DataConfig, and `augment`."""
+def data_of(*, batch_size: int = 4, seed: int = 0, **settings: Any) -> Data:
+    """Without workers; `settings` as in DataConfig, and `augment` and the fields of Dist."""
     augment = settings.pop("augment", AugmentConfig())
+    dist = Dist(settings.pop("rank", 0), settings.pop("world_size", 1), settings.pop("device", CPU))
     cfg = DataConfig(**{"workers": 0, **settings})
-    return build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=Dist(rank, world_size, device))
+    return build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=dist)
 
 
 def folder_data(root: Path, **settings: Any) -> ImageData:

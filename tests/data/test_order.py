@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from cl_train.data.order import SampleGenerator, batch_generator, permutation, rank_share, repeated, shard_permutation
+from cl_train.data.order import (
+    SampleGenerator,
+    SizeSchedule,
+    batch_generator,
+    permutation,
+    rank_share,
+    repeated,
+    shard_permutation,
+)
 
 
 def test_the_order_depends_on_seed_and_epoch_and_stays_the_same_between_releases():
@@ -16,12 +24,8 @@ def test_the_order_depends_on_seed_and_epoch_and_stays_the_same_between_releases
 
 def test_streams_of_order_samples_and_batches_do_not_share_numbers():
     order = np.random.Generator(np.random.Philox(key=[3, 5], counter=[0, 0, 0, 1]))
-    streams = [
-        order,
-        SampleGenerator().of_sample(3, 5, 0),
-        batch_generator(3, 5, 0),
-        SampleGenerator().of_sample(3, 5, 1),
-    ]
+    samples = [SampleGenerator().of_sample(3, 5, index) for index in (0, 1)]
+    streams = [order, *samples, batch_generator(3, 5, 0)]
     numbers = np.concatenate([stream.random(64) for stream in streams])
     assert len(np.unique(numbers)) == len(numbers)
 
@@ -34,11 +38,9 @@ def test_repeated_augmentation_gives_each_rank_the_images_of_timms_sampler(repea
     assert len(np.unique(order)) == len(order)
     for rank in range(repeats):
         sampler = RepeatAugSampler(range(count), repeats, rank, shuffle=False, num_repeats=repeats, selected_round=0)
-        shares = [
-            rank_share(order, batch, batch_size, rank, repeats) for batch in range(count // batch_size // repeats)
-        ]
-        ours = (np.concatenate(shares) % count).tolist()
-        assert ours == list(sampler)[: len(ours)]
+        batches = range(count // batch_size // repeats)
+        ours = np.concatenate([rank_share(order, batch, batch_size, rank, repeats) for batch in batches]) % count
+        assert ours.tolist() == list(sampler)[: len(ours)]
 
 
 @pytest.mark.parametrize(("repeats", "batch_size"), [(1, 8), (3, 8), (4, 6), (4, 8), (5, 3)])
@@ -63,3 +65,20 @@ def test_the_order_by_shards_is_a_permutation_that_stays_near_the_shards():
     for number, shard in enumerate(shards):
         shard_of[shard] = number
     assert max(len(set(shard_of[order[start : start + 50]])) for start in range(0, 1000, 50)) <= 3
+
+
+@pytest.mark.parametrize(
+    ("points", "sizes"),
+    [
+        ([[0, 128], [6, 160], [12, 192]], [128] * 3 + [160] * 6 + [192] * 5),
+        ([[0, 96], [8, 224]], [96, 128, 128, 160, 160, 192, 192, 224, 224, 224]),
+        ([[0, 16], [4, 32]], [16, 16, 32, 32, 32, 32]),
+        ([[0, 28], [2, 32]], [28, 32, 32]),
+        ([[0, 192], [3, 128]], [192, 160, 160, 128]),
+        ([[0, 100]], [100, 100]),
+    ],
+)
+def test_sizes_by_epoch(points, sizes):
+    schedule = SizeSchedule(tuple((epoch, size) for epoch, size in points))
+    assert [schedule.image_size_at(epoch) for epoch in range(len(sizes))] == sizes
+    assert all(schedule.image_size_at(epoch) == size for epoch, size in points), "given sizes are kept"

@@ -1,7 +1,6 @@
 """The generated sample: always the same, of ImageNet's proportions, not learnable from colour. Imagenette is found."""
 
 import multiprocessing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,14 +27,10 @@ def test_the_same_files_for_any_number_of_processes(tmp_path):
     assert files == contents(tmp_path / "three")
 
 
-def _ensure(folder):
-    ensure_sample(Path(folder), SMALL)
-
-
 @pytest.mark.slow
 def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
     context = multiprocessing.get_context("spawn")
-    runs = [context.Process(target=_ensure, args=(str(tmp_path / "sample"),)) for _ in range(2)]
+    runs = [context.Process(target=ensure_sample, args=(tmp_path / "sample", SMALL)) for _ in range(2)]
     for run in runs:
         run.start()
     for run in runs:

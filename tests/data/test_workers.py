@@ -69,18 +69,6 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
     data.close()
 
 
-def replace_reading(monkeypatch, action):
-    """Workers that meet image 5 do `action` before they read it."""
-    plain = ImageReader.read
-
-    def read(self, row, index, epoch, random_index):
-        if index == 5:
-            action()
-        return plain(self, row, index, epoch, random_index)
-
-    monkeypatch.setattr(ImageReader, "read", read)
-
-
 @pytest.mark.parametrize(
     ("action", "message"),
     [
@@ -89,10 +77,15 @@ def replace_reading(monkeypatch, action):
         (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"no loader worker finished an image for 0.5 s.*0010.jpg"),
     ],
 )
-def test_a_worker_that_exits_fails_or_is_stopped_is_named_with_its_last_image(
-    root, workers, monkeypatch, action, message
-):
-    replace_reading(monkeypatch, action)
+def test_a_worker_that_exits_fails_or_stops_at_an_image_is_named(root, workers, monkeypatch, action, message):
+    plain = ImageReader.read
+
+    def read(self, row, index, epoch, random_index):
+        if index == 5:
+            action()
+        return plain(self, row, index, epoch, random_index)
+
+    monkeypatch.setattr(ImageReader, "read", read)
     monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
     data = folder_data(root, workers=2, worker_timeout_s=0.5)
     with contextlib.closing(data), pytest.raises(WorkerError, match=message):

@@ -1,7 +1,6 @@
 """Wrong Datasets of a user, map-style and iterable, with and without workers: each is named, none is trained on."""
 
 import re
-import time
 from contextlib import closing
 
 import pytest
@@ -26,7 +25,7 @@ def data_of(monkeypatch, train, val=sound, **settings):
     """The data of these functions of the image size."""
     monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
     monkeypatch.setattr(wrong, "current", lambda split, size: {"train": train, "val": val}[split](size))
-    settings = {"image_size": 16, "worker_timeout_s": 0.4, "max_bad_images": 1000, **settings}
+    settings = {"image_size": 16, "worker_timeout_s": 20.0, "max_bad_images": 1000, **settings}
     return image_folders.data_of(name="dataset", dataset="tests.data.wrong_datasets:built", **settings)
 
 
@@ -57,7 +56,7 @@ def test_every_wrong_sample_is_named_with_its_reason(monkeypatch, kind, workers)
 @WORKERS
 @KINDS
 def test_a_wrong_sample_ends_the_run_by_default_and_an_evaluation_can_leave_it_out(monkeypatch, kind, workers):
-    make = wrong.BAD_SAMPLES["int64"][0]
+    make = wrong.BAD_SAMPLES["image torch.int64"][0]
     data = data_of(monkeypatch, lambda size: kind(size, {6: make}), workers=workers)
     with pytest.raises(BadImageError, match=r"^'sample [36] of the train dataset.*int64"):
         epoch_of(data)
@@ -68,7 +67,7 @@ def test_a_wrong_sample_ends_the_run_by_default_and_an_evaluation_can_leave_it_o
 
 
 @KINDS
-@pytest.mark.parametrize("case", ["int64", "label 1.7", "system exit", "key error", "pil I;16"])
+@pytest.mark.parametrize("case", ["image torch.int64", "label 1.7", "system exit", "key error", "pil I;16"])
 def test_a_wrong_first_sample_is_refused_before_the_training(monkeypatch, kind, case):
     make, pattern = wrong.BAD_SAMPLES[case]
     with pytest.raises(ConfigError, match=f"sample 0 of the val dataset.*{pattern}"):
@@ -80,7 +79,7 @@ def test_a_wrong_first_sample_is_refused_before_the_training(monkeypatch, kind, 
 def test_a_first_sample_that_ends_or_stops_its_process_is_refused(monkeypatch, kind, case):
     make = {**wrong.FATAL_SAMPLES, **wrong.HANGS}[case]
     with pytest.raises(ConfigError, match="sample 0 of the train dataset"):
-        data_of(monkeypatch, lambda size: kind(size, {0: make}))
+        data_of(monkeypatch, lambda size: kind(size, {0: make}), worker_timeout_s=0.4)
 
 
 @KINDS
@@ -96,17 +95,15 @@ def test_a_sample_that_ends_its_worker_is_named(monkeypatch, kind, case):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sample_that_never_comes_is_named_within_the_timeout(monkeypatch, kind, case, workers):
     monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
-    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.HANGS[case]}), workers=workers)
-    begun_at = time.monotonic()
+    hanging = {6: wrong.HANGS[case]}
+    data = data_of(monkeypatch, lambda size: kind(size, hanging), workers=workers, worker_timeout_s=0.4)
     with pytest.raises((BadImageError, WorkerError), match=r"sample [36] of the train dataset.*worker_timeout_s"):
         epoch_of(data)
-    assert time.monotonic() - begun_at < 10
 
 
 class EndlessStream(wrong.Stream):
     def __iter__(self):
-        while True:
-            yield wrong.good(self.size)
+        return iter(lambda: wrong.good(self.size), None)
 
 
 class LongStream(wrong.Stream):
@@ -148,13 +145,10 @@ def test_a_stream_that_raises_is_named_also_if_bad_samples_are_skipped(monkeypat
 
 @pytest.mark.parametrize("attributes", wrong.ATTRIBUTES, ids=str)
 def test_wrong_classes_are_refused(monkeypatch, attributes):
-    def train(size):
-        dataset = sound(size)
-        vars(dataset).update({"num_classes": None, **attributes})
-        return dataset
-
+    dataset = sound(16)
+    vars(dataset).update({"num_classes": None, **attributes})
     with pytest.raises(ConfigError, match="classes"):
-        data_of(monkeypatch, train)
+        data_of(monkeypatch, lambda size: dataset)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -165,7 +159,9 @@ def test_wrong_lengths_are_refused_before_the_training(monkeypatch, split, lengt
         data_of(monkeypatch, **functions)
 
 
-@pytest.mark.parametrize("make", [lambda size: None, lambda size: wrong.sys.exit(0), lambda size: iter([1])])
+@pytest.mark.parametrize(
+    "make", [lambda size: None, lambda size: wrong.sys.exit(0), lambda size: iter([1]), lambda size: [][size]]
+)
 def test_a_function_that_returns_no_dataset_is_refused(monkeypatch, make):
     with pytest.raises(ConfigError, match="must return a Dataset"):
         data_of(monkeypatch, make)

@@ -61,6 +61,10 @@ def label(value):
     return lambda size: (torch.zeros(3, size, size), value)
 
 
+def pil(mode, width=None):
+    return image(lambda size: Image.new(mode, (size if width is None else width, size)))
+
+
 def raising(error):
     def bad(size):
         raise error
@@ -68,9 +72,32 @@ def raising(error):
     return bad
 
 
-def pil(mode, **options):
-    return image(lambda size: Image.new(mode, (options.get("width", size), size)))
-
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
+IMAGES = {
+    "nothing": (lambda size: None, "NoneType"),
+    "path": (lambda size: "/a.jpg", "str"),
+    "list": (lambda size: [[0.0] * size] * size, "list"),
+    "nan": (lambda size: torch.full((3, size, size), float("nan")), "NaN"),
+    "infinite": (lambda size: torch.full((3, size, size), float("inf")), "infinite"),
+    "two dimensions": (lambda size: torch.zeros(size, size), r"\[16, 16\]"),
+    "channels last": (lambda size: torch.zeros(size, size, 3), r"\[16, 16, 3\]"),
+    "another size": (lambda size: torch.zeros(3, size + 1, size), r"\[3, 17, 16\]"),
+    "empty tensor": (lambda size: torch.zeros(3, 0, size), r"\[3, 0, 16\]"),
+    "uint8 after float": (lambda size: torch.zeros(3, size, size, dtype=torch.uint8), "first sample"),
+    "meta tensor": (lambda size: torch.zeros(3, size, size, device="meta"), "meta"),
+    "sparse tensor": (lambda size: torch.zeros(3, size, size).to_sparse(), "sparse"),
+    "float array": (lambda size: np.zeros((size, size, 3)), "float64"),
+    "uint16 array": (lambda size: np.zeros((size, size, 3), np.uint16), "uint16"),
+    "planar array": (lambda size: np.zeros((3, size, size), np.uint8), r"\[3, 16, 16\]"),
+    "grey array": (lambda size: np.zeros((size, size), np.uint8), r"\[16, 16\]"),
+    "object array": (lambda size: np.array([None]), "object"),
+    "empty array": (lambda size: np.zeros((0, 4, 3), np.uint8), "4 x 0 pixels"),
+    **{str(t): (lambda size, t=t: torch.ones((3, size, size), dtype=t), str(t)) for t in INTEGERS},
+    **{f"{c} channels": (lambda size, c=c: torch.zeros(c, size, size), rf"\[{c}, 16, 16\]") for c in (1, 4)},
+}
+LABELS = [(1.7, "1.7"), (1.0, "1.0"), (True, "True"), (None, "None"), ("1", "'1'"), (float("nan"), "nan"), (1j, "1j")]
+LABELS += [(-1, "-1 of 3 classes"), (3, "3 of 3 classes"), (2**70, "of 3 classes"), ([1], r"\[1\]")]
+LABELS += [(torch.tensor(1.5), "float32"), (torch.tensor([0, 1, 0]), r"\[3\]"), (np.array([0, 2]), r"\[2\]")]
 
 # What a sample may be instead of (image, label), and the words that its message must have.
 BAD_SAMPLES = {
@@ -79,52 +106,12 @@ BAD_SAMPLES = {
     "one-tuple": (lambda size: (torch.zeros(3, size, size),), r"\(image, label\)"),
     "dict": (lambda size: {"image": torch.zeros(3, size, size), "label": 1}, "dict"),
     "text": (lambda size: "ab", r"\(image, label\)"),
-    "no image": (image(lambda size: None), "NoneType"),
-    "path": (image(lambda size: "/a.jpg"), "str"),
-    "list": (image(lambda size: [[0.0] * size] * size), "list"),
-    "int64": (image(lambda size: torch.full((3, size, size), 300)), "int64"),
-    "int32": (image(lambda size: torch.full((3, size, size), -1, dtype=torch.int32)), "int32"),
-    "int8": (image(lambda size: torch.zeros(3, size, size, dtype=torch.int8)), "int8"),
-    "int16": (image(lambda size: torch.zeros(3, size, size, dtype=torch.int16)), "int16"),
-    "bool": (image(lambda size: torch.zeros(3, size, size, dtype=torch.bool)), "bool"),
-    "complex": (image(lambda size: torch.zeros(3, size, size, dtype=torch.complex64)), "complex64"),
-    "nan": (image(lambda size: torch.full((3, size, size), float("nan"))), "NaN"),
-    "infinite": (image(lambda size: torch.full((3, size, size), float("inf"))), "infinite"),
-    "one channel": (image(lambda size: torch.zeros(1, size, size)), r"\[1, 16, 16\]"),
-    "four channels": (image(lambda size: torch.zeros(4, size, size)), r"\[4, 16, 16\]"),
-    "two dimensions": (image(lambda size: torch.zeros(size, size)), r"\[16, 16\]"),
-    "channels last": (image(lambda size: torch.zeros(size, size, 3)), r"\[16, 16, 3\]"),
-    "another size": (image(lambda size: torch.zeros(3, size + 1, size)), r"\[3, 17, 16\]"),
-    "empty tensor": (image(lambda size: torch.zeros(3, 0, size)), r"\[3, 0, 16\]"),
-    "uint8 after float": (image(lambda size: torch.zeros(3, size, size, dtype=torch.uint8)), "first sample"),
-    "meta tensor": (image(lambda size: torch.zeros(3, size, size, device="meta")), "meta"),
-    "sparse tensor": (image(lambda size: torch.zeros(3, size, size).to_sparse()), "sparse"),
-    "float array": (image(lambda size: np.zeros((size, size, 3))), "float64"),
-    "uint16 array": (image(lambda size: np.zeros((size, size, 3), np.uint16)), "uint16"),
-    "planar array": (image(lambda size: np.zeros((3, size, size), np.uint8)), r"\[3, 16, 16\]"),
-    "grey array": (image(lambda size: np.zeros((size, size), np.uint8)), r"\[16, 16\]"),
-    "object array": (image(lambda size: np.array([None])), "object"),
-    "empty array": (image(lambda size: np.zeros((0, 4, 3), np.uint8)), "4 x 0 pixels"),
-    "pil I;16": (pil("I;16"), "I;16"),
-    "pil I": (pil("I"), "mode I"),
-    "pil F": (pil("F"), "mode F"),
+    **{f"image {name}": (image(make), words) for name, (make, words) in IMAGES.items()},
+    **{f"pil {mode}": (pil(mode), f"mode {mode}") for mode in ("I;16", "I", "F")},
     "pil without pixels": (pil("RGB", width=0), "0 x 16 pixels"),
     "pil after float": (pil("RGB"), "first sample"),
-    "label 1.7": (label(1.7), "1.7"),
-    "label 1.0": (label(1.0), "1.0"),
-    "label tensor 1.5": (label(torch.tensor(1.5)), "float32"),
-    "label true": (label(True), "True"),
-    "label none": (label(None), "None"),
-    "label text": (label("1"), "'1'"),
-    "label nan": (label(float("nan")), "nan"),
-    "label complex": (label(1j), "1j"),
-    "one-hot label": (label(torch.tensor([0, 1, 0])), r"\[3\]"),
-    "label list": (label([1]), r"\[1\]"),
-    "label -1": (label(-1), "-1 of 3 classes"),
-    "label 3": (label(3), "3 of 3 classes"),
-    "label 2**70": (label(2**70), "of 3 classes"),
-    "label array": (label(np.array([0, 2])), r"\[2\]"),
-    "key error": (raising(KeyError("row")), "KeyError"),
+    **{f"label {value!r}": (label(value), words) for value, words in LABELS},
+    "key error": (raising(KeyError("row")), r"KeyError: 'row' \(wrong_datasets\.py, line \d+\)"),
     "several lines": (raising(ValueError("a\nb\nc")), "ValueError: a b c"),
     "memory error": (raising(MemoryError()), "MemoryError"),
     "not implemented": (raising(NotImplementedError("x")), "NotImplementedError"),
@@ -149,40 +136,16 @@ def busy(size):
         pass
 
 
-def locked(size):
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def joined(size):
-    thread = threading.Thread(target=sleep, args=(0,), daemon=True)
-    thread.start()
-    thread.join()
-
-
 HANGS = {
     "sleep": sleep,
     "busy": busy,
-    "locked": locked,
+    "locked": lambda size: [lock.acquire() for lock in [threading.Lock()] * 2],
     "pipe": lambda size: os.read(os.pipe()[0], 1),
-    "joined": joined,
+    "joined": lambda size: [(t.start(), t.join()) for t in [threading.Thread(target=sleep, args=(0,), daemon=True)]],
     "child": lambda size: subprocess.run(["sleep", "10000"], check=True),
     "queue": lambda size: queue.Queue().get(),
 }
-ATTRIBUTES = (
-    {"classes": 5},
-    {"classes": "cats"},
-    {"classes": ()},
-    {"classes": {"cat": 1}},
-    {"classes": {"cat"}},
-    {"classes": ("a",), "num_classes": 2},
-    {"num_classes": "x"},
-    {"num_classes": 0},
-    {"num_classes": -3},
-    {"num_classes": 2.5},
-    {"num_classes": True},
-    {"num_classes": 10**12},
-    {"num_classes": None},
-)
+ATTRIBUTES = [{"classes": names} for names in (5, "cats", (), {"cat": 1}, {"cat"})]
+ATTRIBUTES += [{"num_classes": count} for count in ("x", 0, -3, 2.5, True, 10**12, None)]
+ATTRIBUTES += [{"classes": ("a",), "num_classes": 2}]
 LENGTHS = (0, -1, 2.5, "x", None, 2**70, 10**12)
