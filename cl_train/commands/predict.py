@@ -97,8 +97,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
         kernel_selection(tf32=precision.tf32, autotune=False),
         progress_bar("images", data.val_images, shown=True) as bar,
     ):
-        batches = data.validation(form)
-        for logits, targets in outputs(model.to(device), batches, precision, flip=settings.evaluate_flip):
+        for logits, targets in outputs(model.to(device), data.validation(form), precision, flip=settings.evaluate_flip):
             labels, best = labels_and_top5(logits, targets)
             shares = logits.softmax(1).gather(1, best)
             check_evaluation({"loss": float(shares.sum())})
