@@ -102,10 +102,6 @@ def main(words: list[str]) -> int:
 
 def run(task: str, **options: Any) -> tuple[list[str], bool]:
     """What a task reports, and whether it found nothing wrong."""
-    if task == "tars":
-        from cl_train.imagenet.archives import unpack
-
-        return [f"{options['out']}/{split}: {images:,} images" for split, images in unpack(**options).items()], True
     if task == "verify":
         from cl_train.imagenet.folders import verify
 
@@ -121,6 +117,8 @@ def run(task: str, **options: Any) -> tuple[list[str], bool]:
         images, bad = write_shards(**options)
         summary = f"{options['out']}: {sum(images.values()):,} images in {len(images):,} shards"
         return [summary, *(f"left out: {line}" for line in bad)], not bad
+    from cl_train.imagenet.archives import unpack
     from cl_train.imagenet.parquet import unpack_parquet
 
-    return [f"{options['out']}: {images:,} {split} images" for split, images in unpack_parquet(**options).items()], True
+    counts = unpack(**options) if task == "tars" else unpack_parquet(**options)
+    return [f"{options['out']}: {count:,} {split} images" for split, count in counts.items()], True

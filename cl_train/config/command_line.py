@@ -1,8 +1,8 @@
-"""From train.py's arguments to checked settings.
+"""From train.py's arguments to checked settings, before torch is imported or a file is created.
 
-Everything is checked before torch is imported or a file is created. Of Hydra only the composition is used, without
-Hydra's own node: no launcher, callback, logging or plugin exists in it, so that a configuration file cannot run code.
-Hydra's own message for a typo advises `+key`, which would train with the default value; it is never shown here.
+Of Hydra only the composition is used, without Hydra's own node: no launcher, callback, logging or plugin exists in it,
+so that a configuration file cannot run code. Hydra's message for a typo advises `+key`, which would train with the
+default value; it is never shown here.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError, LauncherConfig
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
 from cl_train.config.validation import flatten, load, parse_yaml, setting_fields, show, suggest, to_mapping
 
 GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
@@ -129,7 +129,11 @@ def compose(line: CommandLine) -> list[Composed]:
             continue
         if run.cfg.optim.library == "torch":
             problems += [f"{word}: {_chosen_by_group(word)}" for word in words if "optim.name=" in word]
-        problems += [] if line.multirun else _multirun_problems(run.cfg)
+        given = [key for key in (*MULTIRUN_KEYS, "launcher") if getattr(run.cfg, key) != getattr(Config(), key)]
+        for key in [] if line.multirun else given:
+            shown = f"{key}={run.cfg.launcher.name if key == 'launcher' else getattr(run.cfg, key)}"
+            hint = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..." if key == "nproc" else ""
+            problems.append(f"{shown}: a setting of multirun, python train.py -m {shown}{hint}")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
@@ -177,13 +181,6 @@ def _word_problems(word: str, folders: Sequence[Path], multirun: bool = False) -
 def _chosen_by_group(word: str) -> str:
     group, _, value = word.partition("=")
     return f"write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
-
-
-def _multirun_problems(cfg: Config) -> list[str]:
-    given = [f"{key}={getattr(cfg, key)}" for key in MULTIRUN_KEYS if getattr(cfg, key) != getattr(Config, key)]
-    given += [] if cfg.launcher == LauncherConfig() else [f"launcher={cfg.launcher.name}"]
-    hint = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..." if cfg.nproc > 1 else ""
-    return [f"{name}: a setting of multirun, python train.py -m {name}{hint}" for name in given]
 
 
 def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:

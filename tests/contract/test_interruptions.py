@@ -2,6 +2,8 @@
 
 import errno
 import json
+import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cl_train.config.schema import ConfigError
 from cl_train.system import checkpoints, files
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore
-from cl_train.system.files import AppendFile, write_json
+from cl_train.system.files import AppendFile, write_json, write_text
 from cl_train.training import records
+from cl_train.training.records import RunLog
 from tests.conftest import Run, write_images
 
 Train = Callable[..., Run]
@@ -185,3 +188,13 @@ def test_best_pt_follows_the_evaluation_without_a_second_file(train: Train) -> N
     assert done.checkpoint("best.pt")["progress"]["step"] == best["step"]
     newest = CheckpointStore(folder).newest()
     assert newest is not None and newest[1]["progress"]["step"] == 9
+
+
+def test_names_that_are_no_utf_8_are_written_as_they_are(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    with RunLog() as run_log:
+        run_log.open_file(tmp_path)
+        logging.getLogger("cl_train").warning("skipped %s", name)
+    write_text(tmp_path / "table.md", name)
+    assert b"skipped caf\xe9\n" in (tmp_path / "train.log").read_bytes()
+    assert (tmp_path / "table.md").read_bytes() == b"caf\xe9"

@@ -1,6 +1,7 @@
-"""README and docs are part of the program: their commands exist with these settings, and their links lead to files."""
+"""README and docs are part of the program: commands exist with these settings, links lead to files, programs run."""
 
 import importlib
+import os
 import re
 import shlex
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 from cl_train.commands import COMMANDS
 from cl_train.config.command_line import check_command_line
 from cl_train.config.validation import setting_fields
+from tests.faults.forkserver import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+PROGRAMS = dict(re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", PYTHON, flags=re.DOTALL | re.MULTILINE))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -62,3 +66,23 @@ def test_every_script_exists(script: str) -> None:
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_every_section_has_one_program() -> None:
+    assert len(PROGRAMS) == PYTHON.count("```python") == PYTHON.count("\n## ") == 8
+
+
+def run_program(title: str, folder: str) -> None:
+    os.chdir(folder)
+    exec(compile(PROGRAMS[title], title, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", PROGRAMS)
+def test_program(title: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    """Every program of docs/python.md runs as it stands, in a process and a folder of its own."""
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    arguments = [title, str(tmp_path)]
+    run = fork_server.call("tests.contract.test_readme:run_program", arguments, tmp_path / "log", environment)
+    assert run.wait() == 0, run.output()[-2000:]
+    assert "Traceback" not in run.output()
