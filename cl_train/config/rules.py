@@ -29,7 +29,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         if value != default and not has_effect:
             hint = f"write {key}={'null' if default is None else default} if a recipe sets it"
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
-    yield from _data_problems(cfg.data, cfg.augment)
+    yield from _data_problems(cfg.data, cfg.augment, cfg.epochs)
     yield from _run_problems(cfg)
     if cfg.optim.library == "torch" and cfg.optim.name not in schema.OPTIMIZERS:
         yield f"optim.name={cfg.optim.name}: only optim=timm has other optimizers than {', '.join(schema.OPTIMIZERS)}"
@@ -41,14 +41,9 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         yield "launcher.gpus is for launcher=local; use launcher.gpus_per_node with launcher=slurm"
     if cfg.launcher.name == "local" and cfg.launcher != LauncherConfig(gpus=cfg.launcher.gpus):
         yield "with launcher=local only launcher.gpus can be set; the other launcher settings need launcher=slurm"
-    if not _is_schedule(cfg.data.size_schedule, cfg.epochs):
-        yield (
-            f"data.size_schedule={cfg.data.size_schedule}: write [[epoch,size],...], such as [[0,128],[6,160]]: epochs "
-            f"that rise from 0 to below epochs={cfg.epochs}, sizes that are multiples of 4 from 8 to 4096"
-        )
 
 
-def _data_problems(data: DataConfig, augment: AugmentConfig) -> Iterator[str]:
+def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Iterator[str]:
     val_size = data.val_size or data.image_size
     if data.root is None and schema.DATA_SETS[data.name]:
         yield f"data={data.name} needs data.root=FOLDER with {schema.DATA_SETS[data.name]}"
@@ -65,6 +60,13 @@ def _data_problems(data: DataConfig, augment: AugmentConfig) -> Iterator[str]:
             yield f"augment.{name}_min is above augment.{name}_max"
     if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
         yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
+    starts = [point[0] for point in data.size_schedule if len(point) == 2 and point[1] in range(8, 4097, 4)]
+    is_rising = all(later > earlier for earlier, later in itertools.pairwise((*starts, epochs)))
+    if data.size_schedule and (len(starts) < len(data.size_schedule) or starts[0] != 0 or not is_rising):
+        yield (
+            f"data.size_schedule={data.size_schedule}: write [[epoch,size],...], such as [[0,128],[6,160]]: epochs "
+            f"from 0 on, each later than the last and below epochs={epochs}; sizes are multiples of 4 from 8 to 4096"
+        )
 
 
 def _run_problems(cfg: Config) -> Iterator[str]:
@@ -96,12 +98,3 @@ def graph_conflict(cfg: Config) -> str | None:
     if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
         return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use default or max-autotune-no-cudagraphs"
     return None
-
-
-def _is_schedule(points: list[list[int]], epochs: int) -> bool:
-    """Whether the sizes and the epochs of `data.size_schedule` are possible; also if there are none."""
-    if not points or any(len(point) != 2 for point in points):
-        return not points
-    starts, sizes = zip(*points, strict=True)
-    is_rising = starts[0] == 0 and all(later > earlier for earlier, later in itertools.pairwise((*starts, epochs)))
-    return is_rising and all(8 <= size <= 4096 and size % 4 == 0 for size in sizes)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib
 import math
+import operator
 import re
 import shutil
 import sys
@@ -24,6 +25,7 @@ from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
 
 T = TypeVar("T")
 MAX_LENGTH = 4096  # of a value; the longest path of Linux
+_LIMITS = (("minimum", ">=", operator.ge), ("above", ">", operator.gt), ("maximum", "<=", operator.le))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +148,8 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     if isinstance(converted, str):
         is_allowed = len(converted) <= MAX_LENGTH and converted in (limits["choices"] or (converted,))
     else:
-        low, above, high = (limits[name] for name in ("minimum", "above", "maximum"))
-        is_above = (low is None or converted >= low) and (above is None or converted > above)
-        is_allowed = math.isfinite(converted) and is_above and (high is None or converted <= high)
+        given = [(is_within, limits[name]) for name, _, is_within in _LIMITS if limits[name] is not None]
+        is_allowed = math.isfinite(converted) and all(is_within(converted, limit) for is_within, limit in given)
     if not is_allowed:
         raise ValueError
     return converted
@@ -162,8 +163,7 @@ def kind_of(setting: Setting) -> str:
     if limits["minimum"] is not None and limits["maximum"] is not None:
         kind += f" {limits['minimum']:.10g} to {limits['maximum']:.10g}"
     else:
-        signs = ((">=", "minimum"), (">", "above"), ("<=", "maximum"))
-        kind += "".join(f" {sign} {limits[name]:.10g}" for sign, name in signs if limits[name] is not None)
+        kind += "".join(f" {sign} {limits[name]:.10g}" for name, sign, _ in _LIMITS if limits[name] is not None)
     return " or ".join([kind, *(limits["words"] or {})])
 
 
