@@ -1,4 +1,4 @@
-"""No CUDA graph is alive when the process group is destroyed: NCCL would wait for it for ever."""
+"""No CUDA graph is alive when the process group is destroyed: NCCL would wait for it for ever. Recordings that fail."""
 
 import gc
 from collections.abc import Iterator
@@ -15,11 +15,13 @@ from cl_train.step.precision import autocast
 from cl_train.step.train_step import train_step
 from cl_train.system.distributed import Dist
 from cl_train.training import build, log_lines, loop
+from cl_train.training.records import describe_failure
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
 from tests.step.test_train_step import make_batch, make_parts
 
 CPU = torch.device("cpu")
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
 
 class StubRecorder(Recorder):
@@ -28,12 +30,7 @@ class StubRecorder(Recorder):
     def record(self, work: Any) -> Any:
         graph = Graph()
         cuda_graph._recorded.add(graph)  # type: ignore[arg-type]
-
-        def replay() -> Any:
-            graph.replay()
-            return work()
-
-        return replay
+        return lambda: (graph.replay(), work())[1]
 
 
 @pytest.fixture
@@ -58,36 +55,32 @@ def destroyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert len(Graph.alive) == 0
 
 
-WORDS = ("cuda_graph=true", "log_to=[]", "batch_size=8", "data.image_size=16")
+WORDS = ("cuda_graph=true", "log_to=[]", "batch_size=8", "data.image_size=16", "log_every=5")
 
 
-@pytest.mark.parametrize("fault", [None, RuntimeError("CUDA error: an illegal memory access"), KeyboardInterrupt()])
+@pytest.mark.parametrize("fault", [RuntimeError("CUDA error: an illegal memory access"), KeyboardInterrupt()])
 def test_no_graph_is_left_though_a_traceback_refers_to_it(
-    train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fault: BaseException | None
+    train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fault: BaseException
 ) -> None:
-    if fault is None:
-        assert train(*WORDS, "epochs=1", folder=tmp_path).exit_code == 0
-        assert destroyed == [0]
-        return
-
     def fail(*arguments: Any) -> None:
         assert len(Graph.alive) == 1, "recorded before the fault"
         raise fault
 
     monkeypatch.setattr(log_lines, "console_line", fail)
     with pytest.raises(type(fault)) as caught:
-        train(*WORDS, "log_every=5", folder=tmp_path)
+        train(*WORDS, folder=tmp_path)
     assert destroyed == [0], caught
     assert Run(tmp_path, 1).summary["status"] == "failed"
 
 
-def test_planted_a_graph_that_nobody_releases_is_found(
+def test_a_graph_is_released_at_the_end_and_planted_one_that_nobody_releases_is_found(
     train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert train(*WORDS, "epochs=1").exit_code == 0 and destroyed == [0]
     kept: list[Any] = []
     monkeypatch.setattr(GraphedStep, "release", lambda step, *error: kept.append(step))
     train(*WORDS, "epochs=1")
-    assert destroyed == [1]
+    assert destroyed == [0, 1]
     kept.clear()
 
 
@@ -103,9 +96,7 @@ def test_growing_images_leave_one_graph() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
-def test_auto_falls_back_to_eager_steps_with_the_same_results(
-    precision: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_falls_back_to_eager_steps_with_the_same_results(precision: str, caplog: pytest.LogCaptureFixture) -> None:
     """As after `.item()` in a model, or without memory for the graph: a recording that ends in the middle of a step."""
     expected, parts = make_parts(precision), make_parts(precision)
     step = GraphedStep(parts, Halfway(CPU), warm_up=1, fall_back=True)
@@ -114,29 +105,30 @@ def test_auto_falls_back_to_eager_steps_with_the_same_results(
     for seed in range(5):
         result = step([make_batch(parts, seed=seed)])
         assert result.loss.item() == train_step(expected, [make_batch(expected, seed=seed)]).loss.item()
-    assert len(caplog.messages) == 1 and "operation not permitted" in caplog.messages[0]
+    [warning] = caplog.messages
+    assert "operation not permitted" in warning and "the steps run eagerly" in warning
     assert step.call is None and len(Graph.alive) == 0
     step = GraphedStep(parts, Halfway(CPU), warm_up=1)
     step([make_batch(parts)])
-    with pytest.raises(RecordingError, match=r"operation not permitted.*cuda_graph=false"):
+    with pytest.raises(RecordingError, match="operation not permitted") as caught:
         step([make_batch(parts)])
+    assert "use cuda_graph=false" in (describe_failure(caught.value) or "")
 
 
 class Halfway(StubRecorder):
     """The recording fails after the backward pass: gradients are left, and GradScaler is in the middle of a step."""
 
     def record(self, work: Any) -> Any:
-        parts = work.__self__._parts
-        batch = work.__self__._static[0]
+        parts, batch = work.__self__._parts, work.__self__._static[0]
         with autocast(parts.precision, CPU):
             output = parts.model(batch.images).float().sum()
         parts.scaler.scale(output).backward()
         if parts.scaler.is_enabled() and not parts.precision.master_weights:
             parts.scaler.unscale_(parts.optimizer)
-        raise RecordingError("CUDA error: operation not permitted when stream is capturing")
+        raise RecordingError(CAPTURING)
 
 
-@pytest.mark.parametrize("message", ["CUDA error: operation not permitted when stream is capturing", "out of memory"])
+@pytest.mark.parametrize("message", [CAPTURING, "out of memory"])
 def test_a_recording_that_fails_leaves_dropout_working(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real `Recorder.record`: its error has the first cause, and the generator no longer records."""
     states: list[Any] = []

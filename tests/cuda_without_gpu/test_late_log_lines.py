@@ -11,19 +11,15 @@ from cl_train.training import log_lines
 from cl_train.training.progress import TrainingFault
 from tests import networks
 from tests.conftest import Run
-from tests.faults.tiny import CLOCK_FIELDS
+from tests.faults import tiny
 
 Train = Callable[..., Run]
+Late = Callable[[], None]
 SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # two epochs of twelve steps
 
 
-def records(run: Run) -> list[dict[str, Any]]:
-    found = run.records("train") + run.records("val")
-    return [{name: value for name, value in one.items() if name not in CLOCK_FIELDS} for one in found]
-
-
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     return lambda: monkeypatch.setattr(log_lines, "reads_late", lambda device: True)
 
 
@@ -38,40 +34,35 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         ["max_steps=7"],
     ],
 )
-def test_the_records_are_the_same(train: Train, late: Callable[[], None], words: list[str]) -> None:
+def test_the_records_are_the_same(train: Train, late: Late, words: list[str]) -> None:
     at_once = train(*SHARED, *words)
     late()
     one_line_late = train(*SHARED, *words)
-    assert records(one_line_late) == records(at_once)
+    assert tiny.records(one_line_late.folder) == tiny.records(at_once.folder)
     assert one_line_late.exit_code == at_once.exit_code
     steps = [record["step"] for record in one_line_late.records("train")]
     assert steps == sorted(set(steps)), "one record per window, in order"
 
 
 @pytest.mark.slow
-def test_a_resumed_run_logs_the_same_lines(
-    train: Train, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_logs_the_same_lines(train: Train, late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal at a log line, between two of them, and at the end of an epoch."""
-    words = [*SHARED, "model=tests.networks:terminated_in_training"]
 
-    def signal_at(step: int) -> None:
+    def train_until(step: int, **more: Any) -> Run:
         network = partial(networks.signalling, signum=signal.SIGTERM, in_training=True, at_call=step)
         monkeypatch.setattr(networks, "terminated_in_training", network)
+        return train(*SHARED, "model=tests.networks:terminated_in_training", "resume=auto", **more)
 
-    signal_at(1000)
-    whole = train(*words)
+    whole = train_until(1000)
     late()
     for stop_at in (5, 7, 12):
-        signal_at(stop_at)
-        part = train(*words)
+        part = train_until(stop_at)
         assert part.exit_code == 143 and part.summary["steps"] == stop_at
-        signal_at(1000)
-        assert records(train(*words, "resume=auto", folder=part.folder)) == records(whole)
+        assert tiny.records(train_until(1000, folder=part.folder).folder) == tiny.records(whole.folder)
 
 
 def test_a_fault_is_named_with_its_step_and_the_lines_before_it_are_there(
-    train: Train, late: Callable[[], None], tmp_path: Any
+    train: Train, late: Late, tmp_path: Any
 ) -> None:
     late()
     with pytest.raises(TrainingFault, match="at step 3 on rank 0"):

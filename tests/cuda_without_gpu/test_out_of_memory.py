@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from cl_train.comparison import paired
 from cl_train.comparison.paired import Workload
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import OutOfMemory
-from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import resolve_precision
 from cl_train.system.machine import is_out_of_memory
 from cl_train.training import preflight
@@ -24,7 +24,6 @@ from tests import networks
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.networks import small
-from tests.step.test_train_step import make_batch, make_parts
 
 Error = Callable[[], BaseException]
 
@@ -33,35 +32,36 @@ WORKLOAD = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
 ERRORS: list[Error] = [
     lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of"),
     lambda: torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
-    lambda: RuntimeError("CUDA driver error: out of memory"),
-    lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    lambda: RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    lambda: RuntimeError("FIND was unable to find an engine to execute this computation"),
-    lambda: RuntimeError("Unable to find an engine to execute this computation"),
-    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
-    lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
-    lambda: MemoryError(),
-]
-OTHERS: list[Error] = [
-    lambda: RuntimeError("shapes do not fit"),
-    lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
-    lambda: RuntimeError("CUDA error: no kernel image is available for execution on the device"),
-    lambda: RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
-    lambda: ValueError("out of memory"),  # of a user's code: not an error of torch
+    *(
+        partial(RuntimeError, message)
+        for message in (
+            "CUDA driver error: out of memory",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+            "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+            "FIND was unable to find an engine to execute this computation",
+            "Unable to find an engine to execute this computation",
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes",
+            "DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes.",
+        )
+    ),
+    MemoryError,
 ]
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_each_message_is_understood_and_described_in_one_line(error: Error) -> None:
-    said = describe_failure(error())
-    assert is_out_of_memory(error()) and said is not None
-    assert said.startswith("out of memory") and "Lower batch_size" in said and len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize("error", OTHERS)
-def test_other_errors_are_not_out_of_memory(error: Error) -> None:
-    assert not is_out_of_memory(error())
+def test_each_message_is_understood_and_described_in_one_line() -> None:
+    for error in ERRORS:
+        said = describe_failure(error())
+        assert is_out_of_memory(error()) and said is not None, error()
+        assert said.startswith("out of memory") and "Lower batch_size" in said and len(said.splitlines()) == 1
+    for other in (
+        RuntimeError("shapes do not fit"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+        ValueError("out of memory"),  # of a user's code: not an error of torch
+    ):
+        assert not is_out_of_memory(other)
 
 
 # The places below share this check: a few errors are enough.
@@ -99,7 +99,6 @@ def test_a_comparison_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", SOME)
 def test_the_trial_step_names_the_batch(error: Error, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the format of a GPU, on which the trial takes place, and on the CPU."""
     model, trial = Limited(error), preflight.trial_step
     on_cpu, on_gpu = (DeviceFormat(device, torch.float32, torch.channels_last) for device in (CPU, CUDA))
     monkeypatch.setattr(preflight, "trial_step", lambda model, kind, form, *more: trial(model, kind, on_cpu, *more))
@@ -119,25 +118,6 @@ def test_auto_batch_size_stays_below(error: Error) -> None:
 
     found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
     assert [item.batch_size for item in found] == [8, 16]
-
-
-@pytest.mark.parametrize("fall_back", [True, False])
-def test_memory_for_a_graph_runs_out(fall_back: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """`cuda_graph=auto` continues with eager steps; `true` ends the run in one line."""
-
-    class FullRecorder(Recorder):
-        def record(self, work: object) -> object:  # type: ignore[override]
-            raise RecordingError(f"the work cannot be recorded as a CUDA graph: {ERRORS[0]()}")
-
-    parts = make_parts("fp32")
-    step = GraphedStep(parts, FullRecorder(CPU), warm_up=1, fall_back=fall_back)
-    step([make_batch(parts)])
-    if fall_back:
-        assert step([make_batch(parts)]).loss.isfinite() and "the steps run eagerly" in caplog.messages[-1]
-        return
-    with pytest.raises(RecordingError) as caught:
-        step([make_batch(parts)])
-    assert "use cuda_graph=false" in (describe_failure(caught.value) or "")
 
 
 @pytest.mark.parametrize("when", ["training", "evaluation"])

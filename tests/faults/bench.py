@@ -1,11 +1,15 @@
-"""Training runs for the faults to act on, and undisturbed ones to compare with."""
+"""What the faults share: runs to act on, undisturbed ones to compare with, and the count of what was lost."""
 
-import json
+import itertools
 import os
-import shutil
+import random
+import re
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +17,111 @@ import tiny
 from forkserver import ForkServer, Run
 
 from cl_train.system.checkpoints import CheckpointStore
-from tests.processes import LIMIT_S
+from tests.processes import free_ports, wait_until
+
+
+@dataclass
+class Outcome:
+    """The tries of one row. As a context manager it measures the time. The row passes if nothing was `lost`."""
+
+    seed: int = 1
+    tried: int = 0
+    lost: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def __enter__(self) -> "Outcome":
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.monotonic() - self._started
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """One more try, which is lost by the first assertion in the block that fails."""
+        self.tried += 1
+        try:
+            yield
+        except AssertionError as error:
+            self.lost.append(str(error))
+
+    def numbers_until(self, count: int) -> Iterator[int]:
+        """Of rounds, until `count` more were tries: some runs end before their fault."""
+        tried = self.tried
+        for number in range(10 * count + 10):
+            if self.tried < tried + count:
+                yield number
+
+    def slowest(self, what: str, seconds: float) -> None:
+        """Keep the largest of all times given for `what`."""
+        key = f"slowest {what}, ms"
+        self.counts[key] = max(self.counts[key], int(1000 * seconds))
+
+    @property
+    def survived(self) -> int:
+        return self.tried - len(self.lost)
 
 
 @dataclass
 class Bench:
-    """What the faults share: the server, images, a folder, a seed, and undisturbed runs to compare with."""
+    """The server, images, a folder, and undisturbed runs to compare with."""
 
     server: ForkServer
     folder: Path
-    seed: int = 1  # of every random choice
     patience: float = 1.0  # factor of the times within which a program must end: more than 1 on a busy machine
 
     def __post_init__(self) -> None:
         self.images = tiny.write_images(self.folder / "images")
-        self._references: dict[str, Path] = {}
-        self.seconds = 0.0
+        self._numbers, self._references = itertools.count(), dict[str, Path]()
+        self.seconds = 0.0  # that the last undisturbed run took
 
-    def start(self, run: Path, hook: str = "", environment: dict[str, str] | None = None, **settings: Any) -> Run:
-        log = self.folder / f"{run.name}.log"
-        return self.server.start(tiny.words(self.images, run, **settings), log, environment, hook)
+    def start(
+        self,
+        run: Path,
+        hook: str = "",
+        plant: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> Run:
+        """train.py after the function `hook` of plants.py, whose parameters are `plant`."""
+        planted = {f"PLANT_{name}": str(value) for name, value in (plant or {}).items()}
+        words, hook = tiny.words(self.images, run, **settings), hook and f"plants:{hook}"
+        return self.server.start(words, self.new_log(), (environment or {}) | planted, hook)
 
-    def reference(self, **settings: Any) -> Path:
+    def start_ranks(self, run: Path, world: int, *planted: Any, **settings: Any) -> list[Run]:
+        """What torchrun would start, without its five seconds of imports, at the same global batch."""
+        if world == 1:
+            return [self.start(run, *planted, **settings)]
+        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        shared |= {"MASTER_PORT": str(free_ports(1)[0])}
+        environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+        settings = {"batch_size": 8 // world} | settings
+        return [self.start(run, *planted, environment=environment, **settings) for environment in environments]
+
+    def run(self, run: Path, code: int = 0, said: str = "", world: int = 1, **more: Any) -> str:
+        """A run to its end, with this exit code; the output of rank 0, in which `said` (a pattern) is."""
+        ranks = self.start_ranks(run, world, **more)
+        codes, output = [rank.wait() for rank in ranks], ranks[0].output()
+        assert codes == [code] * world, f"{run.name}: exit codes {codes}: {output[-600:]}"
+        assert "Traceback" not in output and re.search(said, output), f"{run.name} says {output[-600:]}"
+        return output
+
+    def reference(self, world: int = 1, **settings: Any) -> Path:
         """An undisturbed run with these settings; it is run once."""
-        key = "-".join(f"{name}={value}" for name, value in settings.items())
+        key = "-".join([str(world), *(f"{name}={value}" for name, value in settings.items())])
         if key not in self._references:
-            run = self.folder / f"reference-{len(self._references)}"
-            started = time.monotonic()
-            running = self.start(run, **settings)
-            assert running.wait() == 0, running.output()
-            self.seconds = time.monotonic() - started
-            self._references[key] = run
+            run, started = self.folder / f"reference-{len(self._references)}", time.monotonic()
+            self.run(run, world=world, **settings)
+            self.seconds, self._references[key] = time.monotonic() - started, run
         return self._references[key]
 
     def check_resumed(self, run: Path, reference: Path, **settings: Any) -> None:
         """`run` completes as if nothing had happened."""
-        again = self.start(run, **settings)
-        assert again.wait() == 0, f"{run.name} did not resume: {again.output()[-500:]}"
+        self.run(run, **settings)
         self.check_equal(run, reference)
 
     def check_equal(self, run: Path, reference: Path) -> None:
@@ -66,15 +138,8 @@ class Bench:
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
-    def log(self) -> Path:
-        """A new file for the output of a process."""
-        descriptor, name = tempfile.mkstemp(suffix=".log", dir=self.folder)
-        os.close(descriptor)
-        return Path(name)
-
-    def forget(self, run: Path) -> None:
-        shutil.rmtree(run, ignore_errors=True)
-        (self.folder / f"{run.name}.log").unlink(missing_ok=True)
+    def new_log(self) -> Path:
+        return self.folder / f"{next(self._numbers)}.log"
 
 
 def newest_step(run: Path) -> int:
@@ -82,19 +147,12 @@ def newest_step(run: Path) -> int:
     return found[1]["progress"]["step"] if found else 0
 
 
-def has_completed(run: Path) -> bool:
-    """A signal that comes later finds no run to stop."""
-    summary = run / "summary.json"
-    return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
+def wait_for(path: Path, content: str = "") -> None:
+    """Until `path` is there: a folder with `content` in the name of a file, or a file with `content` in it."""
 
+    def is_there() -> bool:
+        if path.is_dir():
+            return any(content in name and not name.startswith(".") for name in os.listdir(path))
+        return path.is_file() and content in path.read_text(errors="replace")
 
-def wait_for(path: Path, content: str = "", seconds: float = LIMIT_S) -> bool:
-    """Until `path` is there (a folder: a file with `content` in its name; a file: `content` in it)."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if path.is_dir() and any(content in item.name and not item.name.startswith(".") for item in path.iterdir()):
-            return True
-        if path.is_file() and content in path.read_text(errors="replace"):
-            return True
-        time.sleep(0.003)
-    return False
+    wait_until(is_there)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import resource
 import shutil
 import signal
@@ -16,8 +15,7 @@ from typing import Any
 
 import tiny
 import torch
-from bench import Bench
-from outcome import Outcome
+from bench import Bench, Outcome
 
 from cl_train.system import checkpoints
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, write
@@ -40,24 +38,22 @@ def write_for_ever(folder: str, background: bool) -> None:
         os.write(confirmed, f"{step}\n".encode())
 
 
-def kill_while_writing_checkpoint(bench: Bench, count: int) -> Outcome:
-    """SIGKILL at a random instant. Every .pt file is whole, the newest is no older than the last confirmed save."""
+def kill_while_writing_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+    """SIGKILL of a process that writes 8 MB checkpoints.
+
+    Every .pt file is whole, the newest is no older than the last confirmed save.
+    """
     folder = bench.new_folder()
-    rng = random.Random(bench.seed)
-    with Outcome("SIGKILL of a process that writes 8 MB checkpoints", bench.seed) as outcome:
-        for number in range(count):
-            run_folder = folder / f"run-{number}"
-            run = bench.server.call(
-                "checkpoint_faults:write_for_ever", [str(run_folder), bool(number % 2)], folder / "writers.log"
-            )
-            time.sleep(rng.uniform(0.0, 0.2))
-            run.send(signal.SIGKILL)
-            run.wait()
-            with outcome.attempt():
-                check_store(run_folder, outcome)
-            shutil.rmtree(run_folder, ignore_errors=True)
-            run_folder.with_suffix(".confirmed").unlink(missing_ok=True)
-    return outcome
+    for number in range(count):
+        store = folder / f"run-{number}"
+        arguments = [str(store), bool(number % 2)]
+        run = bench.server.call("checkpoint_faults:write_for_ever", arguments, folder / "writers.log")
+        time.sleep(outcome.random.uniform(0.0, 0.2))
+        run.send(signal.SIGKILL)
+        run.wait()
+        with outcome.attempt():
+            check_store(store, outcome)
+        shutil.rmtree(store, ignore_errors=True)
 
 
 def check_store(folder: Path, outcome: Outcome) -> None:
@@ -128,138 +124,122 @@ class FailingFile:
         self.file.flush()
 
 
-def disk_full_while_writing_checkpoint(bench: Bench, count: int) -> Outcome:
-    """the disk fails at a random byte. The previous checkpoint stays; failures for too long stop the run."""
-    folder = bench.new_folder()
-    rng = random.Random(bench.seed)
-    with Outcome("disk full or failing at a random byte of the write", bench.seed) as outcome:
-        for number in range(count):
-            here = folder / f"run-{number}"
-            store = CheckpointStore(here, keep=2, background=bool(number % 2))
-            state = {"w": torch.randn(25_000, generator=torch.Generator().manual_seed(number))}
-            store.save(state, 1)
-            store.finish()
-            size = (here / "step-00000001.pt").stat().st_size
-            kind = rng.choice(["EFBIG", "ENOSPC", "EIO"])
-            outcome.counts[kind] += 1
-            with outcome.attempt():
-                check_failure(store, here, state, kind, rng.randrange(size))
-            shutil.rmtree(here)
-    return outcome
+def disk_full_while_writing_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+    """The disk is full or fails at a random byte of the write.
+
+    The previous checkpoint stays; failures for too long stop the run.
+    """
+    for number in range(count):
+        folder = bench.new_folder()
+        store = CheckpointStore(folder, keep=2, background=bool(number % 2))
+        state = {"w": torch.randn(25_000, generator=torch.Generator().manual_seed(number))}
+        store.save(state, 1)
+        store.finish()
+        kind = outcome.random.choice(["EFBIG", "ENOSPC", "EIO"])
+        outcome.counts[kind] += 1
+        at_byte = outcome.random.randrange((folder / "step-00000001.pt").stat().st_size)
+        with outcome.attempt(), failing_disk(kind, at_byte):
+            check_failure(store, folder, state)
+        shutil.rmtree(folder)
 
 
-def check_failure(store: CheckpointStore, folder: Path, state: Any, kind: str, at_byte: int) -> None:
-    with failing_disk(kind, at_byte):
-        for step in (2, 3):
-            store.save(state, step)
+def check_failure(store: CheckpointStore, folder: Path, state: Any) -> None:
+    for step in (2, 3):
+        store.save(state, step)
+        store.wait()
+    found = store.newest()
+    is_first = found is not None and found[0].name == "step-00000001.pt" and torch.equal(found[1]["w"], state["w"])
+    assert is_first, "the previous checkpoint is not the newest"
+    assert os.listdir(folder) == ["step-00000001.pt"], f"left {os.listdir(folder)}"
+    with unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0):
+        try:
+            store.save(state, 4)
             store.wait()
-        found = store.newest()
-        is_first = found is not None and found[0].name == "step-00000001.pt" and torch.equal(found[1]["w"], state["w"])
-        assert is_first, "the previous checkpoint is not the newest"
-        assert os.listdir(folder) == ["step-00000001.pt"], f"left {os.listdir(folder)}"
-        with unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0):
-            try:
-                store.save(state, 4)
-                store.wait()
-                raise AssertionError("failures for too long did not stop")
-            except CheckpointError as error:
-                assert "no checkpoint could be written" in str(error), str(error)
+        except CheckpointError as error:
+            assert "no checkpoint could be written" in str(error), str(error)
+            return
+    raise AssertionError("failures for too long did not stop")
 
 
-def sample_checkpoint(path: Path) -> dict[str, Any]:
+def damaged(bench: Bench) -> tuple[Path, Path]:
+    """A sound checkpoint, and the path of a later one, which is to be damaged."""
+    folder = bench.new_folder()
     generator = torch.Generator().manual_seed(0)
     state: dict[str, Any] = {
         "model": {f"layer{i}.weight": torch.randn(16, 16, 3, 3, generator=generator) for i in range(8)},
         "progress": {"step": 7, "epoch": 1, "random": [{"cpu": torch.get_rng_state()}]},
         "facts": {"classes": ["ant", "bee"], "model": "tiny"},
     }
-    write(path, state)
-    return state
+    write(folder / "step-00000001.pt", state)
+    return folder / "step-00000001.pt", folder / "step-00000002.pt"
 
 
-def truncated_checkpoint(bench: Bench, count: int) -> Outcome:
-    """each is detected, named, and the one before it is used."""
-    folder = bench.new_folder()
-    rng = random.Random(bench.seed)
-    good, bad = folder / "step-00000001.pt", folder / "step-00000002.pt"
-    sample_checkpoint(good)
-    whole = good.read_bytes()
-    store = CheckpointStore(folder)
-    with Outcome("checkpoint truncated at a random length", bench.seed) as outcome:
-        for number in range(count):
-            length = number if number < 10 else len(whole) - number + 9 if number < 20 else rng.randrange(len(whole))
-            bad.write_bytes(whole[:length])
-            with outcome.attempt():
-                check_fallback(store, bad, good)
-    return outcome
+def truncated_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+    """A checkpoint truncated at a random length is detected, named, and the one before it is used."""
+    good, bad = damaged(bench)
+    whole, store = good.read_bytes(), CheckpointStore(good.parent)
+    for number in range(count):
+        length = number if number < 10 else len(whole) - number + 9 if number < 20 else None
+        bad.write_bytes(whole[: outcome.random.randrange(len(whole)) if length is None else length])
+        with outcome.attempt():
+            assert is_refused(bad), f"{bad} was loaded"
+            found = store.newest()
+            is_used = found is not None and found[0] == good and found[2] and str(bad) in found[2][0]
+            assert is_used, "the one before it was not used, or the bad one not named"
 
 
-def check_fallback(store: CheckpointStore, bad: Path, good: Path) -> None:
+def is_refused(path: Path) -> bool:
+    """By a message with its name."""
     try:
-        load(bad)
-        raise AssertionError(f"{bad} was loaded")
+        load(path)
     except CheckpointError as error:
-        assert str(bad) in str(error), "the message does not name the file"
-    found = store.newest()
-    is_used = found is not None and found[0] == good and found[2] and str(bad) in found[2][0]
-    assert is_used, "the one before it was not used, or the bad one not named"
+        assert str(path) in str(error), "the message does not name the file"
+        return True
+    return False
 
 
-def bit_flip_in_checkpoint(bench: Bench, count: int) -> Outcome:
-    """one bit anywhere in the file is detected, or it is of padding and names: then the values are the same."""
-    folder = bench.new_folder()
-    rng = random.Random(bench.seed)
-    good, bad = folder / "step-00000001.pt", folder / "step-00000002.pt"
-    sample_checkpoint(good)
-    small = folder / "small.pt"
+def bit_flip_in_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+    """One bit flipped anywhere in a checkpoint is detected, or it is of padding and names: the values are the same."""
+    good, bad = damaged(bench)
+    small = good.parent / "small.pt"
     write(small, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
-    with Outcome("one bit flipped in a checkpoint", bench.seed) as outcome:
-        bits = [(good, rng.randrange(8 * good.stat().st_size)) for _ in range(count)]
-        if count >= 2000:
-            bits += [(small, bit) for bit in range(8 * small.stat().st_size)]
-            outcome.counts["each bit of a small file"] = len(bits) - count
-        for source, bit in bits:
-            whole = bytearray(source.read_bytes())
-            whole[bit // 8] ^= 1 << bit % 8
-            bad.write_bytes(whole)
-            try:
-                is_same = not tiny.differences(load(bad), load(source))
-                outcome.counts["harmless"] += is_same
-                outcome.check("" if is_same else f"bit {bit} of {source.name} changed a value")
-            except CheckpointError as error:
-                outcome.check("" if str(bad) in str(error) else "the message does not name the file")
-    return outcome
+    bits = [(good, outcome.random.randrange(8 * good.stat().st_size)) for _ in range(count)]
+    if count >= 2000:
+        bits += [(small, bit) for bit in range(8 * small.stat().st_size)]
+        outcome.counts["each bit of a small file"] = len(bits) - count
+    for source, bit in bits:
+        whole = bytearray(source.read_bytes())
+        whole[bit // 8] ^= 1 << bit % 8
+        bad.write_bytes(whole)
+        with outcome.attempt():
+            if not is_refused(bad):
+                assert not tiny.differences(load(bad), load(source)), f"bit {bit} of {source.name} changed a value"
+                outcome.counts["harmless"] += 1
 
 
 class Evil:
     """Leaves a marker file when it is unpickled."""
 
-    def __init__(self, how: str, marker: str) -> None:
-        self.how, self.marker = how, marker
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
 
     def __reduce__(self) -> Any:
-        return {
-            "os.system": (os.system, (f"touch {self.marker}",)),
-            "eval": (eval, (f"open({self.marker!r}, 'w')",)),
-            "exec": (exec, (f"open({self.marker!r}, 'w')",)),
-            "subprocess": (subprocess.check_call, (["touch", self.marker],)),
-            "unknown global": (shutil.copy, ("/etc/hostname", self.marker)),
-            "nested torch.load": (torch.load, (self.marker,)),
-        }[self.how]
+        return self.call
 
 
-def malicious_checkpoint(bench: Bench) -> Outcome:
-    """pickles that run code, with a right digest and format: refused, the marker file absent."""
-    folder = bench.new_folder()
-    with Outcome("malicious checkpoint", bench.seed) as outcome:
-        for how in ("os.system", "eval", "exec", "subprocess", "unknown global", "nested torch.load"):
-            for nested in (False, True):
-                marker = folder / "marker"
-                evil = Evil(how, str(marker))
-                write(folder / "evil.pt", {"model": {"w": [(evil,)]} if nested else evil})
-                try:
-                    load(folder / "evil.pt")
-                    outcome.check(f"{how} was loaded")
-                except CheckpointError:
-                    outcome.check(f"{how} ran" if marker.exists() else "")
-    return outcome
+def malicious_checkpoint(bench: Bench, outcome: Outcome) -> None:
+    """Pickles that run code, with a right digest and format: refused, the marker file absent."""
+    path = bench.new_folder() / "evil.pt"
+    marker = path.with_name("marker")
+    for evil in (
+        Evil(os.system, f"touch {marker}"),
+        Evil(eval, f"open({str(marker)!r}, 'w')"),
+        Evil(exec, f"open({str(marker)!r}, 'w')"),
+        Evil(subprocess.check_call, ["touch", str(marker)]),
+        Evil(shutil.copy, "/etc/hostname", str(marker)),  # an unknown global
+        Evil(torch.load, str(marker)),
+    ):
+        for content in (evil, {"w": [(evil,)]}):
+            write(path, {"model": content})
+            with outcome.attempt():
+                assert is_refused(path) and not marker.exists(), f"{evil.call} was loaded or ran"

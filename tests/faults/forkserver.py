@@ -181,6 +181,13 @@ def run_program(question: dict[str, Any]) -> None:
     run_script(str(REPOSITORY / "train.py"), question["words"])
 
 
+def run_command(words: list[str]) -> None:
+    """As `cl-train word ...`."""
+    from cl_train.cli import main
+
+    sys.exit(main(words))
+
+
 def run_script(path: str, words: list[str]) -> None:
     """As `python path word ...`."""
     import runpy

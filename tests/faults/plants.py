@@ -1,15 +1,18 @@
 """Faults planted inside a training process, by functions that the fork server calls before train.py.
 
 Parameters come in environment variables: PLANT_STEP (1-based step of this process), PLANT_RANK, PLANT_SIGNAL, ...
+As a program: train.py with slower steps.
 """
 
 import errno
 import os
+import runpy
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 
 import cl_train.data.transforms
@@ -27,9 +30,9 @@ def number(name: str, default: int = 0) -> int:
     return int(os.environ.get(f"PLANT_{name}", default))
 
 
-def here() -> bool:
-    """This is the rank in which the fault is planted."""
-    return number("RANK", 0) == int(os.environ.get("RANK", 0))
+def is_planted(step: int) -> bool:
+    """The step is one of PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1, in the rank PLANT_RANK."""
+    return number("RANK") == int(os.environ.get("RANK", 0)) and 0 <= step - number("STEP") < number("COUNT", 1)
 
 
 def short_retries() -> None:
@@ -82,92 +85,73 @@ def signal_after_save() -> None:
 
 
 def bad_loss() -> None:
-    """The loss of steps PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1 is PLANT_VALUE, on rank PLANT_RANK only."""
-    original, calls = cl_train.step.train_step.loss_of, [0]
-    first, last = number("STEP"), number("STEP") + number("COUNT", 1)
+    """The loss of the planted steps is PLANT_VALUE."""
+    original, step = cl_train.step.train_step.loss_of, [0]
+    before_step(lambda now, *_: step.__setitem__(0, now))
 
-    def loss_of(output: Any, *rest: Any) -> torch.Tensor:
-        loss = original(output, *rest)
-        if torch.is_grad_enabled():
-            calls[0] += 1
-            if here() and first <= calls[0] < last:
-                return loss * float(os.environ["PLANT_VALUE"])
-        return loss
+    def loss_of(*arguments: Any) -> torch.Tensor:
+        loss = original(*arguments)
+        return loss * float(os.environ["PLANT_VALUE"]) if torch.is_grad_enabled() and is_planted(step[0]) else loss
 
     cl_train.step.train_step.loss_of = loss_of
 
 
 def bad_gradient() -> None:
-    """One gradient of steps PLANT_STEP to ... holds PLANT_VALUE, on rank PLANT_RANK, before ranks exchange them."""
-    first, last = number("STEP"), number("STEP") + number("COUNT", 1)
+    """One gradient of the planted steps holds PLANT_VALUE, before ranks exchange them."""
     step = [0]
 
     def plant(now: int, parts: Any, micro_batches: Any) -> None:
         step[0] = now
-        if here() and now == first:
+        if now == 1:
             next(iter(parts.model.parameters())).register_hook(spoil)
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
-        return gradient.fill_(float(os.environ["PLANT_VALUE"])) if step[0] < last else None
+        return gradient.fill_(float(os.environ["PLANT_VALUE"])) if is_planted(step[0]) else None
 
     before_step(plant)
 
 
 def bad_images() -> None:
-    """The images of step PLANT_STEP are NaN: loss, gradients and BatchNorm's statistics go bad together."""
+    """The images of the planted steps are NaN: loss, gradients and BatchNorm's statistics go bad together."""
 
     def spoil(step: int, parts: Any, micro_batches: Any) -> None:
-        for batch in micro_batches if here() and step == number("STEP") else ():
+        for batch in micro_batches if is_planted(step) else ():
             batch.images.fill_(float("nan"))
 
     before_step(spoil)
 
 
 def full_disk() -> None:
-    """Writing the checkpoints of steps PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1 fails half way: no space left.
-
-    The run gives up after PLANT_MINUTES.
-    """
+    """Writing checkpoints of the planted steps fails half way: no space left; the run gives up after PLANT_MINUTES."""
     cl_train.system.checkpoints.MAX_MINUTES_WITHOUT_CHECKPOINT = number("MINUTES", 30)
     original = cl_train.system.checkpoints.os.fsync
-    first, last = number("STEP"), number("STEP") + number("COUNT", 1)
 
     def fsync(descriptor: int) -> None:
         name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
         digits = "".join(letter for letter in name.split(".pt")[0] if letter.isdigit())
-        if ".pt" in name and first <= int(digits or 0) < last:
+        if ".pt" in name and is_planted(int(digits or 0)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(descriptor)
 
     cl_train.system.checkpoints.os.fsync = fsync  # type: ignore[assignment]
 
 
-def at_image(act: Callable[[], None]) -> None:
-    """Call `act` when a process reads its image PLANT_STEP."""
-    original, calls = cl_train.data.transforms.ImageReader.read, [0]
+def bad_worker() -> None:
+    """Reading image PLANT_STEP of a worker's life raises something unforeseen.
+
+    With PLANT_EXIT the worker leaves by os._exit, as a decoder that calls exit() would.
+    """
+    original, calls, parent = cl_train.data.transforms.ImageReader.read, [0], os.getpid()
 
     def read(self: Any, *arguments: Any, **named: Any) -> int:
         calls[0] += 1
-        if calls[0] == number("STEP"):
-            act()
+        if calls[0] == number("STEP") and os.getpid() != parent:
+            if number("EXIT"):
+                os._exit(3)
+            raise MemoryError("planted")
         return original(self, *arguments, **named)
 
     cl_train.data.transforms.ImageReader.read = read  # type: ignore[method-assign]
-
-
-def worker_raises() -> None:
-    """Reading a training image raises something unforeseen, PLANT_STEP images into a worker's life."""
-
-    def fail() -> None:
-        raise MemoryError("planted")
-
-    at_image(fail)
-
-
-def worker_exits() -> None:
-    """A worker leaves by os._exit, as a decoder that calls exit() would."""
-    parent = os.getpid()
-    at_image(lambda: os._exit(3) if os.getpid() != parent else None)
 
 
 def check_layout() -> None:
@@ -183,6 +167,11 @@ def check_layout() -> None:
                         assert value.stride() == parameter.stride(), (value.stride(), parameter.stride())
 
     before_step(check)
+
+
+def check_layout_and_signal() -> None:
+    signal_after_save()
+    check_layout()
 
 
 def clock_jumps_back() -> None:
@@ -204,3 +193,8 @@ def slow_data() -> None:
         time.sleep(10_000)
 
     cl_train.training.setup.build_data = build_data
+
+
+if __name__ == "__main__":
+    slow_steps()
+    runpy.run_path(str(tiny.REPOSITORY / "train.py"), run_name="__main__")

@@ -1,53 +1,56 @@
-"""Whole training runs killed, stopped and resumed, and compared with an undisturbed run."""
+"""Whole runs killed, stopped and resumed, in training and in evaluation, and compared with undisturbed ones."""
 
 import json
-import random
+import shutil
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import plants
 import tiny
-from bench import Bench, has_completed, newest_step, wait_for
+from bench import Bench, Outcome, newest_step, wait_for
 from forkserver import Run
-from outcome import Outcome
 
 from tests.processes import send_and_wait
 
-SLOW = {"PLANT_MS": "15"}
+STOP_S = 2.0  # from a signal in an evaluation to the end, beside one validation batch
+EVAL_MS = 200  # per validation batch
+UNSAVED = {"checkpoint__every_steps": 0}
 
 
-def kill_training_run(bench: Bench, kills: int) -> Outcome:
-    """SIGKILL at random instants, `resume=auto` until done. A try is one kill of a live process."""
-    rng = random.Random(bench.seed)
-    with Outcome("SIGKILL of a whole training run at a random instant", bench.seed) as outcome:
-        number = 0
-        while outcome.tried < kills and number < 10 * kills + 10:
-            number += 1
-            layout = rng.choice(("true", "false"))
-            undisturbed = {"channels_last": layout, "log_every": rng.choice((1, 3)), "epochs": 3}
-            settings = undisturbed | {"data__workers": rng.choice((0, 0, 1, 3))}
-            settings |= {"checkpoint__background": rng.choice(("true", "false"))}
-            reference = bench.reference(**undisturbed)
-            run = bench.folder / f"killed-{number}"
-            kill_on_the_way(bench, run, rng, outcome, settings)
-            outcome.tried -= 1  # the end of the run is no try of its own
-            with outcome.attempt():
-                bench.check_resumed(run, reference, **settings)
-            outcome.counts["runs completed"] += 1
-            bench.forget(run)
-    return outcome
+def has_completed(run: Path, outcome: Outcome) -> bool:
+    """A signal that comes later finds no run to stop."""
+    summary = run / "summary.json"
+    has_ended = summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
+    outcome.counts["ended before the signal"] += has_ended
+    return has_ended
 
 
-def kill_on_the_way(bench: Bench, run: Path, rng: random.Random, outcome: Outcome, settings: dict[str, Any]) -> None:
+def kill_training_run(bench: Bench, outcome: Outcome, kills: int) -> None:
+    """SIGKILL of a whole run at random instants, `resume=auto` until done. A try is one kill of a live process."""
+    choice = outcome.random.choice
+    for number in outcome.numbers_until(kills):
+        undisturbed = {"channels_last": choice(("true", "false")), "log_every": choice((1, 3)), "epochs": 3}
+        settings = undisturbed | {"data__workers": choice((0, 0, 1, 3))}
+        settings |= {"checkpoint__background": choice(("true", "false"))}
+        reference = bench.reference(**undisturbed)
+        run = bench.folder / f"killed-{number}"
+        kill_on_the_way(bench, run, outcome, settings)
+        with outcome.attempt():
+            bench.check_resumed(run, reference, **settings)
+        outcome.tried -= 1  # the end of the run is no try of its own
+        outcome.counts["runs completed"] += 1
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def kill_on_the_way(bench: Bench, run: Path, outcome: Outcome, settings: dict[str, Any]) -> None:
     """One to three kills. Steps are slowed down so that most of a run's life is training, not start-up."""
     saved = 0
-    for _ in range(rng.choice((1, 2, 3))):
-        running = bench.start(run, "plants:slow_steps", {"PLANT_MS": "40"}, **settings)
-        time.sleep(rng.uniform(0.0, bench.seconds + 0.04 * settings["epochs"] * tiny.STEPS_PER_EPOCH))
-        if rng.random() < 0.5:
+    for _ in range(outcome.random.choice((1, 2, 3))):
+        running = bench.start(run, "slow_steps", {"MS": 40}, **settings)
+        time.sleep(outcome.random.uniform(0.0, bench.seconds + 0.04 * settings["epochs"] * tiny.STEPS_PER_EPOCH))
+        if outcome.random.random() < 0.5:
             running.kill_group()
         running.send(signal.SIGKILL)
         code = running.wait()
@@ -62,39 +65,30 @@ def kill_on_the_way(bench: Bench, run: Path, rng: random.Random, outcome: Outcom
         outcome.counts["killed before the first checkpoint"] += saved == 0
 
 
-def stop_signal_in_training(bench: Bench, count: int) -> Outcome:
+def stop_signal_in_training(bench: Bench, outcome: Outcome, count: int) -> None:
     """SIGTERM and SIGINT at a random instant of training: 143 or 130, saved at that step, resumed exactly."""
-    rng = random.Random(bench.seed)
     reference = bench.reference()
-    with Outcome("SIGTERM or SIGINT at a random step", bench.seed) as outcome:
-        number = 0
-        while outcome.tried < count and number < 10 * count + 10:
-            number += 1
-            signum, workers = rng.choice((signal.SIGTERM, signal.SIGINT)), rng.choice((0, 2))
-            run = bench.folder / f"signal-{number}"
-            settings = {"checkpoint__every_steps": 0, "data__workers": workers}
-            running = bench.start(run, "plants:slow_steps", SLOW, **settings)
-            wait_for(run / "metrics.jsonl", content="train")
-            time.sleep(rng.uniform(0.0, 0.25))
-            sent = time.monotonic()
-            running.send(signum)
-            code, seconds = running.wait(), time.monotonic() - sent
-            if has_completed(run):
-                outcome.counts["ended before the signal"] += 1
-                bench.forget(run)
-                continue
+    for number in outcome.numbers_until(count):
+        signum, workers = outcome.random.choice((signal.SIGTERM, signal.SIGINT)), outcome.random.choice((0, 2))
+        run = bench.folder / f"signal-{number}"
+        running = bench.start(run, "slow_steps", {"MS": 15}, data__workers=workers, **UNSAVED)
+        wait_for(run / "metrics.jsonl", content="train")
+        time.sleep(outcome.random.uniform(0.0, 0.25))
+        sent = time.monotonic()
+        running.send(signum)
+        code, seconds = running.wait(), time.monotonic() - sent
+        if not has_completed(run, outcome):
             outcome.slowest("exit", seconds)
             outcome.counts[f"stopped at step {newest_step(run):02d}"] += 1
             with outcome.attempt():
                 assert code == 128 + signum, f"{run.name}: exit code {code}: {running.output()[-300:]}"
                 assert seconds <= bench.limit_s(5), f"{run.name}: {seconds:.1f} s to exit"
                 check_stop(run, running)
-                bench.check_resumed(run, reference, checkpoint__every_steps=0)
-            bench.forget(run)
-        for one_more in (second_signal, early_signal, save_and_go_on):
-            with outcome.attempt():
-                one_more(bench)
-    return outcome
+                bench.check_resumed(run, reference, **UNSAVED)
+        shutil.rmtree(run, ignore_errors=True)
+    for one_more in (second_signal, early_signal, save_and_go_on):
+        with outcome.attempt():
+            one_more(bench)
 
 
 def check_stop(run: Path, running: Run) -> None:
@@ -104,11 +98,17 @@ def check_stop(run: Path, running: Run) -> None:
     assert "Traceback" not in running.output(), f"{run.name}: {running.output()[-500:]}"
 
 
+def held(bench: Bench, run: Path, **settings: Any) -> tuple[Run, Path]:
+    """A run in its third step, which waits until the file is deleted."""
+    hold = run.with_suffix(".hold")
+    running = bench.start(run, "hold_step", {"HOLD": hold}, **settings)
+    wait_for(hold)
+    return running, hold
+
+
 def second_signal(bench: Bench) -> None:
     """The step does not end; the second Ctrl-C does not wait for it."""
-    run, hold = bench.folder / "signal-second", bench.folder / "signal-second.hold"
-    running = bench.start(run, "plants:hold_step", {"PLANT_HOLD": str(hold)})
-    wait_for(hold)
+    running, _ = held(bench, bench.folder / "signal-second")
     send_and_wait(running.pid, signal.SIGINT)
     sent = time.monotonic()
     running.send(signal.SIGINT)
@@ -118,7 +118,7 @@ def second_signal(bench: Bench) -> None:
 
 def early_signal(bench: Bench) -> None:
     """Ctrl-C before the first step: one line, no traceback."""
-    running = bench.start(bench.folder / "signal-early", "plants:slow_data")
+    running = bench.start(bench.folder / "signal-early", "slow_data")
     wait_for(running.log, content="reading the data")
     running.send(signal.SIGINT)
     code, output = running.wait(), running.output()
@@ -128,10 +128,8 @@ def early_signal(bench: Bench) -> None:
 
 def save_and_go_on(bench: Bench) -> None:
     """SIGUSR1: a checkpoint appears in mid-epoch, the run ends as if nothing had happened."""
-    run, hold = bench.folder / "signal-usr1", bench.folder / "signal-usr1.hold"
-    settings = {"checkpoint__every_steps": 0, "checkpoint__every_epochs": 0}
-    running = bench.start(run, "plants:hold_step", {"PLANT_HOLD": str(hold)}, **settings)
-    wait_for(hold)
+    run = bench.folder / "signal-usr1"
+    running, hold = held(bench, run, checkpoint__every_epochs=0, **UNSAVED)
     send_and_wait(running.pid, signal.SIGUSR1)
     hold.unlink()
     assert running.wait() == 0, "SIGUSR1: the run did not go on"
@@ -140,32 +138,30 @@ def save_and_go_on(bench: Bench) -> None:
     bench.check_equal(run, bench.reference())
 
 
-def resume_at_every_step(bench: Bench, steps: Sequence[int], workers: Sequence[int]) -> Outcome:
-    """ended at every step of a 2-epoch run, by SIGKILL and by SIGTERM, for each number of workers, then resumed."""
+def resume_at_every_step(bench: Bench, outcome: Outcome, steps: Sequence[int], workers: Sequence[int]) -> None:
+    """A run ended at each step of its 2 epochs, by SIGKILL and by SIGTERM, for each number of workers, then resumed."""
     reference = bench.reference()
-    with Outcome("resume at every step of a 2-epoch run x workers", bench.seed) as outcome:
-        for count in workers:
-            for step in steps:
-                for signum in (signal.SIGKILL, signal.SIGTERM):
-                    outcome.counts[f"workers {count}"] += 1
-                    with outcome.attempt():
-                        resume_once(bench, reference, step, count, signum)
-    return outcome
+    for count in workers:
+        for step in steps:
+            for signum in (signal.SIGKILL, signal.SIGTERM):
+                outcome.counts[f"workers {count}"] += 1
+                with outcome.attempt():
+                    resume_once(bench, reference, step, count, signum)
 
 
 def resume_once(bench: Bench, reference: Path, step: int, workers: int, signum: int) -> None:
     run = bench.folder / f"resume-{workers}-{step}-{signum}"
-    plant = {"PLANT_STEP": str(step), "PLANT_SIGNAL": str(int(signum))}
-    code = bench.start(run, "plants:signal_after_save", plant, data__workers=workers).wait()
+    plant = {"STEP": step, "SIGNAL": int(signum)}
+    code = bench.start(run, "signal_after_save", plant, data__workers=workers).wait()
     expected = (-signal.SIGKILL,) if signum == signal.SIGKILL else (143, 0 if step == tiny.STEPS else 143)
     assert code in expected, f"{run.name}: exit code {code}"
     assert step <= newest_step(run) <= step + 1, f"{run.name}: newest checkpoint is step {newest_step(run)}"
     bench.check_resumed(run, reference, data__workers=workers)
-    bench.forget(run)
+    shutil.rmtree(run, ignore_errors=True)
 
 
-def resume_with_other_layout_or_precision(bench: Bench, full: bool) -> Outcome:
-    """layout, precision and workers change at each resume; the checkpoint fits itself to the new run."""
+def resume_with_other_layout_or_precision(bench: Bench, outcome: Outcome, full: bool) -> None:
+    """Layout, precision and workers change at each resume; the checkpoint fits itself to the new run."""
     changes: list[tuple[str, float, tuple[Any, ...]]] = [
         ("channels_last", 1e-4, ("false", "true", "false")),
         ("precision", 0.1, ("fp32", "bf16", "fp32")),
@@ -175,31 +171,75 @@ def resume_with_other_layout_or_precision(bench: Bench, full: bool) -> Outcome:
         ("precision", 0.1, ("fp32", "fp16_o2", "fp32")),
         ("precision", 0.1, ("fp16", "fp32", "fp16")),
     ]
-    with Outcome("resume in another layout, precision or number of workers", bench.seed) as outcome:
-        for key, tolerance, values in changes if full else changes[:3]:
-            with outcome.attempt():
-                change_form(bench, key, values if full else values[:2], tolerance)
-    return outcome
+    for key, tolerance, values in changes if full else changes[:3]:
+        with outcome.attempt():
+            change_form(bench, key, values if full else values[:2], tolerance)
 
 
 def change_form(bench: Bench, key: str, values: Sequence[Any], tolerance: float) -> None:
     """Each form runs a few steps and is killed, the last one runs to the end; held against a run in the first form."""
-    name = "-".join(map(str, values))
-    run, reference = bench.folder / f"changed-{name}", bench.reference(**{key: values[0]})
+    run, reference = bench.folder / f"changed-{'-'.join(map(str, values))}", bench.reference(**{key: values[0]})
     for number, value in enumerate(values):
         is_last = number == len(values) - 1
         layout = "channels_last" if key == "channels_last" and value == "true" else "contiguous_format"
-        plant = {"PLANT_STEP": str(3 * number + 3), "PLANT_SIGNAL": str(int(signal.SIGKILL)), "PLANT_FORMAT": layout}
-        hook = "plants:check_layout" if is_last else "run_faults:plant_kill_and_layout"
-        running = bench.start(run, hook, plant, **{key: value})
-        expected = 0 if is_last else -signal.SIGKILL
-        assert running.wait() == expected, f"{name}, part {number}: {running.output()[-700:]}"
+        plant = {"STEP": 3 * number + 3, "SIGNAL": int(signal.SIGKILL), "FORMAT": layout}
+        hook, code = ("check_layout", 0) if is_last else ("check_layout_and_signal", -signal.SIGKILL)
+        bench.run(run, code, hook=hook, plant=plant, **{key: value})
     if tolerance == 0:
         bench.check_equal(run, reference)
     else:
         tiny.check_losses(run, reference, tolerance)
 
 
-def plant_kill_and_layout() -> None:
-    plants.signal_after_save()
-    plants.check_layout()
+# --- in evaluation ----------------------------------------------------------------------------------------------------
+
+EVALUATED = {"model": "tiny:slow_model", **UNSAVED}
+
+
+def start_evaluation(bench: Bench, run: Path, world: int, of_ema: bool) -> list[Run]:
+    """A run that has just begun the evaluation of the model, or of the moving average of its weights."""
+    marker = bench.folder / f"{run.name}.marker"
+    runs = bench.start_ranks(run, world, plant={"EVAL_MS": EVAL_MS, "MARKER": marker}, **EVALUATED)
+    wait_for(Path(f"{marker}.ema") if of_ema else marker)
+    return runs
+
+
+def kill_in_evaluation(bench: Bench, outcome: Outcome, kills: int) -> None:
+    """SIGKILL in the evaluation of the model and of its moving average: the epoch is saved, the run resumes exactly."""
+    for number in range(kills):
+        run, of_ema = bench.folder / f"evaluation-kill-{number}", number % 2 == 0
+        (running,) = start_evaluation(bench, run, 1, of_ema)
+        time.sleep(outcome.random.uniform(0.0, 0.0015 * EVAL_MS))
+        running.send(signal.SIGKILL)
+        running.wait()
+        outcome.counts[f"in the evaluation of the {'EMA' if of_ema else 'model'}"] += 1
+        with outcome.attempt():
+            check_epoch_resumed(bench, run, 1)
+
+
+def stop_signal_in_evaluation(bench: Bench, outcome: Outcome, rounds: int) -> None:
+    """SIGTERM or SIGINT in an evaluation, with 1 and 2 ranks: ends within 2 s and one batch, with the epoch saved."""
+    for world in (1, 2):
+        for number in outcome.numbers_until(rounds):
+            run, signum = bench.folder / f"evaluation-{world}-{number}", (signal.SIGTERM, signal.SIGINT)[number % 2]
+            runs = start_evaluation(bench, run, world, of_ema=number % 4 > 1)
+            time.sleep(outcome.random.uniform(0.0, 0.001 * EVAL_MS))
+            sent = time.monotonic()
+            for one in runs:  # torchrun passes a signal on to all ranks
+                one.send(signum)
+            codes, seconds = [one.wait() for one in runs], time.monotonic() - sent
+            if has_completed(run, outcome):
+                continue
+            outcome.slowest(f"exit with {world} ranks", seconds)
+            with outcome.attempt():
+                assert codes == [128 + signum] * world, f"{run.name}: {codes} {runs[0].output()[-400:]}"
+                assert seconds <= bench.limit_s(STOP_S + EVAL_MS / 1000), f"{run.name}: {seconds:.1f} s"
+                check_epoch_resumed(bench, run, world)
+
+
+def check_epoch_resumed(bench: Bench, run: Path, world: int) -> None:
+    """The first epoch's checkpoint is there, and the run completes as if nothing had happened."""
+    epoch_end = run / f"checkpoints/step-{tiny.STEPS_PER_EPOCH:08d}.pt"
+    assert epoch_end.is_file(), f"{run.name}: the epoch was not saved before its evaluation"
+    bench.check_resumed(run, bench.reference(world, **EVALUATED), world=world, **EVALUATED)
+    tiny.check_loadable(run)

@@ -1,11 +1,10 @@
 """The fault matrix, with its quick counts as part of the ordinary tests, with its full counts by `--full`."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bench import Bench
+from bench import Bench, Outcome
 from forkserver import ForkServer
 from matrix import MATRIX
 
@@ -20,9 +19,8 @@ def counts(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, counts: str) -> Iterator[Bench]:
-    with ForkServer() as server:
-        yield Bench(server, tmp_path_factory.mktemp("bench"), patience=1.0 if counts == "full" else 60.0)
+def bench(tmp_path_factory: pytest.TempPathFactory, counts: str, fork_server: ForkServer) -> Bench:
+    return Bench(fork_server, tmp_path_factory.mktemp("bench"), patience=1.0 if counts == "full" else 60.0)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +29,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory, counts: str) -> Iterator[Ben
 def test_fault(name: str, bench: Bench, counts: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     fault = MATRIX[name]
-    if counts == "quick" and fault.quick is None:
+    arguments = fault.full if counts == "full" else fault.quick
+    if arguments is None:
         pytest.skip("takes long even for one try: --full")
-    outcome = fault.run(bench, counts)
-    print(f"{name} seed {outcome.seed}: {outcome.survived} of {outcome.tried} in {outcome.seconds:.1f} s")
+    with Outcome() as outcome:
+        fault.plant(bench, outcome, *arguments)
+    print(f"{name}: {outcome.survived} of {outcome.tried} in {outcome.seconds:.1f} s")
     if counts == "full":
         full_rows[name] = {
             "row": name,
-            **{key: getattr(outcome, key) for key in ("fault", "tried", "survived", "seed")},
+            "fault": (fault.plant.__doc__ or "").splitlines()[0],
+            **{key: getattr(outcome, key) for key in ("tried", "survived", "seed")},
             "lost": len(outcome.lost),
             "passed": fault.passes(outcome),
             "seconds": round(outcome.seconds, 1),

@@ -1,6 +1,5 @@
 """A run small enough to be killed a hundred times: models, images, and the command line of train.py."""
 
-import io
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from cl_train.system.checkpoints import CheckpointStore, load
 
@@ -93,9 +93,7 @@ def write_images(root: Path, per_class: int = 17, val_per_class: int = 5) -> Pat
             for number in range(count):
                 pixels = random.integers(0, 255, (40, 48, 3), dtype=np.uint8)
                 pixels[:, :, label] //= 4
-                buffer = io.BytesIO()
-                Image.fromarray(pixels).save(buffer, "JPEG")
-                (folder / f"{number:03d}.JPEG").write_bytes(buffer.getvalue())
+                Image.fromarray(pixels).save(folder / f"{number:03d}.JPEG")
     return root
 
 
@@ -139,22 +137,18 @@ def final_state(run: Path) -> dict[str, Any]:
     return {key: state[key] for key in ("model", "optimizer", "scaler", "average", "progress")}
 
 
-def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
+def differences(ours: Any, theirs: Any) -> list[str]:
     """Where two states differ by as much as a bit."""
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return [] if ours.dtype == theirs.dtype and torch.equal(ours, theirs) else [where]
-    if type(ours) is not type(theirs):
-        return [f"{where}: {type(ours).__name__} and {type(theirs).__name__}"]
-    if isinstance(ours, dict):
-        if ours.keys() != theirs.keys():
-            return [f"{where}: keys {sorted(ours.keys() ^ theirs.keys())}"]
-        return [line for key in ours for line in differences(ours[key], theirs[key], f"{where}.{key}")]
-    if isinstance(ours, list):
-        if len(ours) != len(theirs):
-            return [f"{where}: {len(ours)} and {len(theirs)} items"]
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        return [line for index, pair in pairs for line in differences(*pair, f"{where}[{index}]")]
-    return [] if ours == theirs else [f"{where}: {ours!r} and {theirs!r}"]
+    (leaves, structure), (others, other_structure) = map(tree_flatten_with_path, (ours, theirs))
+    if structure != other_structure:
+        return [f"{structure} and {other_structure}"]
+    return [keystr(path) for (path, one), (_, other) in zip(leaves, others, strict=True) if not is_same(one, other)]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def check_loadable(run: Path) -> None:

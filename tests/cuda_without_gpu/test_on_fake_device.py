@@ -1,0 +1,297 @@
+"""The real step, copies and models on tensors without data: nothing waits, races, or loses its layout or dtype."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cl_train.data import device as data_device
+from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch, to_device
+from cl_train.memory_format import model_call
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import classify
+from cl_train.memory_format.model_call import BufferBackup
+from cl_train.models.sources import build_model
+from cl_train.step import train_step as step_module
+from cl_train.step.cuda_graph import GraphedStep, Recorder
+from cl_train.step.optim import set_lr
+from cl_train.step.precision import BY_NAME, EMA, autocast, cast_model, resolve_precision
+from cl_train.step.train_step import Loss, StepParts, StepResult, train_step
+from cl_train.training.preflight import trial_step
+from tests.cuda_without_gpu.fake_cuda import CUDA, Device, Event, Stream, fake_cuda, without_data
+from tests.networks import small
+from tests.step.test_train_step import make_parts
+
+CPU = torch.device("cpu")
+
+# --- no part of a step reads a value of the device: every such read raises --------------------------------------------
+
+LOSSES = [
+    (Loss(), torch.int64),
+    (Loss(label_smoothing=0.1), torch.int64),
+    (Loss("bce", 0.1, bce_threshold=0.2), torch.float32),  # MixUp's targets
+]
+
+
+def run(
+    parts: StepParts,
+    step: Callable[[list[Batch]], StepResult] | None = None,
+    micro_steps: int = 1,
+    targets: torch.dtype = torch.int64,
+) -> None:
+    for _ in range(2):
+        set_lr(parts.optimizer, 0.1)
+        batches = []
+        for _ in range(micro_steps):
+            pixels = torch.randn(4, 3, 32, 32).to(parts.precision.input_dtype, memory_format=torch.channels_last)
+            labels = torch.rand(4, 3) if targets == torch.float32 else torch.zeros(4, dtype=targets)
+            batches.append(Batch(pixels, labels))
+        step(batches) if step else train_step(parts, batches)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("precision", BY_NAME)
+def test_a_step_never_waits(precision: str, optimizer: str) -> None:
+    """With and without clipping, in one and two micro-steps, with each loss."""
+    for (clip_norm, micro_steps), (loss, targets) in zip(((None, 1), (1.0, 2), (None, 2)), LOSSES, strict=True):
+        with without_data():
+            parts = make_parts(precision, optimizer=optimizer, clip_norm=clip_norm)
+            run(replace(parts, loss=loss), None, micro_steps, targets)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
+def test_what_surrounds_a_step_does_not_wait_either(precision: str) -> None:
+    """The average of the weights, the statistics at a log line, and the step that will be a CUDA graph."""
+    with without_data():
+        parts = make_parts(precision)
+        ema = EMA(parts.model, 0.9)
+        backup = BufferBackup(parts.model, ema.module)
+        run(parts, GraphedStep(parts, Recorder(CPU), warm_up=1), 2)
+        ema.update(parts.masters.state_dict())
+        backup.settle(torch.zeros(()) > 0)
+
+
+class Peeking(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images if images.sum() > 0 else -images
+
+
+def plant_in_accuracy(parts: StepParts, patch: pytest.MonkeyPatch) -> StepParts:
+    best = step_module.labels_and_top5
+    patch.setattr(step_module, "labels_and_top5", lambda logits, y: best(logits[: int(logits.abs().sum().item())], y))
+    return parts
+
+
+def plant_in_update(parts: StepParts, patch: pytest.MonkeyPatch) -> StepParts:
+    update = step_module.update_weights
+    patch.setattr(step_module, "update_weights", lambda parts: torch.tensor(update(parts).tolist()))
+    return parts
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        plant_in_accuracy,
+        plant_in_update,
+        lambda parts, patch: replace(parts, model=nn.Sequential(Peeking(), small(3))),
+        lambda parts, patch: replace(parts, loss=lambda logits, y: logits.sum() / float(logits.detach().max())),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_planted_a_read_is_found(precision: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_data(), pytest.raises(DataDependentOutputException):
+        run(plant(make_parts(precision), monkeypatch))
+
+
+def test_an_optimizer_without_a_fused_kernel_is_documented_to_wait() -> None:
+    with without_data(), pytest.raises(DataDependentOutputException):
+        run(make_parts("fp32", optimizer="rmsprop"))
+
+
+# --- streams under torch's race detector: copies to the device, recordings and the trial step -------------------------
+
+BATCHES = 6
+FORMAT = DeviceFormat(CUDA, torch.float16, torch.channels_last)
+
+
+def images() -> torch.Tensor:
+    return torch.zeros(4, 8, 8, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+
+
+def train_with_to_device(device: Device) -> None:
+    """An epoch as the loop runs it. The loader fills memory again three batches later."""
+    normalise = Normalise([0.5] * 3, [0.25] * 3, FORMAT)
+    torch.cuda.synchronize()
+    slots = [images() for _ in range(3)]
+
+    def loader() -> Iterator[RawBatch]:
+        for number in range(BATCHES):
+            device.write_on_host(slots[number % len(slots)])
+            yield RawBatch(slots[number % len(slots)], torch.zeros(4, dtype=torch.int64), number, epoch=0)
+
+    for batch in to_device(loader(), normalise):
+        (batch.images * 2).sum()
+        del batch
+    for slot in slots:  # of the next epoch
+        device.write_on_host(slot)
+
+
+def train_with_prefetcher(device: Device) -> None:
+    loader = [(images(), torch.zeros(4, dtype=torch.int64), {"id": torch.zeros(4)}) for _ in range(BATCHES)]
+    prefetcher = DevicePrefetcher(loader, CUDA, ahead=2)
+    torch.cuda.synchronize()
+    for pixels, targets, more in prefetcher:
+        (pixels * 2).sum() + targets.sum() + more["id"].sum()
+
+
+def record_and_replay(device: Device) -> None:
+    weight = torch.randn(8, 3, 3, 3, device=CUDA).clone()
+    recorder = Recorder(CUDA)
+    result = recorder.run(lambda: (weight * 2).sum())
+    weight.add_(result)
+    replay = recorder.record(lambda: (weight * 2).sum())
+    weight.add_(replay())
+
+
+def trial_on_the_recorders_stream(device: Device) -> None:
+    """As build.py: the model is converted on the current stream, tried on that of the recording, and then trained.
+
+    Autograd's engine needs a device, so the trial ends with the loss.
+    """
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)).to(CUDA)
+    model.to(memory_format=torch.channels_last)
+    recorder = Recorder(CUDA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", nothing)
+        patch.setattr(model_call, "random_state_restored", lambda device: nullcontext())
+        with recorder.on_stream():
+            trial_step(model, resolve_precision("fp16", CUDA), FORMAT, (4, 3, 8, 8), 3)
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+
+
+def nothing(*arguments: object) -> None:
+    return None
+
+
+PROGRAMS = [train_with_to_device, train_with_prefetcher, record_and_replay, trial_on_the_recorders_stream]
+
+
+@pytest.fixture
+def cuda() -> Iterator[Device]:
+    with fake_cuda() as device:
+        yield device
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_race(program: Callable[[Device], None], cuda: Device) -> None:
+    program(cuda)
+    assert cuda.errors == set()
+
+
+def test_one_side_stream_for_all_epochs(cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        train_with_to_device(cuda)
+        train_with_prefetcher(cuda)
+        record_and_replay(cuda)
+    assert cuda.made == 2, "one for copies and one for recordings"
+    monkeypatch.setattr(data_device, "_side_stream", torch.cuda.Stream)  # planted: a stream per epoch is counted
+    for _ in range(3):
+        train_with_to_device(cuda)
+    assert cuda.made == 5
+
+
+@pytest.mark.parametrize(
+    ("program", "owner", "name", "fault", "message"),
+    [
+        *((program, Stream, "wait_event", nothing, "race: ") for program in PROGRAMS),
+        *((program, torch.Tensor, "record_stream", nothing, "freed without record_stream") for program in PROGRAMS[:2]),
+        (train_with_to_device, Event, "query", lambda event: True, "released while it is copied"),
+        (train_with_to_device, Event, "synchronize", nothing, "released while it is copied"),
+    ],
+)
+def test_planted_a_missing_wait_is_found(
+    program: Any, owner: Any, name: str, fault: Any, message: str, cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    program(cuda)
+    assert any(message in error for error in cuda.errors), cuda.errors
+
+
+# --- every convolution of a zoo model gets channels_last half-precision input and weight ------------------------------
+
+QUICK, SLOW = ("squeezenet1_1", "alexnet", "resnet18"), ("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf")
+SLOW += ("efficientnet_b0", "mnasnet0_5", "regnet_y_400mf", "convnext_tiny")
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Convolutions(TorchDispatchMode):
+    """What each convolution got that it should not get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.problems = 0, set[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), words: Any = None) -> Any:
+        if function is torch.ops.aten.convolution.default:
+            self.count += 1
+            for name, tensor in zip(("input", "weight"), arguments, strict=False):
+                if tensor.dtype not in HALF or not tensor.is_cuda:
+                    self.problems.add(f"{name} is {tensor.dtype} on {tensor.device}")
+                if classify(tensor) not in ("channels_last", "ambiguous"):
+                    self.problems.add(f"{name} is {classify(tensor)}")
+        return function(*arguments, **(words or {}))
+
+
+def problems_of(model: nn.Module, precision_name: str) -> set[str]:
+    """Of one forward pass in training; the model is on cuda:0 and converted."""
+    precision = resolve_precision(precision_name, CUDA)
+    cast_model(model, precision)
+    pixels = torch.randn(2, 3, 64, 64, device=CUDA).to(precision.input_dtype, memory_format=torch.channels_last)
+    with Convolutions() as convolutions, autocast(precision, CUDA):
+        output = model(pixels)
+    assert convolutions.count and output.dtype in HALF
+    return convolutions.problems
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_every_convolution_of_a_zoo_model(name: str) -> None:
+    model = build_model(name, num_classes=10)
+    convert(model)
+    with fake_cuda(watched=False):
+        model.to(CUDA)
+        for precision in ("bf16", "fp16"):
+            assert problems_of(model, precision) == set(), precision
+
+
+class Losing(nn.Module):
+    """A model that leaves autocast, or channels_last."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.second, self.what = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), what
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.what == "layout":
+            return self.second(self.first(images).contiguous()).mean((2, 3))
+        with torch.autocast("cuda", enabled=False):
+            return self.second(self.first(images.float())).mean((2, 3)).half()
+
+
+@pytest.mark.parametrize(
+    ("planted", "expected"),
+    [(lambda: Losing("precision"), {"input is torch.float32 on cuda:0", "weight is torch.float32 on cuda:0"}),
+     (lambda: Losing("layout"), {"input is contiguous"}),
+     (lambda: build_model("shufflenet_v2_x0_5", num_classes=10), {"input is contiguous"})],  # its channel shuffle
+)  # fmt: skip
+def test_planted_a_leak_is_found(planted: Callable[[], nn.Module], expected: set[str]) -> None:
+    model = planted()
+    convert(model)
+    with fake_cuda(watched=False):
+        assert problems_of(model.to(CUDA), "fp16") == expected

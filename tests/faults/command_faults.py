@@ -1,0 +1,220 @@
+"""Wrong settings and words, odd folders and environments, and sweeps whose jobs fail or whose launcher is killed."""
+
+import contextlib
+import os
+import signal
+import string
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import tiny
+from bench import Bench, Outcome
+from forkserver import Run
+from rank_faults import MAX_ORPHAN_S, check_ended
+from training_faults import mounted
+
+from cl_train.comparison.sweep_plan import problem_of, read_sweep
+from cl_train.config.command_line import GROUPS, check_command_line
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
+from cl_train.config.validation import Setting, setting_fields
+from tests.processes import running_processes, wait_until
+
+MAX_LINES = 24  # one screen
+
+
+def wrong_values(item: Setting) -> Iterator[str]:
+    """Values that the setting cannot take, by its declared type and range."""
+    metadata, base = item.metadata, item.base_type.__name__
+    if item.list_depth:
+        yield from ("[a,b,c]", "[[1]]", "{a:1}") if base == "float" else ()
+        return
+    if base in ("int", "float"):
+        yield from ("many", "[1,2]", "nan", "inf", "''", "true", "{a:1}")
+        for name, outside in (("minimum", -1), ("above", 0), ("maximum", 1)):
+            if metadata[name] is not None:
+                yield str(metadata[name] + outside * (1 if base == "int" else 0.5))
+    if base == "int":
+        yield from ("1.5", "x" * 300)
+    if base == "bool":
+        yield from ("maybe", "3", "[true]", "''")
+    if base == "str" and metadata["choices"]:
+        yield from ("nonsense", "3", "[a]", "''", metadata["choices"][-1] + "x")
+    if not item.optional:
+        yield "null"
+
+
+def wrong_setting_values(bench: Bench, outcome: Outcome, limit: int | None) -> None:
+    """A setting with a wrong value: a ConfigError that names it, at most one screen, no other exception."""
+    settings = {key: item for key, item in setting_fields(Config).items() if key not in CHOSEN_BY_GROUP}
+    cases = [(f"{key}={value}", key) for key, item in settings.items() for value in wrong_values(item)]
+    outcome.random.shuffle(cases)
+    for word, name in [*cases[:limit], *((word, "") for word in HOSTILE_WORDS)]:
+        with outcome.attempt():
+            text = "\n".join(refusal(word))
+            assert name in text, f"{word[:80]}: the message does not name {name}: {text[:200]}"
+            is_short = text.count("\n") < MAX_LINES and len(text) <= 3000 + 2 * len(word[:80]) + len(word)
+            assert text.strip() and is_short, f"{word[:80]}: a message of {len(text)} characters"
+
+
+HOSTILE_WORDS = (
+    "+model._target_=os.system", "++optim._target_=os.system", "model._target_=os.system",
+    "+optim={_target_:os.system,command:id}", "optim={_target_:os.system}", "=3", "epochs", "epochs=", "~epochs",
+    "epochs=1,2", "data=nonsense", "experiment=../../etc/passwd", "data=/etc/passwd",
+    "batch_size=${oc.env:NO_SUCH_VARIABLE}", "batch_size=${nonsense}", "batch_size=${batch_size}", "epochs={",
+    "\x00=1", "epochs=\u0661\u0662", "é=1", "a" * 5000 + "=1", "--epochs=3", "--config-name=nothing",
+)  # fmt: skip
+
+
+def refusal(word: str) -> list[str]:
+    """What the command line is refused with."""
+    try:
+        check_command_line([word])
+    except ConfigError as error:
+        return error.problems
+    except SystemExit as error:  # argparse, for words that begin with --
+        assert error.code == 2, f"{word[:80]}: exit code {error.code}"
+        return ["usage"]
+    except BaseException as error:
+        raise AssertionError(f"{word[:80]}: {type(error).__name__}: {str(error)[:200]}") from None
+    raise AssertionError(f"{word[:80]}: accepted")
+
+
+def misspelt_settings(bench: Bench, outcome: Outcome, per_key: int) -> None:
+    """A key of a setting or group with one typing error; it survives where the right one is among the suggestions."""
+    known = {*setting_fields(Config), *GROUPS}
+    for key in sorted(known):
+        for _ in range(per_key):
+            place, letter = outcome.random.randrange(len(key)), outcome.random.choice(string.ascii_lowercase + "_")
+            start, rest = key[:place], key[place:]  # a letter left out, doubled, swapped, replaced or added
+            edits = (
+                start + rest[1:],
+                start + rest[0] + rest,
+                start + rest[1::-1] + rest[2:],
+                start + letter + rest[1:],
+            )
+            edited = outcome.random.choice((*edits, start + letter + rest))
+            if edited and edited not in known and not edited.startswith((".", "-")) and ".." not in edited:
+                with outcome.attempt():
+                    text = refusal(f"{edited}=1")[0]
+                    suggested = text.partition("did you mean ")[2].rstrip("?").split(", ")
+                    assert key in suggested, f"{edited} instead of {key}: {text}"
+    outcome.counts["right suggestions, per mille"] = 1000 * outcome.survived // outcome.tried
+
+
+def odd_folders_and_environments(bench: Bench, outcome: Outcome) -> None:
+    """Odd folders and environments: success, or one message and exit code 2; never a traceback."""
+    here, c_locale = bench.folder / "odd", {"TERM": "", "LANG": "C", "LC_ALL": "C"}
+    here.mkdir()
+    (here / "file").write_text("")
+    rows: list[tuple[Path, int, str, dict[str, str]]] = [
+        (here / "with space and = sign", 0, "", {}),
+        (here / "ünï ☃", 0, "", {}),
+        (here / "file/run", 2, "cannot write|Not a directory", {}),
+        (Path("/proc/nowhere"), 2, "cannot write|No such file", {}),
+        (here / "clock", 0, "", {}),
+        (here / "home", 0, "", {"HOME": ""} | c_locale),
+        (here / "home2", 0, "", {"HOME": "/nonexistent", "COLUMNS": "0"}),
+        (here / "secret", 0, "", {"API_TOKEN": "s3cr3t-value"}),
+    ]
+    for run, code, said, environment in rows:
+        with outcome.attempt():
+            hook = "clock_jumps_back" if run.name == "clock" else ""
+            bench.run(run, code, said, hook=hook, environment=environment)
+            for path in run.rglob("*"):  # configurations and summaries must not hold the environment
+                assert not (path.is_file() and b"s3cr3t-value" in path.read_bytes()), f"{path.name} holds a secret"
+    for name, options, codes in (  # real file systems
+        ("full", "size=64k", (1, 2)),
+        ("no-inodes", "size=8m,nr_inodes=2", (2,)),
+        ("read-only", "size=8m,ro", (2,)),
+    ):
+        (here / name).mkdir()
+        with mounted(here / name, options, outcome) as is_mounted:
+            if is_mounted:
+                running = bench.start(here / name / "run", "short_retries")
+                with outcome.attempt():
+                    is_told = running.wait() in codes and "Traceback" not in running.output()
+                    assert is_told, f"{name}: exit code {running.wait()}: {running.output()[-600:]}"
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+MODELS = ("tiny:model", "tiny:raising_model", "tiny:killed_model", "tiny:out_of_memory_model")
+
+
+def start_sweep(bench: Bench, words: list[str], environment: dict[str, str]) -> Run:
+    """`train.py -m ...`, whose jobs are programs of their own."""
+    return bench.server.start(["-m", *words], bench.new_log(), environment)
+
+
+def job_words(bench: Bench, folder: Path, **settings: object) -> list[str]:
+    words = tiny.words(bench.images, folder, resume=None, **settings)
+    return [f"hydra.sweep.dir={folder}", *(word for word in words if not word.startswith("hydra"))]
+
+
+def failing_sweep_jobs(bench: Bench, outcome: Outcome, rounds: int) -> None:
+    """A job of a sweep raises, is killed, runs out of memory.
+
+    The other jobs run, the record marks those that failed, the exit code says so, `resume_sweep` runs only them.
+    """
+    for number in range(rounds):
+        with outcome.attempt():
+            check_sweep(bench, bench.folder / f"sweep-{number}")
+        outcome.counts["jobs"] += len(MODELS)
+        outcome.counts["jobs that failed"] += len(MODELS) - 1
+
+
+def check_sweep(bench: Bench, folder: Path) -> None:
+    broken = bench.folder / "broken"
+    broken.touch()
+    environment = {"PLANT_BROKEN": str(broken)}
+    words = [f"model={','.join(MODELS)}", "compare_by=model", *job_words(bench, folder, model=None)]
+    sweep = start_sweep(bench, words, environment)
+    assert sweep.wait() == 1, f"exit code {sweep.wait()}: {sweep.output()[-500:]}"
+    names = [job.name for job in read_sweep(folder).jobs]
+    outcomes = [problem_of(folder / name) for name in names]
+    is_told = len(names) == len(MODELS) and outcomes[0] is None and all(outcomes[1:])
+    assert is_told, f"how the jobs ended: {outcomes}"
+    stamp = (folder / names[0] / "summary.json").stat().st_mtime_ns
+    broken.unlink()
+    check_sweep_resumed(bench, folder)
+    assert not any(problem_of(folder / name) for name in names), "a job has a problem in the end"
+    assert (folder / names[0] / "summary.json").stat().st_mtime_ns == stamp, "the completed job ran again"
+
+
+def check_sweep_resumed(bench: Bench, folder: Path) -> None:
+    again = start_sweep(bench, [f"resume_sweep={folder}"], {})
+    assert again.wait() == 0, f"resume_sweep: exit code {again.wait()}: {again.output()[-500:]}"
+
+
+def kill_sweep_launcher(bench: Bench, outcome: Outcome, kills: int) -> None:
+    """The launcher of a sweep killed: its job ends, and `resume_sweep` completes the sweep with every step once."""
+    for number in range(kills):
+        folder = bench.folder / f"launcher-{number}"
+        settings = {"nproc": 2, "batch_size": 4} if number % 5 == 4 else {}  # the job is torchrun
+        words = job_words(bench, folder, model="tiny:slow_model", checkpoint__every_steps=0, **settings)
+        launcher = start_sweep(bench, ["channels_last=false,true", *words], {"PLANT_MS": "60"})
+        wait_until(lambda: any(folder.glob("*/job.log")))  # noqa: B023
+        if number % 3:  # else at the job's start
+            wait_until(lambda: any("train" in path.read_text() for path in folder.glob("*/metrics.jsonl")))  # noqa: B023
+            time.sleep(outcome.random.uniform(0, 0.4))
+        launcher.send(signal.SIGKILL)
+        launcher.wait()
+        killed_at = time.monotonic()
+        with outcome.attempt():
+            check_ended(partial(running_in_folder, folder), bench.limit_s(MAX_ORPHAN_S))
+            outcome.slowest("end of children", time.monotonic() - killed_at)
+            check_sweep_resumed(bench, folder)
+            losses = [list(tiny.losses(path.parent)) for path in folder.glob("*/metrics.jsonl")]
+            assert losses == 2 * [list(range(2, tiny.STEPS + 1, 2))], losses  # each window once
+
+
+def running_in_folder(folder: Path) -> list[int]:
+    """Processes whose command line names the folder, in any session."""
+    found = []
+    for pid in running_processes():
+        with contextlib.suppress(OSError):
+            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found

@@ -1,0 +1,380 @@
+"""What a run reads: fuzzed and odd images, hostile archives, damaged shards, preparation that is killed, the order."""
+
+import hashlib
+import os
+import random
+import shutil
+import signal
+import struct
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import tiny
+from bench import Bench, Outcome
+from forkserver import Run
+from PIL import Image
+from rank_faults import MAX_ORPHAN_S, check_ended
+
+from cl_train.config.schema import ConfigError
+from cl_train.data.decode import BadImage, Encoded, read_file
+from cl_train.data.order import permutation, rank_share
+from cl_train.data.sample import SampleSpec, ensure_sample
+from cl_train.imagenet.archives import unpack
+from cl_train.imagenet.folders import resize_folder, verify
+from tests.data.image_folders import FLOAT_CHANNELS_LAST, data_of, encoded, folder_data, noise
+from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
+from tests.imagenet_archives import HOSTILE, make_archives
+from tests.processes import running_processes
+
+WNIDS = tuple(f"n{90_000_000 + number}" for number in range(12))
+MAX_SECONDS_PER_IMAGE = 2.0
+MAX_MEMORY_MIB = 1024
+PNG_MODES, SIZES = ("RGB", "L", "LA", "RGBA", "P", "1"), ((1, 1), (500, 1), (1, 500), (33, 500))
+
+
+def sound_files() -> dict[str, bytes]:
+    """JPEGs and PNGs of the kinds that ImageNet has, of 48 x 64 pixels."""
+    rgb, exif = noise(48, 64), Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "rotated"
+    jpegs = {
+        **{f"quality {q}, sampling {s}": {"quality": q, "subsampling": s} for q in (5, 60, 95) for s in (0, 1, 2)},
+        "progressive": {"progressive": True},
+        "optimised": {"optimize": True},
+        "restart markers": {"restart_marker_blocks": 1},
+        "EXIF orientation is ignored": {"exif": exif},
+        "corrupt EXIF": {"exif": b"Exif\0\0II*\0\x08\0\0\0\x09\0" + b"\x31" * 30},
+        "ICC profile of garbage": {"icc_profile": b"garbage" * 400},
+        "comment": {"comment": b"c" * 500},
+    }
+    whole, cmyk = encoded(rgb), encoded(rgb.convert("CMYK"))
+    adobe = cmyk.index(b"Adobe") + 11
+    sixteen = Image.fromarray((np.asarray(rgb)[:, :, 0].astype(np.uint16) << 8) + 7)
+    return {
+        **{name: encoded(rgb, **options) for name, options in jpegs.items()},
+        **{f"PNG {mode}": encoded(rgb.convert(mode), "PNG") for mode in PNG_MODES},
+        "PNG 16 bit grey": encoded(sixteen, "PNG"),
+        "grey": encoded(rgb.convert("L")),
+        "CMYK": cmyk,
+        "YCCK": cmyk[:adobe] + b"\x02" + cmyk[adobe + 1 :],  # as some of ImageNet's 22 are, by the Adobe marker
+        "trailing bytes": whole + b"\0" * 100,
+        "trailing text": whole + b"<html>" * 50,
+        "bytes before the end marker": whole[:-2] + b"\xff\xd9",
+    }
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Bit flips, cuts, splices, edits of the header and of the marker segments' lengths."""
+    result = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 5, 20))):
+        place = rng.randrange(len(result)) if rng.random() < 0.5 else rng.randrange(min(len(result), 700))
+        kind = rng.random()
+        if kind < 0.45:
+            result[place] ^= 1 << rng.randrange(8)
+        elif kind < 0.6:
+            result[place] = rng.choice((0x00, 0xFF, 0xD8, 0xD9, 0xC0, 0xC2, 0xDA, 0x80))
+        elif kind < 0.75:
+            result[place : place + 2] = struct.pack(">H", rng.choice((0, 1, 2, 0x7FFF, 0xFFFF)))
+        elif kind < 0.85:
+            del result[place : place + rng.randrange(1, 400)]
+        elif kind < 0.93:
+            other = rng.randrange(len(result))
+            result[place:place] = result[other : other + rng.randrange(1, 400)]
+        else:
+            del result[place:]
+        if not result:
+            return b"\xff"
+    return bytes(result)
+
+
+def fuzzed_images(bench: Bench, outcome: Outcome, count: int) -> None:
+    """Each fuzzed image becomes pixels or a counted, named error; no crash, no hang, bounded memory.
+
+    Once image by image in this process (time of each), once through the real loader with worker processes.
+    """
+    root = bench.new_folder()
+    files = [*sound_files().values(), *(encoded(noise(*size)) for size in SIZES)]
+    for split, number in (("train", count), ("val", 8)):
+        (root / split / "a").mkdir(parents=True)
+        for i in range(number):
+            data = mutate(files[i % len(files)], outcome.random) if split == "train" else files[0]
+            (root / split / "a" / f"{i:06d}.JPEG").write_bytes(data)
+    bad = 0
+    for path in sorted((root / "train/a").iterdir()):
+        with outcome.attempt():
+            found = decoded(path, outcome)
+            assert found, f"{path.name}: refused without a reason"
+            bad += isinstance(found, str)
+    outcome.counts["refused with a reason"], outcome.counts["decoded"] = bad, count - bad
+    with outcome.attempt():
+        through_loader(root, count, bad, outcome)
+    shutil.rmtree(root)
+
+
+def decoded(path: Path, outcome: Outcome) -> tuple[int, int] | str:
+    """Height and width of a file, or why it is refused."""
+    started = time.thread_time()  # CPU time: other processes do not make an image slow
+    try:
+        pixels = Encoded(read_file(path)).decode()
+        assert pixels.dtype == np.uint8 and pixels.shape[2:] == (3,), f"{path.name}: {pixels.dtype} {pixels.shape}"
+        found: tuple[int, int] | str = pixels.shape[:2]
+    except BadImage as error:
+        found = str(error)
+    seconds = time.thread_time() - started
+    outcome.slowest("image, CPU", seconds)
+    assert seconds <= MAX_SECONDS_PER_IMAGE, f"{path.name}: took {seconds:.1f} s of CPU time"
+    return found
+
+
+def through_loader(root: Path, count: int, expected_bad: int, outcome: Outcome) -> None:
+    """One epoch of the real loader: it must see and count exactly the images that cannot be decoded."""
+    data = folder_data(root, workers=2, on_bad_image="skip", max_bad_images=10 * count, batch_size=8)
+    images, shared = 0, peak_mib(os.getpid(), "VmRSS")
+    try:
+        for batch in data.train(0, FLOAT_CHANNELS_LAST):
+            images += len(batch.images)
+            assert batch.images.isfinite().all(), "the loader gave pixels that are not finite"
+        skipped = data.bad_images.skipped
+        # A fork shares its parent's pages, which count as its own: what matters is what it took on top of them.
+        grown = max(peak_mib(process.pid) for process in data.train_loader._workers.processes) - shared
+    finally:
+        data.close()
+    outcome.counts.update({"through the loader": images, "counted by the loader": skipped})
+    outcome.counts["peak MiB of a worker"] = int(grown)
+    assert images == data.batch_count() * 8, f"the loader gave {images} images, not {data.batch_count() * 8}"
+    # A bad image is met a second time where it is tried in place of a bad neighbour; the last batch may be dropped.
+    assert skipped >= expected_bad - 8, f"the loader counted {skipped} of {expected_bad} bad images"
+    assert grown <= MAX_MEMORY_MIB, f"a worker took {grown:.0f} MiB"
+
+
+def peak_mib(pid: int, field: str = "VmHWM") -> float:
+    """Most resident memory of a process so far (or with VmRSS, now)."""
+    return int(Path(f"/proc/{pid}/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
+
+
+def bomb_png(side: int) -> bytes:
+    """A PNG of side x side white pixels in a few kilobytes."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    rows = zlib.compress((b"\0" + b"\xff" * (side // 8)) * side, 9)
+    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def claims(data: bytes, side: int) -> bytes:
+    """A JPEG whose header says that it is of side x side pixels."""
+    place = data.index(b"\xff\xc0") + 5
+    return data[:place] + struct.pack(">HH", side, side) + data[place + 4 :]
+
+
+def odd_files() -> dict[str, tuple[bytes | Callable[[Path], object], tuple[int, int] | str]]:
+    """Name -> the file's bytes (or what makes it), and the size it decodes to or a part of the reason against it."""
+    rgb = noise(48, 64)
+    whole = encoded(rgb)
+    refused = {
+        **{f"{kind} named JPEG": (encoded(rgb, kind), "not a JPEG or PNG") for kind in ("BMP", "WEBP", "TIFF")},
+        "GIF named JPEG": (encoded(rgb.convert("P"), "GIF"), "not a JPEG or PNG"),
+        "text named JPEG": (b"<html>404</html>" * 20, "not a JPEG or PNG"),
+        "truncated": (whole[: len(whole) // 2], "truncated"),
+        "only a header": (whole[:20], ""),
+        "empty": (b"", "the file is empty"),
+        "decompression bomb": (bomb_png(20_000), "pixels"),
+        "a JPEG header that claims 65,500 x 65,500": (claims(whole, 65_500), "pixels"),
+        "a directory": (lambda path: path.mkdir(), "a directory"),
+        "a dangling link": (lambda path: path.symlink_to("nowhere"), "No such file"),
+        "a link loop": (lambda path: path.symlink_to(path.name), "symbolic links"),
+        "a FIFO": (os.mkfifo, "a FIFO"),
+        "a device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    }
+    sizes = {str(size): (encoded(Image.new("RGB", size[::-1])), size) for size in (*SIZES, (4000, 5000))}
+    return {name: (data, (48, 64)) for name, data in sound_files().items()} | sizes | refused
+
+
+def odd_imagenet_files(bench: Bench, outcome: Outcome) -> None:
+    """ImageNet's odd files: the expected outcome of each, table-driven; nothing may hang."""
+    folder = bench.new_folder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, (name, (make, expected)) in enumerate(odd_files().items()):
+            path = folder / f"{number:02d}.JPEG"
+            path.write_bytes(make) if isinstance(make, bytes) else make(path)
+            with outcome.attempt():
+                found = decoded(path, outcome)
+                fits = expected in found if isinstance(expected, str) and isinstance(found, str) else expected == found
+                assert fits, f"{name}: {found!r} instead of {expected!r}"
+    shutil.rmtree(folder)
+
+
+# --- archives and shards ----------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def hostile_archives(bench: Bench, outcome: Outcome) -> None:
+    """A hostile archive is refused by name, and nothing is left behind."""
+    folder = bench.new_folder()
+    for number, (name, content) in enumerate(HOSTILE.items()):
+        sandbox = folder / f"{number}/a/b"
+        sandbox.mkdir(parents=True)
+        (sandbox / "train.tar").write_bytes(content)
+        before = contents(folder)
+        with outcome.attempt():
+            try:
+                unpack(sandbox / "out", sandbox / "train.tar", None, None)
+                raise AssertionError(f"{name}: accepted")
+            except ConfigError as error:
+                assert "train.tar" in str(error), f"{name}: the message does not name the archive"
+            assert contents(folder) == before, f"{name}: left or touched something"
+
+
+def damaged_shards(bench: Bench, outcome: Outcome, count: int) -> None:
+    """One tar shard is damaged: an error, or bad images by name; no other sample is lost or has another label."""
+    for number in range(count):
+        root, kind = bench.new_folder(), list(DAMAGE)[number % len(DAMAGE)]
+        damage_one(root, kind, outcome.random)
+        with outcome.attempt():
+            losses = list(silent_losses(root))
+            assert not losses, f"{kind}: {losses}"
+        shutil.rmtree(root)
+
+
+# --- preparation ------------------------------------------------------------------------------------------------------
+
+
+def run_prepare(root: str, train: str, val: str, devkit: str) -> None:
+    """In a child."""
+    unpack(Path(root), Path(train), Path(val), Path(devkit))
+
+
+def generate_sample(folder: str) -> None:
+    """In a child."""
+    ensure_sample(Path(folder), SampleSpec(train_per_class=20, val_per_class=4, scale=0.5))
+
+
+def resize_images(folder: str, source: str) -> None:
+    """In a child."""
+    resize_folder(Path(source), Path(folder), max_side=24, workers=2)
+
+
+def prepare(bench: Bench, function: str, *arguments: Path) -> Run:
+    return bench.server.call(f"input_faults:{function}", list(map(str, arguments)), bench.new_log())
+
+
+def kill_while_unpacking_imagenet(bench: Bench, outcome: Outcome, kills: int) -> None:
+    """prepare_imagenet killed at random instants, then run to the end: the folder is as without, `verify` agrees."""
+    folder = bench.new_folder()
+    archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
+    started = time.monotonic()
+    unpack(folder / "reference", **archives)
+    duration, out = time.monotonic() - started, folder / "out"
+    arguments = [out, *(archives[name] for name in ("train", "val", "devkit"))]
+    for _ in range(kills):
+        run = prepare(bench, "run_prepare", *arguments)
+        time.sleep(outcome.random.uniform(0.0, duration / 3))
+        run.send(signal.SIGKILL)
+        outcome.counts["finished before the kill"] += run.wait() == 0
+        outcome.counts["kills that left images"] += any(out.rglob("*.JPEG"))
+        with outcome.attempt():
+            for path in out.glob("train/n*"):
+                whole = [file for file in path.glob("*.JPEG") if file.stat().st_size]
+                assert len(whole) == 60, f"what has its final name is not whole: {path.name}"
+        if len(list(out.glob("val/*/*.JPEG"))) == 600:
+            shutil.rmtree(out)  # start again, so that all kills hit work
+    code = prepare(bench, "run_prepare", *arguments).wait()
+    _, problems = verify(out, deep=True, expect="any", workers=1)
+    with outcome.attempt():
+        assert code == 0, f"the last run ended with {code}"
+        assert contents(out) == contents(folder / "reference"), "another folder than without kills"
+        assert not problems, problems
+
+
+def kill_while_generating_sample(bench: Bench, outcome: Outcome, kills: int) -> None:
+    """The first thing that a newcomer interrupts: the next command generates the same sample and never hangs."""
+    kill_preparation(bench, outcome, kills, bench.new_folder(), "generate_sample")
+
+
+def kill_while_resizing_images(bench: Bench, outcome: Outcome, kills: int) -> None:
+    """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same folder."""
+    folder = bench.new_folder()
+    kill_preparation(
+        bench, outcome, kills, folder, "resize_images", tiny.write_images(folder / "images", per_class=300)
+    )
+
+
+def kill_preparation(bench: Bench, outcome: Outcome, kills: int, folder: Path, function: str, *arguments: Path) -> None:
+    assert prepare(bench, function, folder / "out-0", *arguments).wait() == 0
+    started = time.monotonic()
+    assert prepare(bench, function, folder / "out-timed", *arguments).wait() == 0
+    duration = time.monotonic() - started
+    for number in range(1, kills + 1):
+        out = folder / f"out-{number}"
+        run = prepare(bench, function, out, *arguments)
+        time.sleep(outcome.random.uniform(0.0, duration))
+        run.send((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3])
+        outcome.counts["finished before the kill"] += run.wait(bench.limit_s(MAX_ORPHAN_S)) == 0
+        ended_at = time.monotonic()
+        with outcome.attempt():
+            check_ended(partial(running_in_session, run.pid), bench.limit_s(MAX_ORPHAN_S))
+            outcome.slowest("end of children", time.monotonic() - ended_at)
+            again = prepare(bench, function, out, *arguments)
+            code = again.wait(bench.limit_s(10 * duration + 20))
+            again.kill_group()
+            assert code == 0, f"the next command: {code}: {again.output()[-400:]}"
+            assert contents(out) == contents(folder / "out-0"), "another folder than without kills"
+
+
+def running_in_session(session: int) -> list[int]:
+    return [pid for pid, fields in running_processes().items() if fields[3] == str(session)]
+
+
+# --- which images an epoch sees ---------------------------------------------------------------------------------------
+
+
+def images_seen_per_epoch(bench: Bench, outcome: Outcome, count: int) -> None:
+    """World size x number of images x batch x resume point, and once with the real loader and its validation split.
+
+    The rule: an epoch is floor(N / global batch) full batches, all images distinct, the rest dropped; another seed or
+    epoch is another order; evaluation counts N images.
+    """
+    for _ in range(count):
+        with outcome.attempt():
+            check_epoch(outcome.random)
+    root = tiny.write_images(bench.new_folder())
+    with outcome.attempt():
+        for world in (1, 2, 3, 4):
+            labels = []
+            for rank in range(world):
+                data = data_of(name="folder", root=str(root), image_size=8, rank=rank, world_size=world)
+                labels += [label for batch in data.validation(FLOAT_CHANNELS_LAST) for label in batch.targets.tolist()]
+                data.close()
+            assert sorted(labels) == [0] * 5 + [1] * 5 + [2] * 5, f"evaluation with {world} ranks: {len(labels)} of 15"
+
+
+def check_epoch(rng: random.Random) -> None:
+    world, images, batch = rng.choice((1, 2, 3, 4)), rng.choice((97, 100, 101)), rng.choice((1, 7, 16))
+    seed, epoch = rng.randrange(2**32), rng.randrange(90)
+    order, steps = permutation(seed, epoch, images), images // (batch * world)
+    resumed_at, other_world = rng.randrange(steps + 1), world
+    if batch * world % 2 == 0:
+        other_world = world * 2 if batch % 2 == 0 else max(1, world // 2)
+    seen: list[int] = []
+    for step in range(steps):
+        ranks = world if step < resumed_at else other_world
+        shares = [rank_share(order, step, batch * world // ranks, rank, ranks) for rank in range(ranks)]
+        seen += np.concatenate(shares).tolist()
+    said = f"{len(seen)} images, {len(set(seen))} distinct, {steps} steps of {batch} x {world}"
+    assert len(set(seen)) == len(seen) == steps * batch * world, said
+    assert seen == order[: len(seen)].tolist(), "another order after resuming with another world size"
+    assert sorted(order.tolist()) == list(range(images)), "not a permutation"
+    assert (order != permutation(seed, epoch + 1, images)).any(), "two epochs have the same order"
