@@ -22,9 +22,10 @@ import cl_train
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child, known_issues
+from tests.faults.forkserver import ForkServer
 from tests.networks import aborts_in_channels_last, small
 from tests.processes import LIMIT_S, wait_until
-from tests.ranks import ENVIRONMENT, ROOT
+from tests.ranks import ROOT
 
 CALLS: list[int] = []
 
@@ -140,16 +141,14 @@ COMMANDS: list[tuple[list[str], int, str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "code", "message"), COMMANDS)
 def test_commands_survive_a_model_that_aborts_in_channels_last(
-    words: list[str], code: int, message: str, tmp_path: Path
+    words: list[str], code: int, message: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     if words[0] == "train":
         words = [*words, f"hydra.run.dir={tmp_path}"]
-    command = [sys.executable, "-m", "cl_train", *words]
-    environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert message in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONWARNINGS": "ignore"}
+    done = fork_server.call("forkserver:run_command", [words], tmp_path / "log", environment)
+    assert done.wait() == code, done.output()
+    assert message in done.output() and "Traceback" not in done.output()
     if words[0] == "train":
         summary = tmp_path / "summary.json"
         assert (summary.is_file() and json.loads(summary.read_text())["status"] == "completed") == (code == 0)

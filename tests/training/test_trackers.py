@@ -3,10 +3,7 @@
 import importlib.util
 import json
 import logging
-import os
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +17,7 @@ from cl_train.config.schema import ConfigError
 from cl_train.training import trackers
 from cl_train.training.loop import check_runs
 from tests.conftest import Run
+from tests.faults.forkserver import ForkServer
 
 Train = Callable[..., Run]
 received: list[dict[str, Any]] = []
@@ -104,18 +102,17 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
 # --- the real packages ------------------------------------------------------------------------------------------------
 
 
-def train_in_two_parts(folder: Path, images: Path, tracker: str, **environment: str) -> None:
+def train_in_two_parts(
+    server: ForkServer, folder: Path, images: Path, tracker: str, environment: dict[str, str]
+) -> None:
     """Two processes, the second resumes the first, in the folder of a sweep."""
     folder.mkdir(parents=True)
     (folder.parent / "sweep.json").write_text("{}")
     words = [f"data.root={images}", "data=folder", "data.image_size=32", "data.workers=0", "batch_size=32"]
     words += ["model=tests.networks:small", "device=cpu", "precision=fp32", f"hydra.run.dir={folder}", "log_every=1"]
     for more in (["epochs=1"], ["epochs=2", "resume=auto"]):
-        done = subprocess.run(
-            [sys.executable, "train.py", *words, f"log_to=[{tracker}]", *more],
-            env=os.environ | environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0 and "log_to=" not in done.stdout, done.stdout + done.stderr
+        done = server.start([*words, f"log_to=[{tracker}]", *more], folder / f"log-{more[0]}", environment)
+        assert done.wait() == 0 and "log_to=" not in done.output(), done.output()
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -135,9 +132,9 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> None:
+def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     folder = tmp_path / "sweep" / "job"
-    train_in_two_parts(folder, image_folder, "wandb")
+    train_in_two_parts(fork_server, folder, image_folder, "wandb", {})
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     records = [record for path in files for record in wandb_records(path)]
     runs = [record.run for record in records if record.HasField("run")]
@@ -149,11 +146,11 @@ def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_mlflow_continues_the_run(image_folder: Path, tmp_path: Path) -> None:
+def test_mlflow_continues_the_run(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     has_server = importlib.util.find_spec("sqlalchemy")  # mlflow, not only its client mlflow-skinny
     uri = f"sqlite:///{tmp_path}/mlflow.db" if has_server else f"file://{tmp_path}/mlruns"
     folder = tmp_path / "sweep" / "job"
-    train_in_two_parts(folder, image_folder, "mlflow", MLFLOW_TRACKING_URI=uri)
+    train_in_two_parts(fork_server, folder, image_folder, "mlflow", {"MLFLOW_TRACKING_URI": uri})
     import mlflow
 
     client = mlflow.MlflowClient(uri)

@@ -1,4 +1,4 @@
-"""Two ranks under torchrun on gloo: they stay equal, stop together, and only rank 0 needs the run folder."""
+"""Two ranks on gloo: they stay equal, stop together, and only rank 0 needs the run folder."""
 
 import json
 from pathlib import Path
@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from tests.conftest import write_images
-from tests.ranks import launch
+from tests.faults.forkserver import ForkServer
+from tests.ranks import fork_two_ranks
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two-ranks")
     write_images(folder / "images", {"train": 16, "val": 7})
-    done = launch(2, "-m", "tests.training.two_ranks", str(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
+    fork_two_ranks(fork_server, folder, "tests.training.two_ranks:main", str(folder))
     return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 

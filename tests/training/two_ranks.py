@@ -1,11 +1,10 @@
-"""Runs of `train` on two ranks, started by `torchrun ... -m tests.training.two_ranks FOLDER` from test_two_ranks.py.
+"""Runs of `train` on two ranks, in processes that test_two_ranks.py forks.
 
 Each rank writes what it saw to FOLDER/rank-<n>.json.
 """
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +108,7 @@ CASES: list[Callable[[Path], Any]] = [
     evaluation_is_eager_with_compile,
 ]
 
-if __name__ == "__main__":
-    found = {case.__name__: case(Path(sys.argv[1])) for case in CASES}
-    (Path(sys.argv[1]) / f"rank-{RANK}.json").write_text(json.dumps(found))
+
+def main(folder: str) -> None:
+    found = {case.__name__: case(Path(folder)) for case in CASES}
+    (Path(folder) / f"rank-{RANK}.json").write_text(json.dumps(found))
