@@ -117,8 +117,9 @@ def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`channels_last=auto` measures two rounds, and knows no earlier choice."""
     from cl_train.comparison import paired
 
-    measure = paired.benchmark_layouts
+    measure, mixed = paired.benchmark_layouts, paired._mixed_layout
     monkeypatch.setattr(paired, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0}))
+    monkeypatch.setattr(paired, "_mixed_layout", lambda model, workload, _: mixed(model, workload, 0.1))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

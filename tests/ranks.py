@@ -38,13 +38,14 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
 
 
-def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: Any) -> list[Run]:
+def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: Any, **environment: str) -> list[Run]:
     """`module:function(*arguments)` in two processes as torchrun starts them, without three imports of torch.
 
     They have ended well; their output is in `folder`.
     """
     (port,) = free_ports(1)
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= environment
     ranks = [
         server.call(function, [*arguments], folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")

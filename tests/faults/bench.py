@@ -65,6 +65,10 @@ class Outcome:
     def survived(self) -> int:
         return self.tried - len(self.lost)
 
+    @property
+    def passes(self) -> bool:
+        return self.tried > 0 and not self.lost
+
 
 @dataclass
 class Bench:

@@ -62,8 +62,9 @@ def check_store(folder: Path, outcome: Outcome) -> None:
     assert folder.exists() or not confirmed, "the folder is gone"
     if not folder.exists():
         return
+    tiny.check_loadable(folder.parent, folder.name)
     for path in folder.glob("*.pt"):
-        state = loaded(path)
+        state = load(path)
         step = float(state["progress"]["step"])
         assert torch.equal(state["values"], torch.full((EIGHT_MB,), step)), f"{path}: values of another step"
     temporary = [path.name for path in folder.iterdir() if not path.name.endswith(".pt")]
@@ -78,50 +79,25 @@ def check_store(folder: Path, outcome: Outcome) -> None:
     assert all(path.name.endswith(".pt") for path in folder.iterdir()), "the next start left the temporary file"
 
 
-def loaded(path: Path) -> dict[str, Any]:
-    try:
-        return load(path)
-    except CheckpointError as error:
-        raise AssertionError(str(error)) from None
-
-
 @contextmanager
 def failing_disk(kind: str, at_byte: int) -> Iterator[None]:
-    """Writes of a checkpoint fail at a byte: by the kernel's own file size limit, or with ENOSPC or EIO."""
-    if kind == "EFBIG":
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, previous)
-        return
-    original = torch.save
+    """Writes fail at a byte by the kernel's own limit of a file's size, whose EFBIG may become ENOSPC or EIO."""
+    before, original = resource.getrlimit(resource.RLIMIT_FSIZE), torch.save
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def save(state: Any, file: Any) -> None:
-        original(state, FailingFile(file, kind, at_byte))
+        try:
+            original(state, file)
+        except OSError as error:
+            raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind))) from error
 
-    with unittest.mock.patch.object(torch, "save", save):
-        yield
-
-
-class FailingFile:
-    """A file whose disk fails at a byte."""
-
-    def __init__(self, file: Any, kind: str, at_byte: int) -> None:
-        self.file, self.error, self.at_byte = file, getattr(errno, kind), at_byte
-
-    def write(self, data: bytes) -> int:
-        left = max(0, self.at_byte - self.file.tell())
-        if len(data) > left:
-            self.file.write(memoryview(data)[:left])
-            raise OSError(self.error, os.strerror(self.error))
-        return int(self.file.write(data))
-
-    def flush(self) -> None:
-        self.file.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, before[1]))
+    try:
+        with unittest.mock.patch.object(torch, "save", save):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, previous)
 
 
 def disk_full_while_writing_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:

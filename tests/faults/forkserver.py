@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -88,16 +89,12 @@ class ForkServer:
 
     def start(self, words: list[str], log: Path, environment: dict[str, str] | None = None, hook: str = "") -> Run:
         """Run train.py; `hook` is a `module:function` called in the child before it, to plant a fault."""
-        return self._fork({"words": words, "log": str(log), "environment": environment or {}, "hook": hook})
+        return self.call("forkserver:run_script", [str(REPOSITORY / "train.py"), words, hook], log, environment)
 
     def call(self, function: str, arguments: list[Any], log: Path, environment: dict[str, str] | None = None) -> Run:
         """Run `module:function(*arguments)` in a process of its own."""
         question = {"call": function, "arguments": arguments, "log": str(log), "environment": environment or {}}
-        return self._fork(question)
-
-    def _fork(self, question: dict[str, Any]) -> Run:
         pid = self.ask(question)["pid"]
-        log = Path(question["log"])
         self.running.add(pid)
         return Run(self, pid, log)
 
@@ -147,10 +144,7 @@ def fork(question: dict[str, Any]) -> int:
         for target, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, target)
         os.environ.update(question["environment"])
-        if "call" in question:
-            named(question["call"])(*question["arguments"])
-        else:
-            run_program(question)
+        named(question["call"])(*question["arguments"])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -175,12 +169,6 @@ def named(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def run_program(question: dict[str, Any]) -> None:
-    if question["hook"]:
-        named(question["hook"])()
-    run_script(str(REPOSITORY / "train.py"), question["words"])
-
-
 def run_command(words: list[str]) -> None:
     """As `cl-train word ...`."""
     from cl_train.cli import main
@@ -188,10 +176,10 @@ def run_command(words: list[str]) -> None:
     sys.exit(main(words))
 
 
-def run_script(path: str, words: list[str]) -> None:
-    """As `python path word ...`."""
-    import runpy
-
+def run_script(path: str, words: list[str], hook: str = "") -> None:
+    """As `python path word ...`, after a function without arguments."""
+    if hook:
+        named(hook)()
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")

@@ -267,35 +267,13 @@ def resize_images(folder: str, source: str) -> None:
     resize_folder(Path(source), Path(folder), max_side=24, workers=2)
 
 
-def prepare(bench: Bench, function: str, *arguments: Path) -> Run:
-    return bench.server.call(f"input_faults:{function}", list(map(str, arguments)), bench.new_log())
-
-
 def kill_while_unpacking_imagenet(bench: Bench, outcome: Outcome, kills: int) -> None:
-    """prepare_imagenet killed at random instants, then run to the end: the folder is as without, `verify` agrees."""
+    """prepare_imagenet killed on its way: what has its final name is whole; the next command makes the same folder."""
     folder = bench.new_folder()
     archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
-    started = time.monotonic()
-    unpack(folder / "reference", **archives)
-    duration, out = time.monotonic() - started, folder / "out"
-    arguments = [out, *(archives[name] for name in ("train", "val", "devkit"))]
-    for _ in range(kills):
-        run = prepare(bench, "run_prepare", *arguments)
-        time.sleep(outcome.random.uniform(0.0, duration / 3))
-        run.send(signal.SIGKILL)
-        outcome.counts["finished before the kill"] += run.wait() == 0
-        outcome.counts["kills that left images"] += any(out.rglob("*.JPEG"))
-        with outcome.attempt():
-            for path in out.glob("train/n*"):
-                whole = [file for file in path.glob("*.JPEG") if file.stat().st_size]
-                assert len(whole) == 60, f"what has its final name is not whole: {path.name}"
-        if len(list(out.glob("val/*/*.JPEG"))) == 600:
-            shutil.rmtree(out)  # start again, so that all kills hit work
-    code = prepare(bench, "run_prepare", *arguments).wait()
-    _, problems = verify(out, deep=True, expect="any", workers=1)
+    kill_preparation(bench, outcome, kills, folder, "run_prepare", *(archives[n] for n in ("train", "val", "devkit")))
     with outcome.attempt():
-        assert code == 0, f"the last run ended with {code}"
-        assert contents(out) == contents(folder / "reference"), "another folder than without kills"
+        _, problems = verify(folder / "out-1", deep=True, expect="any", workers=1)
         assert not problems, problems
 
 
@@ -313,21 +291,30 @@ def kill_while_resizing_images(bench: Bench, outcome: Outcome, kills: int) -> No
 
 
 def kill_preparation(bench: Bench, outcome: Outcome, kills: int, folder: Path, function: str, *arguments: Path) -> None:
-    assert prepare(bench, function, folder / "out-0", *arguments).wait() == 0
+    """Each folder is killed twice on its way, and then finished."""
+
+    def prepare(out: Path) -> Run:
+        return bench.server.call(f"input_faults:{function}", [str(out), *map(str, arguments)], bench.new_log())
+
+    assert prepare(folder / "out-0").wait() == 0
     started = time.monotonic()
-    assert prepare(bench, function, folder / "out-timed", *arguments).wait() == 0
+    assert prepare(folder / "out-timed").wait() == 0
     duration = time.monotonic() - started
     for number in range(1, kills + 1):
         out = folder / f"out-{number}"
-        run = prepare(bench, function, out, *arguments)
-        time.sleep(outcome.random.uniform(0.0, duration))
-        run.send((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3])
-        outcome.counts["finished before the kill"] += run.wait(bench.limit_s(MAX_ORPHAN_S)) == 0
-        ended_at = time.monotonic()
         with outcome.attempt():
-            check_ended(partial(running_in_session, run.pid), bench.limit_s(MAX_ORPHAN_S))
-            outcome.slowest("end of children", time.monotonic() - ended_at)
-            again = prepare(bench, function, out, *arguments)
+            for signum in ((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3], signal.SIGKILL):
+                run = prepare(out)
+                time.sleep(outcome.random.uniform(0.0, 0.6 * duration))
+                run.send(signum)
+                outcome.counts["finished before the kill"] += run.wait(bench.limit_s(MAX_ORPHAN_S)) == 0
+                ended_at = time.monotonic()
+                check_ended(partial(running_in_session, run.pid), bench.limit_s(MAX_ORPHAN_S))
+                outcome.slowest("end of children", time.monotonic() - ended_at)
+                for path in filter(Path.is_dir, (out / "train" / wnid for wnid in WNIDS)):
+                    count = sum(1 for file in path.glob("*.JPEG") if file.stat().st_size)
+                    assert count == 60, f"what has its final name is not whole: {path.name}"
+            again = prepare(out)
             code = again.wait(bench.limit_s(10 * duration + 20))
             again.kill_group()
             assert code == 0, f"the next command: {code}: {again.output()[-400:]}"

@@ -41,10 +41,10 @@ def test_fault(name: str, bench: Bench, counts: str, caplog: pytest.LogCaptureFi
             "fault": (fault.plant.__doc__ or "").splitlines()[0],
             **{key: getattr(outcome, key) for key in ("tried", "survived", "seed")},
             "lost": len(outcome.lost),
-            "passed": fault.passes(outcome),
+            "passed": outcome.passes,
             "seconds": round(outcome.seconds, 1),
             "commit": str(git_state()["commit"] or "")[:7] or None,
             "counts": dict(outcome.counts),
             "first_losses": outcome.lost[:5],
         }
-    assert fault.passes(outcome), outcome.lost
+    assert outcome.passes, outcome.lost

@@ -151,9 +151,9 @@ def is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def check_loadable(run: Path) -> None:
+def check_loadable(run: Path, checkpoints: str = "checkpoints") -> None:
     """Only whole checkpoints may have their names."""
-    for path in sorted((run / "checkpoints").glob("*.pt")):
+    for path in sorted((run / checkpoints).glob("*.pt")):
         try:
             load(path)
         except RuntimeError as error:
