@@ -7,5 +7,5 @@ if [ "${1:-}" = --faults ]; then
     shift
     exec .venv/bin/python -m pytest tests/faults --full "$@"
 fi
-# Two processes; a file stays in one, and the long files come first. Later arguments win: -n 0 is one process.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three processes on two cores, because many tests wait; a file stays in one. Later arguments win: -n 0 is one process.
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
