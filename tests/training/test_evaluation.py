@@ -67,10 +67,9 @@ def test_logits_equal_those_of_the_published_pipeline(
     reference = torch.stack(images).double()
     torch.manual_seed(0)
     model = build_model(model_name, num_classes=10, image_size=published["image_size"])
-    for module in model.modules():
-        module.momentum = None  # the statistics of BatchNorm become those of the batch
     with torch.no_grad():
-        model(reference.float())
+        for _ in range(20):
+            model(reference.float())
     model.double().eval()
     mean, std = (torch.tensor(published[name]).view(3, 1, 1) for name in ("mean", "std"))
     grey_levels = [255 * (pixels * std + mean) for pixels in (ours, reference)]
