@@ -23,10 +23,9 @@ from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.build import build_model as build_trained
+from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state
-from cl_train.training.evaluation import predictions
-from cl_train.training.preflight import resolve_batch_size
+from cl_train.training.evaluation import outputs
 from cl_train.training.state import TrainState, collect, restore
 from tests.conftest import Run
 from tests.ranks import TINY, launch
@@ -161,7 +160,7 @@ def test_evaluation_between_replays_changes_nothing() -> None:
     for step in range(12):
         found += train_steps(disturbed, 1, first=step)
         batches = [batch_of(disturbed, 100 + step, images=7)]
-        predictions(disturbed.model, batches, disturbed.parts.precision, disturbed.parts.device)
+        list(outputs(disturbed.model, batches, disturbed.parts.precision))
     assert found == expected
 
 
@@ -248,7 +247,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
 
 def test_batch_size_auto_fits() -> None:
     cfg = settings(batch_size="auto", data={"synthetic_images": 512})
-    found = resolve_batch_size(cfg, SINGLE, build_trained)
+    found = resolve_batch_size(cfg, SINGLE)
     assert 8 <= found.batch_size <= 512
     put_together(found)
 

@@ -100,7 +100,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
         for logits, targets in outputs(model.to(device), data.validation(form), precision, flip=settings.evaluate_flip):
             labels, best = labels_and_top5(logits, targets)
             shares = logits.softmax(1).gather(1, best)
-            check_evaluation({"loss": float(shares.sum())})
+            check_evaluation(float(shares.sum()))
             rows += zip(labels.tolist(), best.tolist(), shares.tolist(), strict=True)
             bar.update(len(labels))
     bad = data.bad_images.reasons

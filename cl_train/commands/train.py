@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
         return 0
     if line.multirun:
         from cl_train.comparison.sweep import run_sweep
-        from cl_train.training.loop import check_runs
+        from cl_train.training.setup import check_runs
 
         settings = [run.cfg for run in runs]
         check_runs(settings)
@@ -99,9 +99,9 @@ def _train(run: Composed, command: str | None) -> "RunResult":
     launch, cfg = read_launch(), run.cfg
     from cl_train.models.sources import follow_published_preprocessing
     from cl_train.system.checkpoints import resume_path
-    from cl_train.training import loop
+    from cl_train.training import loop, setup
 
-    loop.check_runs([cfg])
+    setup.check_runs([cfg])
     folder = Path()  # only rank 0 names the folder: ranks would generate different timestamps
     if launch is None or launch.rank == 0:
         if cfg.resume not in (None, "auto"):

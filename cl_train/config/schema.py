@@ -31,7 +31,7 @@ PRECISION_HELP = "precision of the step; auto = fp16 on CUDA from capability 7.0
 OVERWRITE_HELP = "replace an existing file, or write into a folder that holds other files, of `out`"
 # Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if optim=timm.
 CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name", "launcher.name")
-AUTO_BATCH_SIZE = 0  # batch_size=auto, until `preflight.resolve_batch_size` has found the number
+AUTO_BATCH_SIZE = 0  # batch_size=auto, until `resolve_batch_size` has found the number
 
 
 class ConfigError(ValueError):

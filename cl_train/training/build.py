@@ -7,7 +7,7 @@ DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -21,27 +21,24 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.crashes import Crash, known_issues
+from cl_train.memory_format.crashes import Crash, crash_safe, known_issues
 from cl_train.memory_format.layout import refuse_lazy
-from cl_train.memory_format.model_call import failure_explained
+from cl_train.memory_format.model_call import explain_failure, failure_explained, state_restored
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.optim import build_optimizer, freeze
-from cl_train.step.precision import EMA, MasterWeights, Precision, cast_model
-from cl_train.step.train_step import Loss, StepParts, StepResult, train_step
+from cl_train.step.precision import EMA, MasterWeights, Precision, autocast, cast_model
+from cl_train.step.train_step import Loss, StepParts, StepResult, logits_of, loss_of, train_step
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, on_main
-from cl_train.training.preflight import check_batch_fits, check_runs
-from cl_train.training.state import TrainState
+from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
+from cl_train.training.state import TrainingFault, TrainState
 
 log = logging.getLogger(__name__)
 
 
 def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float) -> TrainState:
-    """Build the model, its optimizer and its step, and try the model on noise (see `preflight`).
-
-    Raises ConfigError: it cannot be built, or cannot train. TrainingFault: the batch does not fit into memory.
-    """
+    """Build the model, its optimizer and its step. Raises ConfigError or TrainingFault: it cannot train."""
     model = build_model(cfg, num_classes, dist)
     for name, parameter in model.named_parameters() if cfg.weights and not cfg.evaluate_only else ():
         if parameter.requires_grad and not parameter.isfinite().all():  # constants may: a mask holds -Inf
@@ -62,10 +59,9 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
     with nullcontext() if recorder is None else recorder.on_stream():
-        if not cfg.evaluate_only:
-            form = DeviceFormat(dist.device, precision.input_dtype, layout)
-            fits = partial(check_batch_fits, batch_size=cfg.batch_size, image_size=training_sizes(cfg)[-1])
-            fits(model, precision, form, num_classes=num_classes, compiled=cfg.compile)
+        if dist.device.type == "cuda" and not cfg.evaluate_only:  # before DDP, whose hooks would count the step
+            try_model(cfg, model, precision, num_classes, DeviceFormat(dist.device, precision.input_dtype, layout))
+            torch.cuda.reset_peak_memory_stats(dist.device)
         trained = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     if cfg.compile:
         trained = compiled(trained, cfg.compile_mode, graphs=len(training_sizes(cfg)))
@@ -89,27 +85,17 @@ def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool
         loss(logits, targets).reshape(()).backward()
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Raises ConfigError: parameters or buffers without values, or sparse parameters."""
+def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
+    sizes = training_sizes(cfg)
+    weights = None if cfg.evaluate_only and cfg.resume else cfg.weights
+    build = partial(models.build_model, cfg.model, num_classes=num_classes, weights=weights, drop_path=cfg.drop_path)
+    model = build(image_size=sizes[-1], keep_classifier=cfg.evaluate_only and cfg.resume is None)
     refuse_lazy(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device and has no values: build the model on the CPU")
         if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:
             raise ConfigError(f"{name} is a sparse parameter, which the optimizers do not update: make it dense")
-
-
-def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
-    sizes = training_sizes(cfg)
-    model = models.build_model(
-        cfg.model,
-        num_classes=num_classes,
-        weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
-        image_size=sizes[-1],
-        drop_path=cfg.drop_path,
-        keep_classifier=cfg.evaluate_only and cfg.resume is None,
-    )
-    check_parameters(model)
     val_size = cfg.data.val_size or cfg.data.image_size
     for size in sorted({val_size, *(() if cfg.evaluate_only else sizes)}):
         training = size in sizes and not cfg.evaluate_only
@@ -122,7 +108,7 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
 
 
 def training_sizes(cfg: Config) -> tuple[int, ...]:
-    """The sizes of the training images, ascending: layout, memory and batch size are measured with the largest."""
+    """Ascending: layout, memory and batch size are measured with the largest."""
     return size_schedule(cfg.data).image_sizes
 
 
@@ -131,34 +117,21 @@ def convert_layout(
 ) -> torch.memory_format:
     """Convert `model` in place according to `channels_last=` and `conversion=`; returns the layout of its input.
 
-    On a CPU the model runs in its layout once (see `check_runs`): a zoo model only in channels_last, which may crash.
-    With `channels_last=auto` contiguous is chosen then. Raises ConfigError: the model does not run.
+    On a CPU the model is tried: a zoo model only in channels_last, which may crash; with `auto` it is contiguous then.
     """
     channels_last, conversion, select = cfg.channels_last, cfg.conversion, tuple(cfg.select)
-    size = training_sizes(cfg)[-1]
 
     def check(layout: torch.memory_format) -> None:
         if dist.device.type == "cpu":
             form = DeviceFormat(dist.device, precision.input_dtype, layout)
-            training, evaluation = not cfg.evaluate_only, cfg.evaluate_only or cfg.evaluate_every >= 0
-            trial = partial(check_runs, image_size=size, num_classes=num_classes, training=training)
-            on_main(lambda: trial(model, precision, form, evaluation=evaluation), dist)
+            on_main(lambda: try_model(cfg, model, precision, num_classes, form), dist)
 
     if channels_last == "auto":
-        choice = on_main(
-            lambda: choose_memory_format(
-                model,
-                batch_size=cfg.batch_size,
-                image_size=size,
-                precision=precision.name,
-                device=dist.device,
-                compile=cfg.compile,
-                compile_mode=cfg.compile_mode,
-                cuda_graph=uses_cuda_graph(cfg, dist),
-                optimizer=cfg.optim.name if cfg.optim.library == "torch" else "sgd",
-            ),
-            dist,
-        )
+        measure = partial(choose_memory_format, model, batch_size=cfg.batch_size, image_size=training_sizes(cfg)[-1])
+        measure = partial(measure, precision=precision.name, device=dist.device, cuda_graph=uses_cuda_graph(cfg, dist))
+        measure = partial(measure, compile=cfg.compile, compile_mode=cfg.compile_mode)
+        optimizer = cfg.optim.name if cfg.optim.library == "torch" else "sgd"
+        choice = on_main(lambda: measure(optimizer=optimizer), dist)
         log.info("channels_last=auto: %s", choice.reason)
         channels_last, conversion, select = str(choice.channels_last).lower(), choice.conversion, choice.select
     if channels_last == "true":
@@ -178,6 +151,51 @@ def convert_layout(
     return torch.contiguous_format
 
 
+@crash_safe
+def try_model(
+    cfg: Config, model: nn.Module, precision: Precision, num_classes: int, batch_format: DeviceFormat
+) -> None:
+    """Train on noise of the largest size, and evaluate it; afterwards only torch's caches have changed.
+
+    On a CPU two images in a forked process, because a kernel that crashes would end this one. On a GPU the whole batch,
+    in training only; two images if the model will be compiled, which takes less memory than this eager step.
+    Raises Crash: the fork was killed. TrainingFault: memory ran out. ConfigError: the model cannot take the images.
+    """
+    device, was_training, size = batch_format.device, model.training, training_sizes(cfg)[-1]
+    count = 2 if device.type == "cpu" else cfg.batch_size
+    if cfg.compile:
+        count = min(count, 2)
+    try:
+        with state_restored(model, device):
+            # cuDNN times its algorithms on it, and training uses its choice: zeros would be faster than images.
+            noise = torch.randn(count, 3, size, size, device=device)
+            images = noise.to(batch_format.dtype, memory_format=batch_format.memory_format)
+            if not cfg.evaluate_only:
+                targets = torch.randint(num_classes, (count,), device=device)
+                with autocast(precision, device):
+                    output = model(images)
+                    logits = logits_of(output)
+                    if logits.ndim != 2 or logits.shape[1] < num_classes:
+                        found = f"outputs of shape {list(logits.shape)}"
+                        raise ValueError(f"{found}; expected [N, classes] for {num_classes} classes")
+                    loss = loss_of(output, targets)
+                loss.backward()
+                if any(p.grad is not None and p.grad.layout != torch.strided for p in model.parameters()):
+                    raise ValueError("sparse gradients, which the optimizers do not take: use sparse=False")
+            if device.type == "cpu" and (cfg.evaluate_only or cfg.evaluate_every >= 0):
+                # Only crashes matter: what else can fail in evaluation is told there.
+                with suppress(Exception), torch.no_grad(), autocast(precision, device):
+                    model.eval()(images)
+                model.train(was_training)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise TrainingFault(
+                f"batch_size={count}: {describe_out_of_memory(error)}. Use a smaller batch_size or batch_size=auto; "
+                "accumulate_steps keeps the global batch"
+            ) from None
+        raise ConfigError(f"the model cannot train on {size} px images: {explain_failure(error)}") from error
+
+
 def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
     """Whether steps are recorded; with `auto` only on a GPU, in one process, and if no other setting conflicts."""
     if cfg.cuda_graph == "auto":
@@ -186,9 +204,8 @@ def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """DDP over the ranks; the model itself for one process. Gradients are views of DDP's buckets, which take each
-    parameter's strides: channels_last weights have channels_last gradients without a copy.
-    """
+    """DDP over the ranks; the model itself for one process. Gradients are views of DDP's buckets, in each parameter's
+    strides: channels_last weights have channels_last gradients without a copy."""
     if dist.world_size == 1:
         return model
     ddp, options = nn.parallel.DistributedDataParallel, dict[str, Any]()
@@ -202,9 +219,8 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
 
 
 def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
-    """Compile for training; the inner module stays eager, else it would be compiled again for evaluation. Each of
-    `graphs` image sizes is compiled: dynamic shapes are slower.
-    """
+    """Compile each of `graphs` image sizes for training: dynamic shapes are slower. The inner module stays eager, else
+    it would be compiled again for evaluation."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.compile(mode=mode, dynamic=False)  # in place: gradient accumulation needs DDP's own class

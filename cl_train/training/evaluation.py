@@ -5,7 +5,7 @@ import csv
 import io
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from html import escape
 from pathlib import Path
@@ -26,8 +26,8 @@ from cl_train.step.train_step import labels_and_top5, logits_of
 from cl_train.system.distributed import Dist, gather_objects, max_over_ranks, on_main, sum_over_ranks
 from cl_train.system.files import write_text
 from cl_train.system.processes import StopRequest
-from cl_train.training.progress import MAP, TrainingFault
 from cl_train.training.records import progress_bar
+from cl_train.training.state import MAP, TrainingFault
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,25 @@ def evaluate_model(
     metrics: Callable[..., Any] | None = None,
     flip: bool = False,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Loss and accuracy (percent) over all validation images, and the `predictions` for the images of this rank.
+    """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this rank.
 
-    The host waits for the device once, at the end, when it reads the sums; with `metrics` after each batch. Those are
-    called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
+    The host waits for the device at the end, when it reads the sums; for `metrics` after each batch. They are called on
+    rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
     Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
     """
     for buffer in model.buffers() if dist.world_size > 1 else ():  # BatchNorm's statistics, as rank 0 saves them
         torch.distributed.broadcast(buffer, src=0)
     skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)
     batches = _until_signal(data.validation(batch_format), signals, data.val_images, dist)
-    kept: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if metrics or is_binary else None
-    rows = predictions(model, batches, precision, dist.device, flip=flip, binary=is_binary, kept=kept)
+    parts, kept = (
+        [torch.empty(0, 5, dtype=torch.float64, device=dist.device)],
+        list[tuple[torch.Tensor, torch.Tensor]](),
+    )
+    for logits, targets in outputs(model, batches, precision, flip=flip):
+        parts.append(rows_of(logits, targets, binary=is_binary))
+        if metrics or is_binary:
+            kept.append((logits.cpu(), targets.cpu()))
+    rows = torch.cat(parts)
     counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
     sums = [rows[:, 3].sum(), (rows[:, 0] == rows[:, 1]).sum(), rows[:, 4].sum(), *counts]
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.stack(sums), dist).tolist()
@@ -75,7 +82,7 @@ def evaluate_model(
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
     result = {"loss": loss / images, "top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
     result["images"] = int(images)
-    if kept is not None:
+    if metrics or is_binary:
         everything = [batch for of_rank in gather_objects(kept, dist) for batch in of_rank]
         logits, targets = (torch.cat(column) for column in zip(*everything, strict=True))
         if is_binary:
@@ -85,10 +92,10 @@ def evaluate_model(
     return result, rows
 
 
-def check_evaluation(result: Mapping[str, float] | None) -> None:
-    """Raises TrainingFault: the loss of an evaluation is not finite, and then its accuracy is arbitrary."""
-    if result is not None and not math.isfinite(result["loss"]):
-        raise TrainingFault(f"the loss of the evaluation is {result['loss']}: weights or outputs hold NaN or Inf")
+def check_evaluation(loss: float | None) -> None:
+    """Raises TrainingFault: the loss of an evaluation is not finite (None in a record): its accuracy is arbitrary."""
+    if loss is None or not math.isfinite(loss):
+        raise TrainingFault("the loss of the evaluation is not finite: weights or outputs hold NaN or Inf")
 
 
 def mean_average_precision(scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]) -> float:
@@ -115,47 +122,28 @@ def _numbers(metrics: Callable[..., Any], logits: torch.Tensor, targets: torch.T
         raise TrainingFault(f"metrics=... must return a dict of numbers: {explain_failure(error)}") from error
 
 
-@torch.no_grad()
-def predictions(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    precision: Precision,
-    device: torch.device,
-    *,
-    flip: bool = False,
-    binary: bool = False,
-    kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
-) -> torch.Tensor:
-    """Evaluate this rank's images; the host does not wait for the device, unless `kept` takes logits and targets.
+def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False) -> torch.Tensor:
+    """float64 [N, 5] on the device: target, predicted class, its probability, loss (the plain cross-entropy, whatever
+    `loss=` is), and 1 if the target is among the five most probable classes. The host does not wait.
 
     Targets are int64 [N], with -100 for an image without a label, or float [N, classes]; `binary`: of several labels.
-
-    Returns: float64 [images, 5] on the device: target, predicted class, its probability, loss (the plain cross-entropy,
-    whatever `loss=` is), and 1 if the target is among the five most probable classes.
     """
-    rows = [torch.empty(0, 5, dtype=torch.float64, device=device)]
-    for logits, targets in outputs(model, batches, precision, flip=flip):
-        if binary:
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
-        else:
-            loss = nn.functional.cross_entropy(logits, targets, reduction="none")
-        labels, best = labels_and_top5(logits, targets)
-        probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
-        columns = (labels, best[:, 0], probability, loss, (best == labels.unsqueeze(1)).any(1))
-        rows.append(torch.stack([column.double() for column in columns], 1))
-        if kept is not None:
-            kept.append((logits.cpu(), targets.cpu()))
-    return torch.cat(rows)
+    if binary:
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+    else:
+        loss = nn.functional.cross_entropy(logits, targets, reduction="none")
+    labels, best = labels_and_top5(logits, targets)
+    probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
+    columns = (labels, best[:, 0], probability, loss, (best == labels.unsqueeze(1)).any(1))
+    return torch.stack([column.double() for column in columns], 1)
 
 
 @torch.no_grad()
 def outputs(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits, float32 [N, classes], and the targets of each batch, with `model`, not wrapped in DDP, in eval mode.
-
-    `flip`: the mean of the logits of each image and of its mirror image.
-    """
+    """The logits, float32 [N, classes], and targets of each batch, with `model`, not wrapped in DDP, in eval mode; with
+    `flip` the mean of the logits of each image and of its mirror image."""
     was_training, largest = model.training, 0
     model.eval()
     for batch in batches:
@@ -190,25 +178,25 @@ def _until_signal(batches: Iterable[Batch], signals: StopRequest | None, images:
 
 # --- report=true ------------------------------------------------------------------------------------------------------
 
-_WORST_IMAGES, _LISTED, _THUMBNAIL_PX = 50, 20, 160  # listed: classes and confusions on the page
+_WORST_IMAGES, _LISTED, _THUMBNAIL_PX = 50, 20, 160  # _LISTED: classes and confusions on the page
 _STYLE = (
     "figure { display: inline-block; width: 160px } table { display: inline-table } td { padding-right: 1em } "
     ".wrong { color: #b3261e } .true { color: #1b6e3c }"
 )
 
 
-def write_report(predictions: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
+def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
     """Rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`; if it cannot, it warns."""
-    predicted, indices = predictions.cpu().numpy(), data.validation_indices()
+    indices = data.validation_indices()
     if len(indices) != len(predicted):  # an IterableDataset, or a file that became unreadable during the run
         indices = [-1] * len(predicted)
-    ranks = gather_objects((predicted, indices), dist)
+    ranks = gather_objects((predicted.cpu().numpy(), indices), dist)
     if not dist.is_main:
         return
     rows = np.concatenate([of_rank for of_rank, _ in ranks])
     images = [index for _, of_rank in ranks for index in of_rank]
-    outputs = int(rows[:, 1].max(initial=0)) + 1  # a model may have more outputs than the data has classes
-    names = [*data.classes, *(f"output {label}" for label in range(len(data.classes), outputs))]
+    labels = range(len(data.classes), int(rows[:, 1].max(initial=0)) + 1)  # of a model with more outputs than classes
+    names = [*data.classes, *(f"output {label}" for label in labels)]
     classes, confused = per_class(rows, names)
     try:
         folder.mkdir(exist_ok=True)
@@ -252,7 +240,6 @@ def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list
 
 
 def _html_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The first rows."""
     cells = [[f"{cell:.2f}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()] for row in rows]
     lines = [list(rows[0]) if rows else [], *cells[:_LISTED]]
     return "<table>" + "".join(f"<tr><td>{'<td>'.join(line)}" for line in lines) + "</table>"
@@ -271,6 +258,5 @@ def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequenc
     picture = Image.fromarray(data.validation_pixels(index))
     picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
     picture.save(buffer, "JPEG", quality=85)
-    source = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    short = escape("/".join(Path(name).parts[-2:]))
-    return f'<figure title="{escape(name)}"><img src="{source}">{lines}<div>{short}</div></figure>'
+    image = f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+    return f'<figure title="{escape(name)}">{image}{lines}<div>{escape("/".join(Path(name).parts[-2:]))}</div></figure>'

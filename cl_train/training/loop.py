@@ -1,7 +1,4 @@
-"""The training loop: `train` is a whole run, top to bottom.
-
-After each step: log, save, stop, in this order. An epoch ends with a save and an evaluation.
-"""
+"""The training loop: `train` is a whole run, top to bottom. After each step: log, save, stop, in this order."""
 
 import logging
 import shlex
@@ -13,61 +10,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import Config
 from cl_train.config.validation import user_function
 from cl_train.data.loader import first_reasons
-from cl_train.data.transforms import image_augment
-from cl_train.models import sources as models
-from cl_train.step.optim import check_optimizer, set_lr
-from cl_train.step.train_step import Loss
-from cl_train.system.distributed import (
-    choose_device,
-    gather_objects,
-    max_over_ranks,
-    on_main,
-    processes,
-    watch_ranks,
-)
+from cl_train.step.optim import set_lr
+from cl_train.system.distributed import gather_objects, max_over_ranks, on_main, processes, watch_ranks
 from cl_train.system.files import claimed_folder, continues
 from cl_train.system.processes import StopRequest
-from cl_train.training.build import build_model, utilisation_of
+from cl_train.training.build import utilisation_of
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report
-from cl_train.training.log_lines import ADVICE, log_submitted, log_window, warn_if_loader_bound
-from cl_train.training.preflight import resolve_batch_size
-from cl_train.training.progress import TrainingFault, score_of
-from cl_train.training.records import (
-    RunLog,
-    RunResult,
-    closing_lines,
-    duration,
-    profile,
-    progress_bar,
-    speed,
-)
-from cl_train.training.setup import Run, prepare_torch, set_up
-from cl_train.training.trackers import find_tracker
+from cl_train.training.log_lines import ADVICE
+from cl_train.training.records import RunLog, RunResult, closing_lines, duration, profile, progress_bar, speed
+from cl_train.training.setup import ActiveRun, set_up
+from cl_train.training.state import TrainingFault, score_of
 
 log = logging.getLogger(__name__)
-
-
-def check_runs(runs: list[Config]) -> None:
-    """Raises ConfigError: every problem of every run that can be found before a file is created."""
-    problems = []
-    for cfg in runs:
-        try:
-            models.check_model(cfg.model, cfg.weights)
-            check_optimizer(cfg.optim)
-            _ = Loss(cfg.loss).function  # imports it
-            if cfg.metrics is not None:
-                user_function("metrics", cfg.metrics)
-            image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
-            choose_device(cfg.device, warn=False)
-            for name in cfg.log_to:
-                find_tracker(name)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
@@ -77,9 +34,8 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
         TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
     """
-    with ExitStack() as stack:
-        signals = StopRequest(ends_process=command is None)
-        stack.push(signals)  # closed last: a signal does not interrupt the closing of data and files
+    signals = StopRequest(ends_process=command is None)
+    with ExitStack() as last, ExitStack() as stack:
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
@@ -90,13 +46,12 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         if dist.is_main:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
         run_log.open_file(folder if dist.is_main else None)
-        prepare_torch(dist, deterministic=cfg.deterministic)
-        cfg = resolve_batch_size(cfg, dist, build_model)
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
         stack.push(partial(record_failure, run))
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
-        signals.__enter__()  # until here, a signal ends the process at once
-        plan, state, progress = run.plan, run.state, run.progress
+        # Until here a signal ends the process at once; from now on it does not interrupt the closing of data and files.
+        last.enter_context(signals)
+        cfg, plan, state, progress, lines = run.plan.cfg, run.plan, run.state, run.progress, run.log_lines
         bar = progress_bar("training", plan.last_step, progress.step, shown=dist.is_main)
 
         if cfg.evaluate_only:
@@ -104,50 +59,51 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         while not (cfg.evaluate_only or run.stop_signal or plan.is_done(progress)):
             first_batch, save_due = progress.step_in_epoch * cfg.accumulate_steps, 0
             batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
-            run.windows_of_epoch = []
-            run.meter.start(plan.image_size_at(progress))
+            lines.windows = []
+            lines.meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
             while not plan.is_epoch_end(progress):
-                with run.meter.waiting():
+                with lines.meter.waiting():
                     micro_batches = list(islice(batches, cfg.accumulate_steps))
                 lr = plan.lr_at(progress)
                 set_lr(state.parts.optimizer, lr)
-                run.unlogged_steps.append(state.train_step(micro_batches))
+                progress.unlogged_steps.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
                     state.ema.update(state.parts.masters.state_dict())
-                run.meter.tick(plan.global_batch_size)
+                lines.meter.tick(plan.global_batch_size)
                 profile_step()
                 bar.update(progress.step - bar.n)
 
-                if plan.is_log_due(progress):
-                    log_window(run, lr)
+                if progress.step % cfg.log_every == 0 or plan.is_epoch_end(progress):
+                    lines.log(lr)
 
-                save_due = signals.save_requested or plan.is_save_due(progress, run.checkpoints.minutes_since_save())
+                save_due = signals.save_requested or run.checkpoints.is_due(cfg.checkpoint, progress.step)
                 # All ranks must stop or save at the same step. The cost: one all-reduce on the host per step.
                 run.stop_signal, save_due = max_over_ranks([signals.stop or 0, save_due], dist)
                 if run.stop_signal or (save_due and not plan.is_epoch_end(progress)):
-                    with run.meter.paused():
-                        log_submitted(run)
-                        run.checkpoints.save(progress, run.unlogged_steps)
+                    with lines.meter.paused():
+                        lines.log_submitted()
+                        run.checkpoints.save(progress)
                 if run.stop_signal:
                     break
             batches.close()  # batches prepared ahead would count as the evaluation's
             if not run.stop_signal:
                 end_epoch(run, save_due=bool(save_due))
         bar.close()
-        if not (cfg.evaluate_only or run.records.windows or cfg.resume is None or continues(cfg.resume, folder)):
-            run.checkpoints.save(progress, run.unlogged_steps)  # nothing was left to train: `folder` has none yet
+        is_elsewhere = cfg.resume is not None and not continues(cfg.resume, folder)
+        if is_elsewhere and not cfg.evaluate_only and run.checkpoints.saved_step < 0:  # nothing was left to train
+            run.checkpoints.save(progress)
         summary = finish(run)
         return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
 
 
-def record_failure(run: Run, kind: object, error: BaseException | None, trace: object) -> None:
+def record_failure(run: ActiveRun, kind: object, error: BaseException | None, trace: object) -> None:
     """At the end: a run that failed still writes its summary. Other errors do not replace the first one."""
     if error is None:
         return
     if run.dist.world_size == 1:  # the other ranks may not take part
         with suppress(RuntimeError):
-            log_submitted(run)
+            run.log_lines.log_submitted()
     with suppress(OSError):
         run.records.finish("failed", why=str(error).partition("\n")[0])
     if isinstance(error, Exception):  # a second Ctrl-C does not wait; the process may end without joining threads
@@ -155,42 +111,41 @@ def record_failure(run: Run, kind: object, error: BaseException | None, trace: o
             run.checkpoints.store.wait()
 
 
-def end_epoch(run: Run, *, save_due: bool) -> None:
-    """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the epoch.
-
-    A signal in the evaluation leaves the epoch open: the resumed run begins with its evaluation.
-    """
+def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
+    """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the epoch: it stays open,
+    and the resumed run begins with its evaluation."""
     cfg, progress, plan, checkpoints = run.plan.cfg, run.progress, run.plan, run.checkpoints
-    warn_if_loader_bound(run)
+    run.log_lines.warn_if_loader_bound()
     if save_due or plan.is_due(cfg.checkpoint.every_epochs, progress):
-        checkpoints.save(progress, run.unlogged_steps)
+        checkpoints.save(progress)
     if plan.is_due(cfg.evaluate_every, progress):
         evaluated = evaluate_model_and_ema(run)
         is_over = bool(run.stop_signal)
         if not is_over:
-            if progress.is_gain(score_of(evaluated["val"])) and cfg.checkpoint.save_best:
-                checkpoints.mark_best(progress, run.unlogged_steps)
+            if progress.count_evaluation(score_of(evaluated["val"])) and cfg.checkpoint.save_best:
+                checkpoints.mark_best(progress)
             record_evaluation(run, evaluated)
             is_over = plan.is_out_of_patience(progress)
         if is_over and checkpoints.saved_step != progress.step:
-            checkpoints.save(progress, run.unlogged_steps)
+            checkpoints.save(progress)
         if run.stop_signal:
             return
         if is_over:
             log.info("patience=%d: as many evaluations without a gain; the run ends", cfg.patience)
-        if run.windows_of_epoch:  # none: the run resumed at the end of an epoch
-            seconds = duration(sum(window["seconds"] for window in run.windows_of_epoch))
+        if run.log_lines.windows:  # none: the run resumed at the end of an epoch
+            seconds = duration(sum(window["seconds"] for window in run.log_lines.windows))
             log.info("epoch %d: %s of training, best accuracy %.2f %%", progress.epoch, seconds, progress.best_top1)
     plan.close_epoch(progress)
 
 
-def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
+def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
     """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop_signal`."""
     state, cfg = run.state, run.plan.cfg
     to_evaluate = {"val": (state.model, state.parts.precision)}
     if state.ema is not None:
         to_evaluate["val_average"] = (state.ema.module, state.parts.precision.for_fp32_weights)
-    evaluate = partial(evaluate_model, signals=run.signals, metrics=run.metrics, flip=cfg.evaluate_flip)
+    metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
+    evaluate = partial(evaluate_model, signals=run.signals, metrics=metrics, flip=cfg.evaluate_flip)
     results = {}
     for kind, (model, precision) in to_evaluate.items():
         try:
@@ -203,7 +158,7 @@ def evaluate_model_and_ema(run: Run) -> dict[str, dict[str, Any]]:
     return results
 
 
-def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
+def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> None:
     """`val` comes last: its record marks the evaluation as complete for a resumed run."""
     for kind, result in reversed(evaluated.items()):
         run.records.write(kind, result)
@@ -212,25 +167,24 @@ def record_evaluation(run: Run, evaluated: dict[str, dict[str, Any]]) -> None:
         log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
 
-def finish(run: Run) -> dict[str, Any]:
+def finish(run: ActiveRun) -> dict[str, Any]:
     """Write the last checkpoint and the summary. Raises TrainingFault: the run did not train, or evaluates to NaN."""
     dist, records, steps, skipped = run.dist, run.records, run.progress.step, run.progress.skipped_steps
     run.checkpoints.store.finish()
     if steps >= 20 and skipped > steps / 2:
         raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
-    check_evaluation(records.evaluations.get("val"))
+    for evaluation in records.of_kind("val")[-1:]:
+        check_evaluation(evaluation["loss"])
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
-    records.at_end["others_pct"] = run.machine_load.others_pct()
-    records.at_end["skipped_images"] = sum(count for count, _ in bad_images)
-    if dist.is_main:
-        reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
-        if reasons:
-            log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
-        records.read(is_complete=not (records.windows or run.plan.cfg.evaluate_only))
-        if records.windows and not run.stop_signal:
-            records.at_end["utilisation"] = utilisation_of(run.state, speed(records.windows), dist)
+    reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
+    if reasons and dist.is_main:
+        log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
+    results = {"others_pct": run.machine_load.others_pct(), "skipped_images": sum(count for count, _ in bad_images)}
+    windows = records.of_kind("train")
+    if windows and dist.is_main and not run.stop_signal:
+        results["utilisation"] = utilisation_of(run.state, speed(windows), dist)
     status = "interrupted" if run.stop_signal else "completed"
-    summary = on_main(lambda: records.finish(status), dist)  # a launcher may kill rank 0 when others end
+    summary = on_main(lambda: records.finish(status, **results), dist)  # a launcher may kill rank 0 when others end
     for line in closing_lines(summary, run.folder):
         log.info("%s", line)
     return summary

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -31,7 +32,7 @@ from cl_train.system.distributed import RankFault
 from cl_train.system.files import AppendFile, retry, write_json, write_text
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.system.processes import BUSY_PCT
-from cl_train.training.progress import Progress, TrainingFault, score_of
+from cl_train.training.state import Progress, TrainingFault, score_of
 from cl_train.training.trackers import Trackers
 
 log = logging.getLogger("cl_train")
@@ -42,24 +43,23 @@ class Records:
     """The records of one run: `metrics.jsonl`, `config.yaml`, `summary.json`, also for the trackers.
 
     `folder` None (other ranks than 0): nothing is written. `facts`: the part of the summary that is known before the
-    first step. A run starts at `progress.step`, above 0 if it was resumed: later records of an earlier process are lost
-    work and are dropped, so that no chart has duplicate steps, and so is an evaluation that will be repeated.
+    first step. A resumed run begins at `progress.step`: later records are lost work and are dropped, so that no chart
+    has duplicate steps, and so is an evaluation that will be repeated.
     """
 
     def __init__(
         self, folder: Path | None, cfg: Config, trackers: Trackers, facts: dict[str, Any], progress: Progress
     ) -> None:
         self._folder, self._trackers, self.facts, self._progress = folder, trackers, facts, progress
-        self.windows: list[dict[str, Any]] = []  # training records of this process
-        self.evaluations: dict[str, dict[str, Any]] = {}
-        self.at_end: dict[str, Any] = {}  # known at the end of a run that did not fail
+        self._earlier: list[dict[str, Any]] = []  # of earlier processes
+        self._new: list[dict[str, Any]] = []
         if folder is None:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
         step, is_evaluated = progress.step, progress.is_epoch_closed
         before = [record for record in read_records(folder) if 0 < record["step"] <= step]
-        kept = [r for r in before if r["step"] < step or is_evaluated or r["kind"] == "train"]
-        write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._earlier = [r for r in before if r["step"] < step or is_evaluated or r["kind"] == "train"]
+        write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in self._earlier))
         write_text(folder / "config.yaml", to_yaml(cfg))
         group = folder.parent.name if (folder.parent / "sweep.json").is_file() else None
         start = {"kind": "start", "step": step, "folder": str(folder), "group": group}
@@ -67,34 +67,23 @@ class Records:
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append a training window, or the evaluation of this step."""
-        if kind == "train":
-            self.windows.append(dict(values))
-        else:
-            self.evaluations[kind] = {name: value for name, value in values.items() if name not in _PLACE}
+        place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
+        record = finite_or_null({**place, **values, "time": time.time()})
+        self._new.append(record)
         if self._folder is not None:
-            place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
-            record = finite_or_null({**place, **values, "time": time.time()})
             self._metrics.append((json.dumps(record) + "\n").encode())
             self._trackers.send(record)
 
-    def read(self, *, is_complete: bool) -> None:
-        """On rank 0: the best evaluation of the run, and all its results if an earlier process completed it."""
-        assert self._folder is not None
-        records = read_records(self._folder)
-        evaluations = [record for record in records if record["kind"] == "val" and record["top1"] is not None]
-        if best := max(evaluations, key=score_of, default=None):
-            self.at_end["best"] = {name: best[name] for name in ("top1", "epoch")}
-        if is_complete:
-            self.windows = [record for record in records if record["kind"] == "train"]
-            for record in [record for record in records if record["kind"] != "train"]:
-                self.evaluations[record["kind"]] = {n: value for n, value in record.items() if n not in _PLACE}
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Those that this process has written."""
+        return [record for record in self._new if record["kind"] == kind]
 
-    def finish(self, status: str, why: str | None = None) -> dict[str, Any]:
-        """Write `summary.json`, after all records, and return its content.
+    def finish(self, status: str, **results: Any) -> dict[str, Any]:
+        """Write `summary.json` with `results`, which the records do not have, and return its content.
 
         Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed.
         """
-        summary = self._summary(status, why)
+        summary = self._summary(status, results)
         if self._folder is not None:
             path = self._folder / "summary.json"
             self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
@@ -106,33 +95,37 @@ class Records:
             write() if status == "failed" else retry(write)
         return summary
 
-    def _summary(self, status: str, why: str | None) -> dict[str, Any]:
-        """Percent is 0-100, unknown is None."""
-        last, now = self.windows[-1] if self.windows else {}, datetime.now().astimezone()
+    def _summary(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
+        """Percent is 0-100, unknown is None. Speeds are those of this process, unless it had nothing left to train."""
+        everything = self._earlier + self._new
+        records = self._new if self.of_kind("train") else everything
+        windows = [record for record in records if record["kind"] == "train"]
+        scored = [record for record in everything if record["kind"] == "val" and record.get("top1") is not None]
+        best = max(scored, key=score_of, default=None)
+        last, now = windows[-1] if windows else {}, datetime.now().astimezone()
         seconds = (now - datetime.fromisoformat(self.facts["started"])).total_seconds()  # since the last resume
-        device = torch.device(self.facts["device"])
-        peaks_gib = [peak_memory_gib(device), *(window["peak_memory_gib"] for window in self.windows)]
+        peaks_gib = [peak_memory_gib(torch.device(self.facts["device"]))]
+        peaks_gib += [window["peak_memory_gib"] for window in windows]
         summary = {
             "schema_version": 1,
             "status": status,
-            **({} if why is None else {"why": why}),
             **self.facts,
             "steps": self._progress.step,
             "images_seen": self._progress.images_seen,
             "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
             "step_ms": None,
             "data_wait_pct": None,
-            **(speed(self.windows) if self.windows else {}),
+            **(speed(windows) if windows else {}),
             "utilisation": None,
             "peak_memory_gib": round(max(peaks_gib), 4),
             "train": {"loss": last.get("loss")},
             "val": None,
-            **self.evaluations,
+            **{r["kind"]: {name: r[name] for name in r if name not in _PLACE} for r in records if r["kind"] != "train"},
             "amp": {"scale": last.get("loss_scale"), "skipped_steps": self._progress.skipped_steps},
             "others_pct": None,
             "skipped_images": 0,
-            "best": None,
-            **self.at_end,
+            "best": best and {name: best[name] for name in ("top1", "epoch")},
+            **results,
             "ended": now.isoformat(timespec="seconds"),
             "seconds": round(seconds, 1),
         }
@@ -147,9 +140,10 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     path, records = folder / "metrics.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError):
-            records.append(json.loads(line))
-    found = [record for record in records if isinstance(record, dict) and "kind" in record]
-    return [record for record in found if isinstance(record.get("step"), int)]
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
+                records.append(record)
+    return records
 
 
 def finite_or_null(value: Any) -> Any:
@@ -190,7 +184,7 @@ def without_warmup(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Throughput and step time over at least one training record, without warm-up, of the last `image_size`.
+    """Throughput and step time over the training records after warm-up with the last `image_size`; at least one record.
 
     `compute` is set by runs on synthetic data only. `loader` is always null: `cl-train loader_benchmark` measures it.
     """
@@ -295,19 +289,15 @@ def describe_failure(error: BaseException | None) -> str | None:
 
 def duration(seconds: float) -> str:
     """For instance 0:52, 14:05 or 1:14:05."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
 def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> "tqdm[Any]":
     """A progress bar with the remaining time; it appears on a terminal only."""
-    is_shown = shown and sys.stdout is not None and sys.stdout.isatty()
+    hidden = not shown or sys.stdout is None or not sys.stdout.isatty()
     # smoothing=0: the remaining time uses the average speed, including evaluations and checkpoints
-    return tqdm(
-        desc=description, total=total, initial=done, unit=unit, smoothing=0, leave=False, disable=not is_shown,
-        file=sys.stdout,
-    )  # fmt: skip
+    bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=hidden, file=sys.stdout)
+    return bar(desc=description, total=total, initial=done)
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
@@ -334,9 +324,7 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
 
 @contextmanager
 def profile(folder: Path | None, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Trace three steps after the first seven, into `trace.json.gz` and `operators.txt` (None: no profile). Call the
-    returned function once per step.
-    """
+    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`; call what it gives once per step."""
     if folder is None:
         yield lambda: None
         return

@@ -1,77 +1,99 @@
 """From the configuration to a run that is ready for its first step.
 
-In this package the whole `Config` is used only by the loop, here, in `build.py` (the model), `batch_size.py` and
-`progress.py` (the plan): the functions that they call in other packages get plain values or their own part of it.
+In this package the whole `Config` is used only by the loop, here, in `build.py` (the model), `batch_size.py` and the
+plan (`state.py`): the functions that they call in other packages get plain values or their own part of it.
 """
 
-import hashlib
 import logging
 import os
 import random
 import socket
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import to_mapping, user_function
+from cl_train.config.validation import flatten, to_mapping, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.device import DeviceFormat
+from cl_train.data.transforms import image_augment
 from cl_train.memory_format.layout import layout_digest, model_memory_format
-from cl_train.memory_format.model_call import BufferBackup
 from cl_train.models.files import Preprocessing
-from cl_train.models.sources import log_preprocessing
+from cl_train.models.sources import check_model, log_preprocessing
 from cl_train.step.cuda_graph import GraphedStep
+from cl_train.step.optim import check_optimizer
 from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
-from cl_train.step.train_step import StepResult
+from cl_train.step.train_step import Loss
 from cl_train.system.checkpoints import CheckpointStore
-from cl_train.system.distributed import Dist, gather_objects, on_main
-from cl_train.system.machine import DeviceClock, describe_environment, device_name, git_state, keep_freed_memory
+from cl_train.system.distributed import Dist, choose_device, gather_objects, on_main
+from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
+from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state, check_loss
-from cl_train.training.progress import Plan, Progress, ThroughputMeter, Window, score_of
+from cl_train.training.log_lines import LogLines
 from cl_train.training.records import Records, read_records
-from cl_train.training.state import Checkpoints, TrainState
-from cl_train.training.trackers import Trackers
+from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
+from cl_train.training.trackers import Trackers, find_tracker
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Run:
+class ActiveRun:
     """Everything that lives as long as a run."""
 
     dist: Dist
     folder: Path
     plan: Plan
-    metrics: Callable[..., Any] | None  # of an evaluation's logits and targets
     data: Data
     batch_format: DeviceFormat
     state: TrainState
     checkpoints: Checkpoints
     records: Records
     signals: StopRequest
-    meter: ThroughputMeter
     machine_load: MachineLoad
-    buffer_backup: BufferBackup
     progress: Progress
-    unlogged_steps: list[StepResult]  # not yet submitted for a log line
-    windows_of_epoch: list[dict[str, Any]] = field(default_factory=list)  # training records
-    submitted: Window | None = None  # its sums are on their way from the device to the host
-    bad_steps: int = 0  # with a loss or gradient that was not finite
+    log_lines: LogLines
     stop_signal: int = 0  # ends the run
-    is_loader_checked: bool = False  # once per run, after the first epoch
 
 
-def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str) -> Run:
+def check_runs(runs: list[Config]) -> None:
+    """Raises ConfigError: every problem of every run that can be found before a file is created."""
+    problems = []
+    for cfg in runs:
+        try:
+            check_model(cfg.model, cfg.weights)
+            check_optimizer(cfg.optim)
+            _ = Loss(cfg.loss).function  # imports it
+            if cfg.metrics is not None:
+                user_function("metrics", cfg.metrics)
+            image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
+            choose_device(cfg.device, warn=False)
+            for name in cfg.log_to:
+                find_tracker(name)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str) -> ActiveRun:
     """Build the objects of a run, and restore the checkpoint of `resume=`. Resources are registered on `stack`."""
-    machine_load = MachineLoad()  # first: it measures from here on
+    # Process-wide switches, which are never restored; before any work: cuBLAS reads its variable once.
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results
+    keep_freed_memory(dist.device)
+    if dist.world_size > 1 and dist.device.type == "cpu":
+        torch.set_num_threads(cores_of_process(dist.world_size))
+    cfg = resolve_batch_size(cfg, dist)
+    machine_load = MachineLoad()  # it measures from here on
     precision = resolve_precision(cfg.precision, dist.device)
     # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
@@ -83,78 +105,68 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     stack.callback(data.close)
     if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
         raise ConfigError("there are no validation images: give some, or train without evaluation, evaluate_every=-1")
-    plan = Plan.of(cfg, data.train_images, dist.world_size)
-    state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
-    is_soft = bool(data.label_shape) or cfg.augment.mixup > 0 or cfg.augment.cutmix > 0
-    check_loss(state.parts.loss, data.num_classes, dist.device, soft=is_soft)
     if data.label_shape and cfg.loss == "cross_entropy":
         raise ConfigError("the labels of data.dataset are vectors: use loss=bce, or a loss of your own")
+    plan = Plan.of(cfg, data.train_images, dist.world_size)
+    state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
+    is_soft = bool(data.label_shape) or max(cfg.augment.mixup, cfg.augment.cutmix) > 0
+    check_loss(state.parts.loss, data.num_classes, dist.device, soft=is_soft)
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
-    announce_work(data, plan, state)
+    announce_work(data, plan, state.model)
 
-    facts = {"command": command, **describe_run(cfg, state, data, plan, dist)}
+    facts = {"command": command, **describe_run(state, data, plan, dist)}
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
     checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, facts, data), dist)
     if training:
         checkpoints.check()
-    progress, unlogged_steps = starting_point(cfg, checkpoints, plan, folder)
+    progress = starting_point(checkpoints, plan, folder)
     check_ranks_agree(cfg, state, data, progress, dist)
     log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())
 
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
     records = Records(folder if dist.is_main else None, cfg, trackers, facts, progress)
-    metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
     batch_format = DeviceFormat(dist.device, precision.input_dtype, state.memory_format)
-    meter = ThroughputMeter(cfg.warmup_steps, DeviceClock(dist.device))
-    backup = BufferBackup(state.model, *([state.ema.module] if state.ema else []))
-    return Run(
-        dist, folder, plan, metrics, data, batch_format, state, checkpoints, records, signals, meter, machine_load,
-        backup, progress, unlogged_steps,
-    )  # fmt: skip
+    lines = LogLines(plan, progress, state, data, records, dist)
+    return ActiveRun(
+        dist, folder, plan, data, batch_format, state, checkpoints, records, signals, machine_load, progress, lines
+    )
 
 
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
-    """Raises ConfigError: the ranks differ in settings, data, layout or step, and would train inconsistent models.
-
-    If the layouts differ, DDP's broadcast, which copies bytes in storage order, has already permuted the weights
-    (NVIDIA/physicsnemo#1614).
-    """
-    settings = to_mapping(cfg)
-    for key in ("root", "workers", "prefetch", "dataset"):  # may differ between machines
-        settings["data"].pop(key, None)
-    digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
-    fingerprints = {"settings": digest, "data": data.fingerprint, "layout": layout_digest(state.model)}
-    ranks = gather_objects(fingerprints | {"step": str(progress.step), "epoch": str(progress.epoch)}, dist)
+    """Raises ConfigError: the ranks differ. With different layouts DDP's broadcast, which copies bytes in storage
+    order, has already permuted the weights (NVIDIA/physicsnemo#1614)."""
+    facts = dict(flatten(to_mapping(cfg))) | {"data": data.fingerprint, "layout": layout_digest(state.model)}
+    facts |= {"step": progress.step, "epoch": progress.epoch}
+    for of_machine in ("root", "workers", "prefetch", "dataset"):
+        facts.pop(f"data.{of_machine}", None)
+    ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
     for rank, other in enumerate(ranks):
-        for name in [name for name in other if other[name] != ranks[0][name]]:
+        for name in [name for name in other if other[name] != ranks[0].get(name)]:
             raise ConfigError(
-                f"the ranks disagree: {name} is {ranks[0][name]} on rank 0 and {other[name]} on rank {rank}; start "
+                f"the ranks disagree: {name} is {ranks[0].get(name)} on rank 0 and {other[name]} on rank {rank}; start "
                 "every node with the same command, code and data"
             )
 
 
-def starting_point(
-    cfg: Config, checkpoints: Checkpoints, plan: Plan, folder: Path
-) -> tuple[Progress, list[StepResult]]:
-    """Where the run starts, with the steps that its last process had not logged yet."""
-    found = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
+def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:
+    cfg = plan.cfg
+    progress = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
     records = on_main(lambda: read_records(folder), checkpoints.dist)
-    if found is None:
+    if progress is None:
         if cfg.resume and records and checkpoints.dist.is_main:
             log.warning("%s has no checkpoint to resume: the run begins anew and replaces its records", folder)
-        return Progress(), []
-    progress, unlogged_steps = found
+        return Progress()
     # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
     scores = [score_of(record) for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
     is_closed = plan.is_epoch_end(progress) and (scores or not plan.is_due(cfg.evaluate_every, progress))
     if is_closed and not cfg.evaluate_only:
-        for value in scores:
-            progress.is_gain(value)
+        for score in scores:
+            progress.count_evaluation(score)
         plan.close_epoch(progress)
-    return progress, unlogged_steps
+    return progress
 
 
 def checkpoint_metadata(cfg: Config, facts: dict[str, Any], data: Data) -> dict[str, Any]:
@@ -170,8 +182,9 @@ def checkpoint_metadata(cfg: Config, facts: dict[str, Any], data: Data) -> dict[
     }
 
 
-def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
-    """The part of `summary.json` that is known before the first step; the rest: `Summary.to_dict`."""
+def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
+    """The part of `summary.json` that is known before the first step; the rest: `Records.finish`."""
+    cfg = plan.cfg
     return {
         **{name: getattr(cfg, name) for name in ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")},
         "channels_last_requested": cfg.channels_last,
@@ -190,16 +203,6 @@ def describe_run(cfg: Config, state: TrainState, data: Data, plan: Plan, dist: D
     }
 
 
-def prepare_torch(dist: Dist, *, deterministic: bool) -> None:
-    """Process-wide switches, which are never restored; called before any work: cuBLAS reads its variable once."""
-    torch.use_deterministic_algorithms(deterministic)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results
-    keep_freed_memory(dist.device)
-    if dist.world_size > 1 and dist.device.type == "cpu":
-        torch.set_num_threads(cores_of_process(dist.world_size))
-
-
 def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -208,8 +211,8 @@ def seed_generators(seed: int) -> None:
 
 def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     """Model, device, precision, which ranks run on which node, and what is unlikely to be meant."""
-    processes = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
-    log.info("%s on %s, %s", cfg.model, device_name(dist.device), processes)
+    plural = "" if dist.world_size == 1 else "es"
+    log.info("%s on %s, %d process%s", cfg.model, device_name(dist.device), dist.world_size, plural)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
     ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
@@ -225,10 +228,10 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
         log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
 
 
-def announce_work(data: Data, plan: Plan, state: TrainState) -> None:
+def announce_work(data: Data, plan: Plan, model: nn.Module) -> None:
     """What is trained on what, and how many steps that takes."""
-    cfg, parameters = plan.cfg, list(state.parts.model.parameters())
-    total, trained = (sum(p.numel() for p in parameters if p.requires_grad or frozen) for frozen in (True, False))
+    cfg, counts = plan.cfg, [(p.numel(), p.requires_grad) for p in model.parameters()]
+    total, trained = sum(count for count, _ in counts), sum(count for count, trains in counts if trains)
     images = f"{'' if cfg.evaluate_only else f'{data.train_images:,} training and '}{data.val_images:,} validation"
     size = f"{cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
     frozen = f", of which {trained:,} train" if cfg.freeze else ""

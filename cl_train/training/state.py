@@ -1,26 +1,132 @@
-"""Save a run and continue it: after a kill, or on other hardware."""
+"""Where a run stands and what is due; save it and continue it, after a kill or on other hardware."""
 
 import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import CheckpointConfig, Config, ConfigError
 from cl_train.config.validation import flatten
+from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch
+from cl_train.step.optim import lr_at
 from cl_train.step.precision import EMA
 from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.files import check_space
-from cl_train.training.progress import Progress
 
 log = logging.getLogger(__name__)
+
+MAP = "mean_average_precision"
+
+
+class TrainingFault(RuntimeError):
+    """The run cannot continue; the message has the reason and what to try."""
+
+
+def score_of(result: Mapping[str, float]) -> float:
+    """What makes an evaluation the best: the mean average precision of a multi-label one, else top-1; percent."""
+    return result["top1"] if result.get(MAP) is None else result[MAP]
+
+
+@dataclass
+class Progress:
+    """What changes from step to step besides the `TrainState`. Saved in checkpoints."""
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    images_seen: int = 0
+    skipped_steps: int = 0
+    best_top1: float = -1.0
+    evaluations_without_gain: int = 0  # since `best_top1`
+    evaluated_step: int = 0  # the last step whose evaluation is counted in these two
+    closed_step: int = 0  # the last step at which an epoch was closed
+    unlogged_steps: list[StepResult] = field(default_factory=list)  # of this rank, not yet submitted for a log line
+
+    @property
+    def is_epoch_closed(self) -> bool:
+        """Nothing is left to do at this step: no evaluation is missing."""
+        return self.closed_step == self.step
+
+    def count_evaluation(self, top1: float) -> bool:
+        """Count the evaluation of this step, once; whether it is the best so far."""
+        if self.evaluated_step == self.step:  # the checkpoint of this step was saved after its evaluation
+            return False
+        self.evaluated_step, is_best = self.step, top1 > self.best_top1
+        self.best_top1 = max(self.best_top1, top1)
+        self.evaluations_without_gain = 0 if is_best else self.evaluations_without_gain + 1
+        return is_best
+
+    def advance(self, images: int) -> None:
+        self.step += 1
+        self.step_in_epoch += 1
+        self.images_seen += images
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The length of a run in steps, and what its settings make due at a step."""
+
+    cfg: Config
+    image_sizes: tuple[int, ...]  # pixels, of each epoch
+    global_batch_size: int
+    steps_per_epoch: int
+    last_step: int  # the end of this run, which `max_steps` may set earlier
+
+    @classmethod
+    def of(cls, cfg: Config, train_images: int, world_size: int) -> Self:
+        """Raises ConfigError: one optimizer step takes more images than there are."""
+        global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
+        steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
+        if steps_per_epoch == 0 and not cfg.evaluate_only:
+            raise ConfigError(
+                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes), but there are "
+                f"{train_images} training images; lower batch_size or accumulate_steps"
+            )
+        sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
+        image_sizes = tuple(map(sizes.image_size_at, range(cfg.epochs)))
+        last_step = min(cfg.max_steps or total_steps, total_steps)
+        return cls(cfg, image_sizes, global_batch_size, max(1, steps_per_epoch), last_step)
+
+    def lr_at(self, progress: Progress) -> float:
+        """The learning rate of the next step; `optim.lr` is scaled linearly to the batch (Goyal et al. 2017)."""
+        lr, reference = self.cfg.optim.lr, self.cfg.optim.reference_batch_size
+        return lr_at(
+            progress.epoch * self.steps_per_epoch + progress.step_in_epoch,
+            self.cfg.schedule,
+            lr=lr * (self.global_batch_size / reference) if reference else lr,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.steps_per_epoch * len(self.image_sizes),
+        )
+
+    def is_epoch_end(self, progress: Progress) -> bool:
+        return progress.step_in_epoch == self.steps_per_epoch or progress.step >= self.last_step
+
+    def is_done(self, progress: Progress) -> bool:
+        """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
+        is_over = progress.step >= self.last_step or self.is_out_of_patience(progress)
+        return is_over and progress.is_epoch_closed
+
+    def is_out_of_patience(self, progress: Progress) -> bool:
+        return self.cfg.patience is not None and progress.evaluations_without_gain >= self.cfg.patience
+
+    def is_due(self, every_epochs: int, progress: Progress) -> bool:
+        """At the end of an epoch, before `close_epoch`; 0 is due at the end of the run, -1 never."""
+        at_end = every_epochs >= 0 and progress.step >= self.last_step
+        return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)
+
+    def close_epoch(self, progress: Progress) -> None:
+        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""
+        progress.closed_step = progress.step
+        if progress.step_in_epoch == self.steps_per_epoch:
+            progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
 
 
 @dataclass(frozen=True)
@@ -55,32 +161,22 @@ def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[st
     }
 
 
-def restore(saved: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    """Copy a loaded checkpoint into a run's objects, which keep their layout, dtype, device and hyperparameters.
-
-    Returns its progress. Raises CheckpointError: the weights or the optimizer do not fit.
-    """
-    restore_weights(saved, state)
-    _restore_optimizer(saved["optimizer"], state)
-    if state.parts.scaler.is_enabled() and saved["scaler"]:
-        state.parts.scaler.load_state_dict(dict(saved["scaler"]))  # else the scale starts at amp.init_scale
-    return dict(saved["progress"])
-
-
-def restore_weights(saved: Mapping[str, Any], state: TrainState) -> None:
-    """The model and its EMA. Raises CheckpointError: they do not fit."""
+def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool = True) -> None:
+    """Copy a loaded checkpoint, without `training` only its weights, into a run's objects, which keep their layout,
+    dtype, device and hyperparameters. Raises CheckpointError: the weights or the optimizer do not fit."""
     try:
-        state.model.load_state_dict(saved["model"])
+        state.model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint's weights do not fit the model: {error}") from error
-    state.parts.masters.load(saved["model"])
+    state.parts.masters.load(checkpoint["model"])
     if state.ema is not None:
-        state.ema.module.load_state_dict(saved["average"] or saved["model"])
-
-
-def _restore_optimizer(saved: Mapping[str, Any], state: TrainState) -> None:
+        state.ema.module.load_state_dict(checkpoint["average"] or checkpoint["model"])
+    if not training:
+        return
+    if state.parts.scaler.is_enabled() and checkpoint["scaler"]:
+        state.parts.scaler.load_state_dict(dict(checkpoint["scaler"]))  # else the scale starts at amp.init_scale
     optimizer, parameters = state.parts.optimizer, state.parts.masters.trainable()
-    name = type(optimizer).__name__
+    saved, name = checkpoint["optimizer"], type(optimizer).__name__
     if saved["name"] != name:
         raise CheckpointError(
             f"the checkpoint was written by {saved['name']}, this run uses {name}: resume with the same optim=, "
@@ -104,13 +200,10 @@ def _restore_optimizer(saved: Mapping[str, Any], state: TrainState) -> None:
                 optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-_MUST_MATCH = ("model", "num_classes", "data_fingerprint", "global_batch_size")
-_MAY_DIFFER = ("precision", "memory_format", "world_size", "versions")
-
-
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True) -> list[str]:
     """Notes on differences of metadata. Raises ConfigError: this is another run or, to evaluate, another model."""
-    problems = _differences(saved, current, _MUST_MATCH if training else _MUST_MATCH[:2])
+    must_match = ("model", "num_classes", *(("data_fingerprint", "global_batch_size") if training else ()))
+    problems = _differences(saved, current, must_match)
     if saved["classes"] != current["classes"]:
         other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
         problems.append(f"other classes: {other!r:.120}")
@@ -123,7 +216,8 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, tr
         return []
     before, now = dict(flatten(saved["config"])), dict(flatten(current["config"]))
     settings = sorted({*before, *now} - {"resume", "resume_sweep", "overwrite"})
-    return _differences(saved, current, _MAY_DIFFER) + _differences(before, now, settings)
+    may_differ = ("precision", "memory_format", "world_size", "versions")
+    return _differences(saved, current, may_differ) + _differences(before, now, settings)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
@@ -133,10 +227,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterab
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run. Every method is called by all ranks; only rank 0 reads and writes files.
-
-    A checkpoint also holds the steps since the last log line: a resumed run logs the same numbers.
-    """
+    """The checkpoints of one run, each with the steps since the last log line: a resumed run logs the same numbers.
+    Every method is called by all ranks; only rank 0 reads and writes files."""
 
     store: CheckpointStore
     state: TrainState
@@ -145,8 +237,10 @@ class Checkpoints:
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
 
-    def minutes_since_save(self) -> float:
-        return (time.monotonic() - self.saved_at) / 60
+    def is_due(self, settings: CheckpointConfig, step: int) -> bool:
+        """Whether a checkpoint is due within an epoch."""
+        by_step = settings.every_steps > 0 and step % settings.every_steps == 0
+        return by_step or 0 < settings.every_minutes <= (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
         """Raises ConfigError: the disk has no space, or `get_extra_state` returns what cannot be saved."""
@@ -160,28 +254,30 @@ class Checkpoints:
             copies = 3 if self.state.ema is None else 4  # weights, two moments at most, EMA
             check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep)
 
-    def save(self, progress: Progress, unlogged_steps: list[StepResult], *, best: bool = False) -> None:
+    def save(self, progress: Progress, *, best: bool = False) -> None:
         """Save the state between two steps. The host waits for the device: the state is copied to the host."""
         # Of torch's generators (dropout, stochastic depth). Order and augmentation need none.
         random = {"cpu": torch.get_rng_state()}
         if self.dist.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
-        ranks = gather_objects({"random": random, "window": [snapshot(vars(s)) for s in unlogged_steps]}, self.dist)
+        saved = dict(vars(progress))
+        steps = [snapshot(vars(step)) for step in saved.pop("unlogged_steps")]
+        ranks = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
         if self.dist.is_main:
-            collected = collect(self.state, {**asdict(progress), "ranks": ranks}, self.metadata)
+            collected = collect(self.state, {**saved, "ranks": ranks}, self.metadata)
             self.store.save(collected, progress.step, best=best)
 
-    def mark_best(self, progress: Progress, unlogged_steps: list[StepResult]) -> None:
+    def mark_best(self, progress: Progress) -> None:
         """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before the evaluation."""
         if self.saved_step != progress.step or not on_main(lambda: self.store.mark_best(progress.step), self.dist):
-            self.save(progress, unlogged_steps, best=True)
+            self.save(progress, best=True)
 
-    def resume(self, source: str, *, training: bool = True) -> tuple[Progress, list[StepResult]] | None:
-        """Restore the checkpoint that `resume=` names, or without `training` only its weights; None: `auto` finds none.
+    def resume(self, source: str, *, training: bool = True) -> Progress | None:
+        """Restore the checkpoint that `resume=` names, without `training` only its weights; None: `auto` finds none.
 
-        Rank 0 reads the file for all: nodes need no shared folder. Raises ConfigError: there is no such checkpoint, or
-        it is of another run. CheckpointError: it is damaged.
+        Rank 0 reads for all: nodes need no shared folder. Raises ConfigError: there is none, or it is of another run.
+        CheckpointError: it is damaged.
         """
         found = on_main(lambda: load_for_resume(source, self.store), self.dist)
         if found is None:
@@ -192,17 +288,16 @@ class Checkpoints:
         for note in check_compatible(saved["facts"], self.metadata, training=training):
             log.info("resume: %s", note)
         ranks, rank, device = saved["progress"].pop("ranks"), self.dist.rank, self.dist.device
-        progress, unlogged_steps = Progress(**saved["progress"]), []
-        if not training:
-            restore_weights(saved, self.state)
-        else:
-            restore(saved, self.state)
+        progress = Progress(**saved["progress"])
+        restore(saved, self.state, training=training)
+        if training:
             if rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
                 torch.set_rng_state(ranks[rank]["random"]["cpu"])
                 if device.type == "cuda" and "cuda" in ranks[rank]["random"]:
                     torch.cuda.set_rng_state(ranks[rank]["random"]["cuda"], device)
             # Per-rank sums are only valid for the same world size; with another one the next log line has fewer steps.
             rows = ranks[rank]["window"] if len(ranks) == self.dist.world_size else []
-            unlogged_steps = [StepResult(**{name: value.to(device) for name, value in row.items()}) for row in rows]
+            steps = [StepResult(**{name: value.to(device) for name, value in row.items()}) for row in rows]
+            progress.unlogged_steps = steps
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
-        return progress, unlogged_steps
+        return progress

@@ -31,10 +31,7 @@ LAST_RECORDS_S = 30.0  # the end of a run waits this long for trackers that are 
 # TensorBoard sorts the groups of its charts by name: what is looked at first comes first.
 _FIRST = ("train/loss", "train/top1", "train/top5", "train/images_per_s")
 _NO_RESULTS = ("step", "time", "warmup", "world_size", "images")
-_HPARAMS = (
-    *("model", "channels_last", "precision", "compile", "batch_size", "data.image_size"),
-    *("optim.name", "optim.lr", "seed"),
-)
+_HPARAMS = ("model", "channels_last", "precision", "compile", "batch_size", "seed", "data.image_size", "optim.name")
 
 
 class Trackers:
@@ -44,7 +41,7 @@ class Trackers:
         self._running: list[tuple[threading.Thread, SimpleQueue[Record | None]]] = []
         for name in log_to:
             records: SimpleQueue[Record | None] = SimpleQueue()
-            arguments = (name, find_tracker(name), iter(records.get, None))
+            arguments = (find_tracker(name), iter(records.get, None))
             # A daemon: a tracker that hangs does not keep the process alive.
             thread = threading.Thread(target=_track, args=arguments, name=f"log_to={name}", daemon=True)
             thread.start()
@@ -64,12 +61,12 @@ class Trackers:
                 log.warning("%s: still sending after %g s; the last records are lost", thread.name, LAST_RECORDS_S)
 
 
-def _track(name: str, tracker: Tracker, records: Iterator[Record]) -> None:
+def _track(tracker: Tracker, records: Iterator[Record]) -> None:
     try:
         tracker(records)
     except Exception as error:  # training must not depend on a tracker
-        what = str(error).strip().partition("\n")[0]
-        log.warning("log_to=%s gets no further records: it raised %s: %s", name, type(error).__name__, what)
+        name, what = threading.current_thread().name, str(error).strip().partition("\n")[0]
+        log.warning("%s gets no further records: it raised %s: %s", name, type(error).__name__, what)
 
 
 def find_tracker(name: str) -> Tracker:
@@ -90,21 +87,18 @@ def find_tracker(name: str) -> Tracker:
     return call
 
 
-def numbers(record: Record) -> dict[str, float]:
-    """The numbers of a training window or an evaluation as `train/loss`, `val/top1` and so on."""
-    found = {name: value for name, value in record.items() if isinstance(value, int | float)}
-    return {f"{record['kind']}/{name}": value for name, value in found.items() if name not in _NO_RESULTS}
-
-
-def final_metrics(summary: Record) -> dict[str, float]:
-    """The results of a run by which runs are compared; those that are unknown are left out."""
-    results = {
-        "whole_run/top1": (summary["val"] or {}).get("top1"),
-        "whole_run/train_loss": summary["train"]["loss"],
-        "whole_run/images_per_s": (summary["images_per_s"]["end_to_end"] or {}).get("median"),
-        "whole_run/peak_memory_gib": summary["peak_memory_gib"],
-    }
-    return {name: value for name, value in results.items() if value is not None}
+def metrics_of(record: Record) -> dict[str, float]:
+    """The numbers of a record as `train/loss`, `val/top1` and so on; of the last one, what runs are compared by."""
+    found = {f"{record['kind']}/{name}": value for name, value in record.items() if name not in _NO_RESULTS}
+    if record["kind"] == "end":
+        summary = record["summary"]
+        found = {
+            "whole_run/top1": (summary["val"] or {}).get("top1"),
+            "whole_run/train_loss": summary["train"]["loss"],
+            "whole_run/images_per_s": (summary["images_per_s"]["end_to_end"] or {}).get("median"),
+            "whole_run/peak_memory_gib": summary["peak_memory_gib"],
+        }
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def run_id(start: Record, tracker: str, new_id: Callable[[], str]) -> str:
@@ -127,15 +121,14 @@ def tensorboard(records: Iterator[Record]) -> None:
     writer: Any = SummaryWriter(start["folder"], purge_step=start["step"] + 1)  # drops the events of lost work
     writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in start["config"].items()))
     for record in records:
-        is_end = record["kind"] == "end"
-        for tag, value in (final_metrics(record["summary"]) if is_end else numbers(record)).items():
+        for tag, value in metrics_of(record).items():
             is_vital = tag.startswith("train/") and tag not in _FIRST
             writer.add_scalar(tag.replace("train/", "vitals/") if is_vital else tag, value, record["step"])
-        if is_end:
-            settings = {key: str(start["config"][key]) for key in _HPARAMS}
+        if record["kind"] == "end":
+            settings = {key: str(start["config"][key]) for key in (*_HPARAMS, "optim.lr")}
             settings["memory_format"] = record["summary"]["memory_format"]
             # Into the run's own events: add_hparams would create a second run (pytorch/pytorch#32651).
-            for part in hparams(settings, final_metrics(record["summary"])):
+            for part in hparams(settings, metrics_of(record)):
                 writer.file_writer.add_summary(part)
         writer.flush()
     writer.close()
@@ -154,10 +147,10 @@ def wandb(records: Iterator[Record]) -> None:
     run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which wandb's own step refuses
     for record in records:
         if record["kind"] == "end":
-            run.summary.update({**final_metrics(record["summary"]), "status": record["summary"]["status"]})
+            run.summary.update({**metrics_of(record), "status": record["summary"]["status"]})
             run.finish(exit_code=int(record["summary"]["status"] == "failed"))
         else:
-            run.log({**numbers(record), "step": record["step"]})
+            run.log({**metrics_of(record), "step": record["step"]})
 
 
 def mlflow(records: Iterator[Record]) -> None:
@@ -180,10 +173,10 @@ def mlflow(records: Iterator[Record]) -> None:
     run = run_id(start, "mlflow", new_run)
     client.update_run(run, status="RUNNING")
     for record in records:
-        is_end, time_ms = record["kind"] == "end", int(1000 * time.time())
-        metrics = final_metrics(record["summary"]) if is_end else numbers(record)
-        client.log_batch(run, [entities.Metric(*metric, time_ms, record["step"]) for metric in metrics.items()])
-        if is_end:
+        now_ms = int(1000 * time.time())
+        metrics = [entities.Metric(*metric, now_ms, record["step"]) for metric in metrics_of(record).items()]
+        client.log_batch(run, metrics)
+        if record["kind"] == "end":
             ends = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
             client.set_terminated(run, ends[record["summary"]["status"]])
 

@@ -12,7 +12,7 @@ import torch
 import cl_train
 from cl_train.cli import main
 from cl_train.config.schema import ConfigError
-from cl_train.training.progress import TrainingFault
+from cl_train.training.state import TrainingFault
 from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

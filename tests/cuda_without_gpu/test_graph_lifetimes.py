@@ -66,7 +66,7 @@ def test_no_graph_is_left_though_a_traceback_refers_to_it(
         assert len(Graph.alive) == 1, "recorded before the fault"
         raise fault
 
-    monkeypatch.setattr(log_lines, "console_line", fail)
+    monkeypatch.setattr(log_lines.LogLines, "console_line", fail)
     with pytest.raises(type(fault)) as caught:
         train(*WORDS, folder=tmp_path)
     assert destroyed == [0], caught

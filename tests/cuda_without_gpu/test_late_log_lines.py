@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cl_train.training import log_lines
-from cl_train.training.progress import TrainingFault
+from cl_train.training.state import TrainingFault
 from tests import networks
 from tests.conftest import Run
 from tests.faults import tiny

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cl_train.system.machine import DeviceClock
-from cl_train.training import progress
-from cl_train.training.progress import ThroughputMeter
+from cl_train.training import log_lines
+from cl_train.training.log_lines import ThroughputMeter
 
 STEP_S = 0.060  # of the device
 HOST_S = 0.004  # to submit a step
@@ -77,12 +77,12 @@ def test_data_and_speed_are_those_of_the_device(speed: float) -> None:
 
 def test_the_host_stays_two_steps_ahead() -> None:
     machine, _, _ = run(0.001)
-    assert machine.ahead_s <= progress.LEAD_STEPS * STEP_S
+    assert machine.ahead_s <= log_lines.LEAD_STEPS * STEP_S
     assert machine.idle_s < 0.01, "the bound leaves the device busy"
 
 
 def test_planted_the_hosts_clock_gives_a_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was reported before: the host's wait, however busy the device is meanwhile."""
-    monkeypatch.setattr(progress, "LEAD_STEPS", 1000)
-    monkeypatch.setattr(progress, "min", lambda host_waited_s, _: host_waited_s, raising=False)
+    monkeypatch.setattr(log_lines, "LEAD_STEPS", 1000)
+    monkeypatch.setattr(log_lines, "min", lambda host_waited_s, _: host_waited_s, raising=False)
     assert run(STEP_S / 1.05)[1] > 20 and run(STEP_S / 0.83)[1] > 20

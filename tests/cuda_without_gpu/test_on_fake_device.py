@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cl_train.config.schema import Config, DataConfig
 from cl_train.data import device as data_device
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch, to_device
 from cl_train.memory_format import model_call
@@ -23,7 +24,7 @@ from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, EMA, autocast, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, StepResult, train_step
-from cl_train.training.preflight import trial_step
+from cl_train.training.build import try_model
 from tests.cuda_without_gpu.fake_cuda import CUDA, Device, Event, Stream, fake_cuda, without_data
 from tests.networks import small
 from tests.step.test_train_step import make_parts
@@ -166,12 +167,17 @@ def trial_on_the_recorders_stream(device: Device) -> None:
     """
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)).to(CUDA)
     model.to(memory_format=torch.channels_last)
-    recorder = Recorder(CUDA)
+    tried: list[torch.Size] = []
+    hook = model.register_forward_pre_hook(lambda _, args: tried.append(args[0].shape))
+    recorder, cfg = Recorder(CUDA), Config(batch_size=4, data=DataConfig(image_size=8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "backward", nothing)
         patch.setattr(model_call, "random_state_restored", lambda device: nullcontext())
         with recorder.on_stream():
-            trial_step(model, resolve_precision("fp16", CUDA), FORMAT, (4, 3, 8, 8), 3)
+            for compiled in (False, True):
+                try_model.__wrapped__(replace(cfg, compile=compiled), model, resolve_precision("fp16", CUDA), 3, FORMAT)
+    hook.remove()
+    assert tried == [(4, 3, 8, 8), (2, 3, 8, 8)], "the compiled model needs less memory than this eager step"
     for parameter in model.parameters():
         parameter.data.add_(1)
 

@@ -12,17 +12,17 @@ from torch import nn
 
 from cl_train.comparison import paired
 from cl_train.comparison.paired import Workload
+from cl_train.config.schema import Config, DataConfig
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import OutOfMemory
 from cl_train.step.precision import resolve_precision
 from cl_train.system.machine import is_out_of_memory
-from cl_train.training import preflight
-from cl_train.training.preflight import BatchSpeed, search
-from cl_train.training.progress import TrainingFault
+from cl_train.training.batch_size import BatchSpeed, search
+from cl_train.training.build import try_model
 from cl_train.training.records import describe_failure
+from cl_train.training.state import TrainingFault
 from tests import networks
 from tests.conftest import Run
-from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.networks import small
 
 Error = Callable[[], BaseException]
@@ -98,13 +98,11 @@ def test_a_comparison_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", SOME)
-def test_the_trial_step_names_the_batch(error: Error, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, trial = Limited(error), preflight.trial_step
-    on_cpu, on_gpu = (DeviceFormat(device, torch.float32, torch.channels_last) for device in (CPU, CUDA))
-    monkeypatch.setattr(preflight, "trial_step", lambda model, kind, form, *more: trial(model, kind, on_cpu, *more))
-    sizes = {"batch_size": 8, "image_size": 16, "num_classes": 3, "compiled": False}
-    with pytest.raises(TrainingFault, match=r"batch_size=8: out of memory.*batch_size=auto") as caught:
-        preflight.check_batch_fits(model, resolve_precision("fp32", CPU), on_gpu, **sizes)  # type: ignore[arg-type]
+def test_the_trial_step_names_the_batch(error: Error) -> None:
+    model, cfg = Limited(error), Config(data=DataConfig(image_size=16))
+    with pytest.raises(TrainingFault, match=r"batch_size=2: out of memory.*batch_size=auto") as caught:
+        form = DeviceFormat(CPU, torch.float32, torch.channels_last)
+        try_model.__wrapped__(cfg, model, resolve_precision("fp32", CPU), 3, form)
     del caught
     assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
 

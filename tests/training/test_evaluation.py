@@ -21,8 +21,8 @@ from cl_train.models.sources import (
     published_preprocessing,
 )
 from cl_train.step.precision import resolve_precision
-from cl_train.training.evaluation import predictions
-from cl_train.training.progress import TrainingFault
+from cl_train.training.evaluation import outputs, rows_of
+from cl_train.training.state import TrainingFault
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
@@ -169,18 +169,12 @@ def test_report_of_synthetic_data_and_of_a_model_with_more_outputs_than_classes(
     assert "base64" not in check_report(done, 32)
 
 
-def evaluation_batch(images: int, seed: int = 1) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(images, 3, 32, 32, generator=generator)
-    return Batch(pixels, torch.randint(0, 3, (images,), generator=generator))
-
-
 def test_evaluation_counts_exactly_and_changes_nothing() -> None:
     torch.manual_seed(0)
     model = networks.small(3)
-    batches = [evaluation_batch(count, seed=count) for count in (8, 8, 3)]
+    batches = [Batch(torch.randn(count, 3, 32, 32), torch.randint(0, 3, (count,))) for count in (8, 8, 3)]
     statistics = model[1].running_mean.clone()
-    rows = predictions(model, batches, resolve_precision("bf16", CPU), CPU)
+    rows = torch.cat([rows_of(*output) for output in outputs(model, batches, resolve_precision("bf16", CPU))])
     assert model.training
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model.eval()
@@ -197,14 +191,15 @@ def test_evaluation_counts_exactly_and_changes_nothing() -> None:
 @pytest.mark.parametrize("flip", [False, True])
 def test_evaluation_with_soft_targets_without_labels_and_of_both_mirror_images(flip: bool) -> None:
     torch.manual_seed(0)
-    model, images = networks.small(3), evaluation_batch(4).images
+    model, images = networks.small(3), torch.randn(4, 3, 32, 32)
     soft = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     unlabelled = torch.tensor([0, -100, 1, 2])
     logits = model.eval()(images)
     if flip:
         logits = (logits + model(images.flip(3))) / 2
     for targets, labels in ((soft, soft.argmax(1)), (unlabelled, unlabelled)):
-        rows = predictions(model, [Batch(images, targets)], resolve_precision("fp32", CPU), CPU, flip=flip)
+        (output,) = outputs(model, [Batch(images, targets)], resolve_precision("fp32", CPU), flip=flip)
+        rows = rows_of(*output)
         losses = nn.functional.cross_entropy(logits, targets, reduction="none")
         torch.testing.assert_close(rows[:, 3].float(), losses)
         assert rows[:, 0].tolist() == labels.tolist() and rows[:, 4].tolist() == (labels >= 0).double().tolist()

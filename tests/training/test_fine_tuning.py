@@ -1,6 +1,7 @@
 """Settings of fine-tuning in the real loop: frozen parts, a custom loss, custom metrics, patience, several labels."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.data.loader import BadImageError
 from cl_train.training.evaluation import mean_average_precision
-from cl_train.training.progress import TrainingFault
+from cl_train.training.state import TrainingFault
 from tests.conftest import Run
 
 Train = Callable[..., Run]
@@ -65,16 +66,27 @@ def test_a_loss_and_metrics_of_ones_own(train: Train) -> None:
     assert run.losses == pytest.approx([loss / 2 for loss in usual.losses])
     (record,) = run.records("val")
     assert record["own_top1"] == pytest.approx(record["top1"]) and record["reds"] == run.summary["val"]["reds"] == 7
-    with pytest.raises(TrainingFault, match=r"\['loss'\] are taken"):
-        train("max_steps=1", f"metrics={HERE}:colliding")
-    for words, problem in (
-        (["max_steps=1", f"loss={HERE}:per_image"], "a tensor of one number"),
-        (["loss=hinge"], "use cross_entropy, bce"),
-        ([f"loss={HERE}:per_image", "label_smoothing=0.1"], "label_smoothing=0.1 has no effect"),
-        (["patience=2", "evaluate_every=0"], "patience=2 has no effect"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            train(*words)
+
+
+DATASET = f"data=dataset data.root=null data.dataset={HERE}"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (f"metrics={HERE}:colliding", r"\['loss'\] are taken"),
+        (f"loss={HERE}:per_image", "a tensor of one number"),
+        ("loss=hinge", "use cross_entropy, bce"),
+        (f"loss={HERE}:per_image label_smoothing=0.1", "label_smoothing=0.1 has no effect"),
+        ("patience=2 evaluate_every=0", "patience=2 has no effect"),
+        (f"{DATASET}:stripes", "use loss=bce"),
+        (f"{DATASET}:stripes_then_a_number loss=bce", "unlike that of the first sample"),
+        (f"{DATASET}:stripes_beyond_one loss=bce", "not from 0 to 1"),
+    ],
+)
+def test_losses_metrics_and_labels_that_cannot_be_used(train: Train, words: str, problem: str) -> None:
+    with pytest.raises((ConfigError, TrainingFault, BadImageError), match=problem):
+        train("max_steps=1", *words.split())
 
 
 @pytest.mark.slow
@@ -96,7 +108,7 @@ class Stripes:
 
     classes = ("red", "green", "blue")
 
-    def __init__(self, count: int, size: int, first: int = 0, wrong: object = None) -> None:
+    def __init__(self, count: int, size: int, first: int, wrong: object) -> None:
         self.count, self.size, self.first, self.wrong = count, size, first, wrong
 
     def __len__(self) -> int:
@@ -109,16 +121,12 @@ class Stripes:
         return pixels.astype(np.uint8), self.wrong if self.wrong is not None and index else torch.from_numpy(labels)
 
 
-def stripes(split: str, size: int) -> Stripes:
-    return Stripes(*((192, size, 0) if split == "train" else (40, size, 1000)))
+def stripes(split: str, size: int, wrong: object = None) -> Stripes:
+    return Stripes(*((192, size, 0) if split == "train" else (40, size, 1000)), wrong)
 
 
-def stripes_then_a_number(split: str, size: int) -> Stripes:
-    return Stripes(64, size, wrong=1)
-
-
-def stripes_beyond_one(split: str, size: int) -> Stripes:
-    return Stripes(64, size, wrong=torch.tensor([0.0, 2.0, 0.0]))
+stripes_then_a_number = partial(stripes, wrong=1)
+stripes_beyond_one = partial(stripes, wrong=torch.tensor([0.0, 2.0, 0.0]))
 
 
 def sklearns(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
@@ -130,7 +138,7 @@ def sklearns(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_multi_label_targets(workers: int, train: Train) -> None:
-    words = ("data=dataset", f"data.dataset={HERE}:stripes", f"data.workers={workers}", "data.root=null", "loss=bce")
+    words = (*f"{DATASET}:stripes".split(), f"data.workers={workers}", "loss=bce")
     run = train(*words, "epochs=3", f"metrics={HERE}:sklearns")
     values = [record["mean_average_precision"] for record in run.records("val")]
     assert values == pytest.approx([record["reference"] for record in run.records("val")])
@@ -138,16 +146,6 @@ def test_multi_label_targets(workers: int, train: Train) -> None:
     assert run.summary["val"]["top1"] > 90, "share of the images whose most probable class is one of theirs"
     mixed = train(*words, "max_steps=2", "augment.mixup=0.2", f"loss={HERE}:squared")
     assert mixed.summary["val"]["mean_average_precision"] > 0
-
-
-def test_labels_that_cannot_be_used(train: Train) -> None:
-    for dataset, loss, problem in (
-        ("stripes", "cross_entropy", "use loss=bce"),
-        ("stripes_then_a_number", "bce", "unlike that of the first sample"),
-        ("stripes_beyond_one", "bce", "not from 0 to 1"),
-    ):
-        with pytest.raises((ConfigError, BadImageError), match=problem):
-            train("data=dataset", "data.root=null", f"data.dataset={HERE}:{dataset}", f"loss={loss}", "max_steps=1")
 
 
 def test_mean_average_precision_with_ties_and_absent_classes() -> None:

@@ -84,13 +84,6 @@ def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Trai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["channels_last=auto", "batch_size=auto"])
-def test_growing_images_go_with(train: Train, quick_auto: None, word: str) -> None:
-    done = train(*GROWING, "data.size_schedule=[[0,16],[1,32]]", word)
-    assert done.exit_code == 0 and {w["image_size"] for w in done.records("train")} == {16, 32}
-
-
-@pytest.mark.slow
 def test_every_size_is_compiled_once_with_static_shapes(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -13,9 +14,9 @@ import yaml
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load, to_mapping
-from cl_train.training import loop
-from cl_train.training.log_lines import check_bad_steps
-from cl_train.training.progress import TrainingFault
+from cl_train.training.log_lines import LogLines, check_bad_steps
+from cl_train.training.setup import check_runs
+from cl_train.training.state import TrainingFault
 from tests.conftest import CPU_PRECISIONS, Run, write_images
 
 Train = Callable[..., Run]
@@ -127,8 +128,9 @@ def test_augmentation_averaging_clipping_accumulation_and_smoothing_together(tra
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tmp_path: Path, precision: str) -> None:
-    """Random generators (dropout) and the loss scale are restored."""
+    """Random generators (dropout), the loss scale and AdamW's moments are restored."""
     words = (f"precision={precision}", "amp.growth_interval=2", "data.image_size=16", "model=tests.networks:dropout")
+    words += ("optim=adamw", "optim.lr=0.01", "channels_last=true")
     folder = tmp_path / "parts"
     whole = train(*words)
     train(*words, "max_steps=4", folder=folder)
@@ -175,11 +177,15 @@ def test_an_evaluation_needs_its_split_and_leaves_the_records_of_the_run(
 def test_a_run_that_cannot_continue_names_the_step(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, problem: str
 ) -> None:
-    def failing(run: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    original, calls = LogLines.log_submitted, count()
+
+    def failing(lines: LogLines) -> None:
+        if next(calls) == 6:  # two calls a step, and the third step fails
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        original(lines)
 
     if words.endswith("failing_device"):
-        monkeypatch.setattr(loop, "log_submitted", failing)
+        monkeypatch.setattr(LogLines, "log_submitted", failing)
     with pytest.raises(TrainingFault, match=problem):
         train(*words.removesuffix(" failing_device").split(), folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -214,14 +220,19 @@ def test_settings_and_models_that_cannot_train_are_refused(train: Train, tiny: C
         (["model=tests.networks:too_few_outputs"], "for 3 classes"),
         (["model=tests.networks:raising"], "planted"),
         (["resume=auto", "overwrite=true"], "leave out one"),
+        (["batch_size=0"], "batch_size=0: expected whole number >= 1"),
+        (["batch_size=auto", "resume=auto"], "batch_size=auto with resume"),
+        (["epochs=auto"], "epochs=auto: expected whole number >= 1$"),
     ):
         with pytest.raises(ConfigError, match=problem):
             train(*words)
     with pytest.raises(ConfigError) as caught:
         timm = tiny("augment.policy=timm", "augment.timm_policy=nonsense")
         v0 = tiny("augment.policy=timm", "augment.timm_policy=v0")
-        loop.check_runs([tiny("model=resnet18"), tiny("model=resnt18"), tiny("model=vgg99"), timm, v0])
-    assert len(caught.value.problems) == 4, "every run of a sweep is checked"
+        wrong = [tiny("model=resnt18"), tiny("model=vgg99"), tiny("log_to=[tensorbord]"), timm, v0]
+        check_runs([tiny("model=resnet18"), *wrong])
+    assert len(caught.value.problems) == 5, "every run of a sweep is checked"
+    assert "log_to=tensorbord: " in str(caught.value) and "did you mean tensorboard" in str(caught.value)
 
 
 def test_the_best_is_kept_also_where_no_checkpoint_is_due(train: Train) -> None:
@@ -253,7 +264,16 @@ def test_bad_images_are_left_out(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels_last", ["false", "auto"])
-def test_a_users_model_that_deepcopy_refuses_trains(train: Train, quick_auto: None, channels_last: str) -> None:
-    done = train("model=tests.networks:uncopyable", f"channels_last={channels_last}")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=tests.networks:uncopyable",  # as deepcopy refuses it
+        "model=tests.networks:uncopyable channels_last=auto",
+        "data.size_schedule=[[0,16],[1,32]] data.val_size=40 channels_last=auto",
+        "data.size_schedule=[[0,16],[1,32]] data.val_size=40 batch_size=auto",
+    ],
+)
+def test_unusual_models_and_growing_images_train_with_auto(train: Train, quick_auto: None, words: str) -> None:
+    done = train(*words.split())
     assert done.exit_code == 0 and done.summary["status"] == "completed"
+    assert {window["image_size"] for window in done.records("train")} == ({16, 32} if "schedule" in words else {32})

@@ -13,10 +13,10 @@ import torch
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load
-from cl_train.data.device import Batch
+from cl_train.data.device import Batch, DeviceFormat
 from cl_train.step.precision import resolve_precision
-from cl_train.system.distributed import gather_objects, processes
-from cl_train.training import build, loop, preflight
+from cl_train.system.distributed import Dist, gather_objects, processes
+from cl_train.training import build, loop
 from cl_train.training import state as training_state
 from tests.processes import LIMIT_S
 
@@ -32,12 +32,13 @@ def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -
 def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
     """The trial step runs backward on the model itself, as on a GPU; then four steps."""
     cfg = settings(folder, ddp_static_graph=True, channels_last=True)
-    precision, original, equal = resolve_precision("fp32", torch.device("cpu")), build.check_batch_fits, []
+    precision, original, equal = resolve_precision("fp32", torch.device("cpu")), build.wrap_in_ddp, []
 
-    def on_the_model(model: Any, precision: Any, form: Any, *, batch_size: int, num_classes: int, **_: Any) -> None:
-        preflight.trial_step(model, precision, form, (batch_size, 3, 32, 32), num_classes)
+    def try_first(model: Any, dist: Dist, *, static_graph: bool) -> Any:
+        build.try_model.__wrapped__(cfg, model, precision, 3, DeviceFormat(dist.device, None, torch.channels_last))
+        return original(model, dist, static_graph=static_graph)
 
-    build.check_batch_fits = on_the_model  # type: ignore[assignment]
+    build.wrap_in_ddp = try_first
     with processes("cpu", LIMIT_S) as dist:
         torch.manual_seed(0)
         state = build.build_train_state(cfg, precision, 3, dist, lr=0.5)
@@ -47,7 +48,7 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
             state.train_step([Batch(images, torch.randint(3, (8,), generator=generator))])
             sums = gather_objects([parameter.sum().item() for parameter in state.model.parameters()], dist)
             equal.append(sums[0] == sums[1])
-    build.check_batch_fits = original
+    build.wrap_in_ddp = original
     return equal
 
 

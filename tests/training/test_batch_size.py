@@ -1,38 +1,29 @@
-"""What is tried before the first step: refusals, crashes as errors, no trace left; and `batch_size=auto`."""
+"""The model is tried before the first step: refusals, crashes as errors, no trace left; and `batch_size=auto`."""
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import load
+from cl_train.config.schema import Config, ConfigError, DataConfig
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import Crash
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training import loop, preflight
-from cl_train.training.build import build_model
-from cl_train.training.preflight import (
-    BatchSpeed,
-    check_batch_fits,
-    check_runs,
-    resolve_batch_size,
-    search,
-    smallest_of_the_fastest,
-    trial_step,
-)
-from cl_train.training.progress import TrainingFault
+from cl_train.training import batch_size
+from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search, smallest_of_the_fastest
+from cl_train.training.build import try_model
+from cl_train.training.state import TrainingFault
 from tests.conftest import Run
 from tests.networks import small, too_few_outputs
 
 CPU = torch.device("cpu")
 FP32 = resolve_precision("fp32", CPU)
-FORMAT = DeviceFormat(CPU, torch.float32, torch.channels_last)
 
 
 def failing(error: Exception) -> nn.Module:
@@ -57,9 +48,11 @@ class Aborts(nn.Module):
         return self.model(images)
 
 
-def check(model: nn.Module, memory_format: torch.memory_format = torch.channels_last, **given: Any) -> None:
-    settings = {"image_size": 32, "num_classes": 3, "training": True, "evaluation": True, **given}
-    check_runs(model, FP32, DeviceFormat(CPU, torch.float32, memory_format), **settings)
+def check(
+    model: nn.Module, layout: torch.memory_format = torch.channels_last, attempt: Any = try_model, **words: Any
+) -> None:
+    cfg = Config(data=DataConfig(image_size=32), **words)
+    attempt(cfg, model, FP32, 3, DeviceFormat(CPU, torch.float32, layout))
 
 
 @pytest.mark.parametrize(
@@ -78,29 +71,18 @@ def test_what_cannot_train_is_refused(model: nn.Module, error: type[Exception], 
 
 
 def test_only_what_the_run_does_is_tried_and_leaves_no_trace() -> None:
-    check(Aborts(training=False), evaluation=False)
-    check(Aborts(training=True), training=False)
+    check(Aborts(training=False), evaluate_every=-1)
+    check(Aborts(training=True), evaluate_only=True)
     check(Aborts(training=True), torch.contiguous_format)
     model = small(3)
+    model[1].eval()  # as a frozen part
     before = {name: value.clone() for name, value in model.state_dict().items()}
     numbers = torch.get_rng_state()
-    trial_step(model, FP32, FORMAT, (2, 3, 32, 32), 3)
+    check(model, attempt=try_model.__wrapped__, evaluate_every=-1)  # in this process
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), numbers)
-
-
-@pytest.mark.parametrize(("compiled", "images"), [(False, 64), (True, 2)])
-def test_the_whole_batch_is_tried_on_a_gpu_unless_the_compiled_model_needs_less(
-    monkeypatch: pytest.MonkeyPatch, compiled: bool, images: int
-) -> None:
-    shapes = []
-    monkeypatch.setattr(preflight, "trial_step", lambda model, precision, form, shape, classes: shapes.append(shape))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    on_gpu = DeviceFormat(torch.device("cuda", 0), torch.float16, torch.channels_last)
-    words: dict[str, Any] = {"batch_size": 64, "image_size": 32, "num_classes": 3, "compiled": compiled}
-    check_batch_fits(small(3), resolve_precision("fp16", CPU), on_gpu, **words)
-    assert shapes == [(images, 3, 32, 32)]
+    assert model.training and not model[1].training
 
 
 # --- batch_size=auto --------------------------------------------------------------------------------------------------
@@ -111,16 +93,12 @@ ALONE = Dist(0, 1, CPU)
 class Machine:
     """1 GiB of weights, 1/16 GiB per image; speed grows to 1000 images/s; memory beyond `dies_at_gib` is an error."""
 
-    def __init__(self, dies_at_gib: float = 1e9, half_speed_at: float = 16.0, step_s: float = 1.0) -> None:
-        self.dies_at_gib = dies_at_gib
-        self.half_speed_at = half_speed_at
-        self.step_s = step_s
+    def __init__(self, dies_at_gib: float = 1e9, half_speed_at: float = 16.0) -> None:
+        self.dies_at_gib, self.half_speed_at = dies_at_gib, half_speed_at
         self.asked: list[int] = []
-        self.now = 0.0
 
     def __call__(self, size: int) -> BatchSpeed:
         self.asked.append(size)
-        self.now += self.step_s * size
         peak = 1 + size / 16
         if peak > self.dies_at_gib:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -128,7 +106,7 @@ class Machine:
 
     def search(self, **limits: float) -> list[BatchSpeed]:
         given: dict[str, Any] = {"limit_gib": 1e6, "largest": 4096, "time_limit_s": 1e9, **limits}
-        return search(self, **given, clock=lambda: self.now)
+        return search(self, **given, clock=lambda: sum(self.asked))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +131,8 @@ def test_the_size_doubles_while_it_fits(
 def test_what_cannot_be_measured_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"not even 2 images fit into 1\.10 GiB"):
         Machine().search(limit_gib=1.1)
-
-    def broken(size: int) -> BatchSpeed:
-        raise RuntimeError("shapes do not match")
-
     with pytest.raises(RuntimeError, match="shapes"):
-        search(broken, largest=64, limit_gib=1.0, time_limit_s=1.0)
+        search(Mock(side_effect=RuntimeError("shapes do not match")), largest=64, limit_gib=1.0, time_limit_s=1.0)
 
 
 def test_the_smallest_of_equally_fast_sizes_is_chosen() -> None:
@@ -172,17 +146,17 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
     tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An injected limit: what is measured for the chosen size stays below it, and the generators stay as they were."""
-    monkeypatch.setattr(preflight, "STEPS", 1)
-    monkeypatch.setattr(preflight, "TIME_LIMIT_S", {"cpu": 1e6})
+    monkeypatch.setattr(batch_size, "STEPS", 1)
+    monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
     cfg = tiny("batch_size=auto", "channels_last=auto", "precision=bf16", "augment.repeats=2")
     asked: list[list[BatchSpeed]] = []
-    original = preflight.search
-    monkeypatch.setattr(preflight, "search", lambda *a, **k: asked.append(original(*a, **k)) or asked[-1])
+    original = batch_size.search
+    monkeypatch.setattr(batch_size, "search", lambda *a, **k: asked.append(original(*a, **k)) or asked[-1])
     state = torch.get_rng_state()
-    free = resolve_batch_size(cfg, ALONE, build_model)
+    free = resolve_batch_size(cfg, ALONE)
     limit_gib = asked[0][2].peak_memory_gib  # of 32 images
-    monkeypatch.setattr(preflight, "available_bytes", lambda device: int(limit_gib * 2**30))
-    bounded = resolve_batch_size(cfg, ALONE, build_model)
+    monkeypatch.setattr(batch_size, "available_bytes", lambda device: int(limit_gib * 2**30))
+    bounded = resolve_batch_size(cfg, ALONE)
     assert torch.equal(torch.get_rng_state(), state)
     assert asked[0][-1].batch_size == 96, "there are 96 training images"
     peaks = [item.peak_memory_gib for item in asked[0]]
@@ -190,39 +164,22 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
     assert 8 <= bounded.batch_size < 32 and asked[1][-1].peak_memory_gib <= 0.9 * limit_gib
     assert free.batch_size in [item.batch_size for item in asked[0]]
     assert replace(free, batch_size=0) == cfg, "nothing else of the settings changes"
-    assert resolve_batch_size(free, ALONE, build_model) is free, "a number is left alone"
+    assert resolve_batch_size(free, ALONE) is free, "a number is left alone"
 
 
 @pytest.mark.slow
 def test_a_run_with_auto_trains_and_writes_the_number_down(
     train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "STEPS", 1)
-    monkeypatch.setattr(preflight, "LARGEST", {"cpu": 16})
+    monkeypatch.setattr(batch_size, "STEPS", 1)
+    monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    build, cublas = loop.build_model, []
-
-    def look(*arguments: Any, **words: Any) -> Any:
-        cublas.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-        return build(*arguments, **words)
-
-    monkeypatch.setattr(loop, "build_model", look)
+    build, cublas = batch_size.build_model, []
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setattr(batch_size, "build_model", lambda *a: cublas.append(os.environ.get(name)) or build(*a))
     done = train("batch_size=auto", "epochs=1", "optim.reference_batch_size=32", "deterministic=true")
     assert cublas == [":4096:8"], "cuBLAS reads it at its first product, which the measurement calls"
     chosen = done.summary["global_batch_size"]
     assert chosen in (8, 16)
     assert f"batch_size: {chosen}\n" in (done.folder / "config.yaml").read_text()
     assert done.records("train")[0]["lr"] == pytest.approx(0.4 * chosen / 32)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0: expected whole number >= 1"),
-        ({"batch_size": "auto", "resume": "auto"}, "batch_size=auto with resume"),
-        ({"epochs": "auto"}, "epochs=auto: expected whole number >= 1$"),
-    ],
-)
-def test_wrong_values_are_refused(words: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(words)

@@ -1,0 +1,145 @@
+"""`batch_size=auto`: real steps at growing batch sizes, until memory or time runs out; and `global_batch_size`."""
+
+import dataclasses
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from cl_train.comparison.paired import CONTIGUOUS, Layout, TimedModel, Workload, measurement_state
+from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
+from cl_train.data.build import build_data
+from cl_train.memory_format.crashes import Crash, crash_safe
+from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import Dist, on_main
+from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
+from cl_train.training.build import build_model, training_sizes
+
+log = logging.getLogger(__name__)
+
+FIRST, SMALLEST = 8, 2  # BatchNorm cannot train on one image if the last feature map is 1 x 1
+LARGEST = {"cuda": 4096, "cpu": 256}
+TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
+MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
+AS_FAST = 0.98  # of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
+STEPS = 4
+
+
+class BatchSpeed(NamedTuple):
+    batch_size: int
+    images_per_s: float
+    peak_memory_gib: float
+
+
+def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
+    """`cfg` with the number of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires.
+
+    Rank 0 measures. Steps are eager, because every size would be compiled or recorded again, and on images of the
+    largest size; on a CPU in a forked process, which the system may kill. Random generators are restored.
+    Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
+    """
+    if cfg.batch_size == AUTO_BATCH_SIZE:
+        return dataclasses.replace(cfg, batch_size=on_main(lambda: _fastest_batch_size(cfg, dist), dist))
+    if cfg.global_batch_size is None:
+        return cfg
+    micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
+    if rest or not micro_steps:
+        raise ConfigError(
+            f"global_batch_size={cfg.global_batch_size} is not a multiple of batch_size={cfg.batch_size} x "
+            f"{dist.world_size} processes: choose another batch_size"
+        )
+    if micro_steps > 1 and cfg.ddp_static_graph:
+        raise ConfigError(
+            f"global_batch_size={cfg.global_batch_size} needs {micro_steps} micro-steps, which "
+            "ddp_static_graph=true does not allow: raise batch_size, or set ddp_static_graph=false"
+        )
+    return dataclasses.replace(cfg, accumulate_steps=micro_steps)
+
+
+def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
+    device, single_process = dist.device, Dist(0, 1, dist.device)
+    augment = dataclasses.replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
+    with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)) as data:
+        images, classes = data.train_images, data.num_classes
+    size = training_sizes(cfg)[-1]
+    largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
+    if largest < SMALLEST:
+        raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
+    available = available_bytes(device)
+    limit_gib = math.inf if available is None else MARGIN * available / 2**30
+    workload = Workload(SMALLEST, (3, size, size), resolve_precision(cfg.precision, device), device, optim=cfg.optim)
+    layout = Layout("", torch.channels_last, cfg.conversion, tuple(cfg.select))
+    with measurement_state(workload):
+        model = build_model(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process)
+        find = partial(search, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
+        try:
+            measured = find(partial(_measure, model, CONTIGUOUS if cfg.channels_last == "false" else layout, workload))
+        except Crash:
+            if cfg.channels_last != "auto":
+                raise
+            measured = find(partial(_measure, model, CONTIGUOUS, workload))
+    release_memory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    chosen = smallest_of_the_fastest(measured)
+    speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)
+    log.info("batch_size=auto: %d (images/s by size, in %.1f GiB: %s)", chosen, limit_gib, speeds)
+    return chosen
+
+
+@crash_safe
+def _measure(model: nn.Module, layout: Layout, workload: Workload, batch_size: int) -> BatchSpeed:
+    release_memory()
+    timed = TimedModel(model, layout, dataclasses.replace(workload, batch_size=batch_size))
+    timed.warm_up()
+    peak_gib = timed.peak_memory_gib([timed])
+    return BatchSpeed(batch_size, batch_size / statistics.median(timed.block_times_s(STEPS)), peak_gib)
+
+
+def smallest_of_the_fastest(measured: list[BatchSpeed]) -> int:
+    best = max(item.images_per_s for item in measured)
+    return next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best)
+
+
+def search(
+    measure: Callable[[int], BatchSpeed],
+    *,
+    largest: int,
+    limit_gib: float,
+    time_limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[BatchSpeed]:
+    """Double the batch size from 8 while it fits; returns the sizes that fit, ascending. ConfigError: not even 2 do."""
+    measured: list[BatchSpeed] = []
+    started_at, size = clock(), min(FIRST, largest)
+    while size >= SMALLEST:
+        expected_gib, result = 0.0, None
+        if len(measured) > 1:  # running out of memory is slow, and on a CPU the system ends the process
+            first, second = measured[-2:]
+            per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
+            expected_gib = second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
+        if expected_gib <= limit_gib:
+            try:
+                result = measure(size)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        if result is not None and result.peak_memory_gib <= limit_gib:
+            measured.append(result)
+            if size == largest:
+                return measured
+            size = min(2 * size, largest)
+            if (clock() - started_at) * (1 + size / sum(item.batch_size for item in measured)) > time_limit_s:
+                return measured
+        elif measured:
+            return measured
+        else:
+            size = largest = size // 2
+    raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
