@@ -5,7 +5,6 @@ model already: nothing is imported, pickled or executed again but the result. Kn
 """
 
 import faulthandler
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -17,8 +16,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -40,7 +37,7 @@ ONEDNN_CRASH = (
     "channels, in channels_last on a CPU (found with torch 2.15)"
 )
 _STALLED_S = 10.0  # without any CPU time: the work waits for a thread that the fork does not have
-_PLACE_BYTES = 4096
+_NEEDS_PARENT = pickle.dumps(None)  # instead of a result and an exception
 _PROFILER = "External init callback must run in same thread"  # of torch's profiler, in any thread but the first
 _is_child = False
 if not torch.cuda.is_available():
@@ -63,15 +60,16 @@ def known_issues(model: nn.Module, *, device: torch.device | str) -> list[str]:
         return ["MPS had wrong or crashing channels_last backward passes (pytorch/pytorch#141009, #143196)"]
     if torch.device(device).type != "cpu":
         return []
-    found = [name or "the model" for name, module in model.named_modules() if _crashes_onednn(module)]
+    small = [
+        (name or "the model", module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and module.groups == 1 and module.in_channels < 16
+    ]
+    found = [
+        name for name, module in small if max(module.kernel_size) == 1 < max(module.stride) and not any(module.padding)
+    ]
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return [f"{', '.join(found[:2])}{more}: {ONEDNN_CRASH}"] if found else []
-
-
-def _crashes_onednn(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Conv2d) or module.groups > 1 or module.in_channels >= 16:
-        return False
-    return max(module.kernel_size) == 1 and max(module.stride) > 1 and not any(module.padding)
 
 
 def crash_safe(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -97,77 +95,60 @@ def in_child(work: Callable[[], Result]) -> Result:
     is_daemon = multiprocessing.current_process().daemon  # as the workers of a Pool: multiprocessing refuses to fork it
     if _is_child or is_daemon or sys.platform != "linux" or torch.cuda.is_available():
         return work()
-    ended = _forked(work, None)
-    if ended is None:
+    code, outcome = _forked(work)
+    if outcome == _NEEDS_PARENT:
         return work()
-    if isinstance(ended, bytes):
-        result, error = pickle.loads(ended)
+    if outcome and not code:
+        result, error = pickle.loads(outcome)
         if error is not None:
             raise error
         return result
-    if ended == -signal.SIGKILL:
+    if code == -signal.SIGKILL:
         raise OutOfMemory("the process was killed by SIGKILL, as the system does when it is out of memory")
-    with mmap.mmap(-1, _PLACE_BYTES) as place:  # shared with the child
-        again = _forked(work, place)
-        where, separator, known = bytes(place).rstrip(b"\0").decode().partition("; ")
-    if not isinstance(again, int):  # it has not crashed again
-        where = ""
-    what = f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with exit code {ended}"
-    raise Crash(f"the process was {what}{where}{separator}{known}")
+    code_again, note = _forked(work, is_noting=True)
+    where, separator, known = note.decode("utf-8", "replace").partition("; ")
+    what = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    raise Crash(f"the process was {what}{where if code_again else ''}{separator}{known}")
 
 
-def _forked(work: Callable[[], Any], place: mmap.mmap | None) -> bytes | int | None:
-    """The pickled outcome of `work`, a result and an exception, or the exit code of its process.
+def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, bytes]:
+    """The exit code of a process that runs `work`, and the pickled outcome, a result and an exception.
 
-    None if `work` needs this process: it cannot go on in a fork, or its result cannot be pickled.
+    Instead of it, with `is_noting`, the module that ran last. The outcome is _NEEDS_PARENT if the work cannot go on in
+    a fork, or its result cannot be pickled.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    errors = os.memfd_create("stderr")
+    outcome, errors = os.memfd_create("outcome"), os.memfd_create("stderr")
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    process = context.Process(target=_run_child, args=(work, sender, errors, place, modes))
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_child, args=(work, outcome, errors, is_noting, modes)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a threaded process, from Python 3.12 on
         process.start()
-    sender.close()
     try:
-        data = _receive(receiver, process)
-        if data is None:
-            return None
-        process.join()
-        if not data:
-            return process.exitcode
-        lines = os.pread(errors, 2**20, 0).decode("utf-8", "replace").splitlines(keepends=True)
-        sys.stderr.write("".join(line for line in lines if _PROFILER not in line))
-        return data
+        used = -1
+        while process.is_alive():
+            process.join(_STALLED_S)
+            if process.is_alive():
+                stat = Path(f"/proc/{process.pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+                before, used = used, sum(map(int, stat[11:15]))
+                if used == before:
+                    return 0, _NEEDS_PARENT
+        code = process.exitcode or 0
+        if not code:
+            lines = Path(f"/proc/self/fd/{errors}").read_text("utf-8", "replace").splitlines(keepends=True)
+            sys.stderr.write("".join(line for line in lines if _PROFILER not in line))
+        return code, Path(f"/proc/self/fd/{outcome}").read_bytes()
     finally:
         process.kill()  # also after Ctrl-C
         process.join()
         process.close()
-        receiver.close()
+        os.close(outcome)
         os.close(errors)
 
 
-def _receive(receiver: Connection, process: BaseProcess) -> bytes | None:
-    """The pickled outcome; empty if the process ended without one, None if it cannot go on or has asked for that."""
-    used = -1
-    while not receiver.poll(_STALLED_S):
-        if not process.is_alive():  # a process that it started holds the pipe
-            return b""
-        fields = Path(f"/proc/{process.pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        before, used = used, sum(map(int, fields[11:15]))
-        if used == before:
-            return None
-    try:
-        return receiver.recv_bytes() or None
-    except EOFError:
-        return b""
-
-
-def _run_child(
-    work: Callable[[], Any], sender: Connection, errors: int, place: mmap.mmap | None, modes: tuple[bool, bool]
-) -> None:
-    """Send the outcome of `work` and end the process."""
+def _run_child(work: Callable[[], Any], outcome: int, errors: int, is_noting: bool, modes: tuple[bool, bool]) -> None:
+    """Write the outcome of `work` and end the process."""
     global _is_child
     _is_child = True
     end_with_parent()
@@ -179,54 +160,54 @@ def _run_child(
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this process ends, not the user's
     os.dup2(errors, 2)  # without the C library's words on a crash; the parent prints the rest
+    pickled = _NEEDS_PARENT
 
-    def send_outcome() -> None:
-        if place is not None:
-            _note_modules(place)
-        outcome: tuple[Any, BaseException | None]
+    def run() -> None:
+        nonlocal pickled
+        result, raised = None, None
+        if is_noting:
+            _note_modules(outcome)
         try:
             torch.zeros((), requires_grad=True).backward()
         except RuntimeError:  # see above
-            return sender.send_bytes(b"")
+            return
         with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):  # inference_mode sets both
             try:
-                outcome = work(), None
+                result = work()
             except BaseException as error:
-                outcome = None, error
-        try:
-            data = pickle.dumps(outcome)
+                raised = error
+        with suppress(Exception):
+            data = pickle.dumps((result, raised))
             pickle.loads(data)  # an exception can be one that is not constructed from its arguments
-        except Exception:
-            data = b""
-        sender.send_bytes(data)
+            pickled = data
 
     # A new thread, because OpenMP's threads of the forking one are gone: it would wait for them forever.
-    thread = threading.Thread(target=send_outcome)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    if not is_noting:
+        os.write(outcome, pickled)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _note_modules(place: mmap.mmap) -> None:
-    """Keep in `place` which module of a model is running, forward or backward, and a layer that is known to crash."""
+def _note_modules(file: int) -> None:
+    """Keep in `file` which module of a model is running, forward or backward, and the model's known issues."""
     names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-    crashing = ""
+    known = ""
 
     def note(direction: str, module: nn.Module) -> None:
-        nonlocal crashing
         kind = type(module).__name__ if any(module.children()) else str(module).splitlines()[0]
-        what = f"{names.get(module, 'a module')} ({kind})"
-        if direction == "backward" and _crashes_onednn(module):
-            crashing = what
-        text = f" in the {direction} pass of {what}" if what != crashing else ""
-        text += f"; {crashing}: {ONEDNN_CRASH}" if crashing else ""
-        place[:] = text.encode("ascii", "replace")[:_PLACE_BYTES].ljust(_PLACE_BYTES, b"\0")
+        text = f" in the {direction} pass of {names.get(module, 'a module')} ({kind}){known}"
+        os.ftruncate(file, 0)
+        os.pwrite(file, text.encode("utf-8", "replace"), 0)
 
     def before(module: nn.Module, args: Any) -> None:
+        nonlocal known
         if module not in names:
             names.update({child: name or "the model" for name, child in module.named_modules()})
+            known = "".join(f"; {issue}" for issue in known_issues(module, device="cpu"))
         note("forward", module)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:

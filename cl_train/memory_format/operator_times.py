@@ -7,14 +7,12 @@ Calls of the two layouts are paired by module, operator and order.
 """
 
 import gc
-import math
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from sys import _getframe
@@ -44,6 +42,10 @@ _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
 _EXPLAINED_PCT = 90
 _SHOWN = 12  # rows of a table
 _USUAL = 0.75  # quantile of the times between two events that counts as the recorder's own: few modules compute there
+_KINDS = {
+    "convolution": "convolutions", "batch_norm": "batch norm", "norm": "normalisation", "pool": "pooling",
+    "mm": "matrix products", "softmax": "softmax", "cat": "concatenation",
+}  # fmt: skip
 
 Times = np.ndarray[Any, Any]  # milliseconds, [rounds, layouts]
 Weights = list[tuple[torch.Tensor, torch.Tensor]]  # each with its data
@@ -57,38 +59,27 @@ class TimedCall:
     operator: str  # such as aten.convolution.default, or `python`
     direction: str  # forward, backward or update
     module: str
-    module_type: str
     kind: str
-    source: str
+    source: str = ""
     arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # by layout; tensors are on the meta device
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """Of a convolution: what determines its kernel."""
+    def convolution(self) -> str:
+        """What determines the kernel of a convolution; empty for other operators."""
         arguments = next(iter(self.arguments.values()), ())
         if "convolution" not in self.operator or len(arguments) < 9:
-            return {}
-        first = 1 if "backward" in self.operator else 0
-        image, weight, stride, is_transposed, groups = (arguments[first + index] for index in (0, 1, 3, 6, 8))
-        return {
-            "input": "x".join(map(str, image.shape)),
-            "out": weight.shape[1] * groups if is_transposed else weight.shape[0],
-            "kernel": "x".join(map(str, weight.shape[2:])),
-            "stride": "x".join(map(str, stride)),
-            "groups": groups,
-            "dtype": str(image.dtype).removeprefix("torch."),
-        }
+            return ""
+        image, weight, _, stride, _, _, is_transposed, _, groups = arguments["backward" in self.operator :][:9]
+        sizes = ["x".join(map(str, numbers)) for numbers in (weight.shape[2:], image.shape, stride)]
+        out, dtype = weight.shape[1] * groups if is_transposed else weight.shape[0], str(image.dtype)[6:]
+        grouped = f"{groups} groups, " * (groups > 1)
+        return f"{grouped}{sizes[0]}, {sizes[1]} to {out} channels, stride {sizes[2]}, {dtype}"
 
     def __str__(self) -> str:
-        what, shape = "", self.shape
-        if shape:
-            kernel, groups, channels = shape["kernel"], shape["groups"], shape["input"].split("x")[1]
-            what = f" ({f'{groups} groups, ' * (groups > 1)}{kernel}, {channels} to {shape['out']} channels)"
-            if str(groups) == channels:
-                what = f" (depthwise {kernel}, {channels} channels)"
         direction = "" if self.direction == "update" else f" {self.direction}"
-        return f"{short_name(self.operator)}{direction} of `{self.module or '(top)'}`{what}"
+        shape = f" ({self.convolution})" if self.convolution else ""
+        return f"{short_name(self.operator)}{direction} of `{self.module or '(top)'}`{shape}"
 
     def remedy(self) -> str:
         if self.kind == COPY_KIND:
@@ -96,7 +87,9 @@ class TimedCall:
             return f"remove the copy at {place}, or keep four dimensions where it reshapes"
         if self.operator == PYTHON:
             return "this is the module's own Python code, not an operator"
-        other = "try another batch_size=, precision= or torch" if self.shape else "replace it if its share matters"
+        other = (
+            "try another batch_size=, precision= or torch" if self.convolution else "replace it if its share matters"
+        )
         return f"{other}, or send the program of repro=FILE to PyTorch"
 
 
@@ -105,14 +98,13 @@ class Row:
 
     def __init__(self, name: str, calls: Sequence[TimedCall]) -> None:
         self.name, self.calls = name, calls
-        self.ms: Times = np.sum([call.ms for call in calls], axis=0)
-        self.contiguous_ms, self.channels_last_ms = np.median(self.ms, axis=0).tolist()
-        ordered = np.sort(self.ms[:, 1] - self.ms[:, 0]).tolist()
+        ms: Times = np.sum([call.ms for call in calls], axis=0)
+        self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
+        ordered = np.sort(ms[:, 1] - ms[:, 0]).tolist()
         self.difference_ms: float = median(ordered)
         # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole range
-        count = len(ordered)
-        outside = sum(p <= 0.025 for p in accumulate(math.comb(count, i) / 2**count for i in range(count)))
-        self.interval_ms: tuple[float, float] = ordered[max(outside, 1) - 1], ordered[-max(outside, 1)]
+        outside = max(int(len(ordered) / 2 + 0.5 - 0.98 * len(ordered) ** 0.5), 1)
+        self.interval_ms: tuple[float, float] = ordered[outside - 1], ordered[-outside]
         self.is_loss = self.interval_ms[0] > 0
         self.is_significant = self.is_loss or self.interval_ms[1] < 0
 
@@ -132,16 +124,16 @@ class OperatorTimes:
     utilisation: dict[str, Any]  # of the faster layout, see `step.utilisation`
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
-        """Calls grouped by `key`: differences beyond noise first, the largest of them at the top."""
+        """Calls grouped by `key`, but those without one: differences beyond noise first, the largest at the top."""
         groups: dict[object, list[TimedCall]] = defaultdict(list)
         for call in self.calls:
             groups[key(call)].append(call)
-        rows = [Row(str(name), calls) for name, calls in groups.items()]
+        rows = [Row(str(name), calls) for name, calls in groups.items() if name]
         return sorted(rows, key=lambda row: (not row.is_significant, -abs(row.difference_ms)))
 
     def kinds(self) -> list[Row]:
         """Those that take most of the step first."""
-        rows = self.rows(lambda call: f"{call.kind} {call.direction}" if call.direction != "update" else call.kind)
+        rows = self.rows(lambda call: call.kind if call.direction == "update" else f"{call.kind} {call.direction}")
         return sorted(rows, key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
 
     def modules(self) -> list[Row]:
@@ -151,19 +143,9 @@ class OperatorTimes:
         """One row for each call."""
         return self.rows(lambda call: call)
 
-    def convolutions(self) -> list[dict[str, Any]]:
-        """Per shape: the milliseconds of one call, forward and backward, in both layouts."""
-        found = []
-        for row in self.rows(lambda call: str(call.shape)):
-            if not row.calls[0].shape:
-                continue
-            shown = {**row.calls[0].shape, "calls": sum(call.direction == "forward" for call in row.calls)}
-            for direction in ("forward", "backward"):
-                ms = [call.ms for call in row.calls if call.direction == direction]
-                each = (np.median(np.sum(ms, axis=0), axis=0) / len(ms)).tolist() if ms else (None, None)
-                shown |= {f"{direction}, {layout}": one for layout, one in zip(LAYOUTS, each, strict=True)}
-            found.append({**shown, "difference of all": row.difference_ms})
-        return found
+    def convolutions(self) -> list[Row]:
+        """By shape, forward and backward apart."""
+        return self.rows(lambda call: call.convolution and f"{call.direction}: {call.convolution}")
 
     @property
     def speed_ratio(self) -> float:
@@ -175,14 +157,10 @@ class OperatorTimes:
         rows = np.sum([call.ms for call in self.calls], axis=0)
         return float(np.median(100 * rows / self.step_ms, axis=0).min())
 
-    def losses(self) -> list[Row]:
-        """The calls by which channels_last loses, beyond noise, the worst first."""
-        return [row for row in self.operators() if row.is_loss]
-
     def worst(self) -> Row:
         """The operator call by which channels_last loses most; if it loses none, the call that differs most."""
-        rows = [*self.losses(), *self.operators()]
-        return next(row for row in rows if row.calls[0].operator != PYTHON)
+        rows = [row for row in self.operators() if row.calls[0].operator != PYTHON]
+        return next((row for row in rows if row.is_loss), rows[0])
 
     def better_contiguous(self) -> list[str]:
         """Modules whose convolution loses more in channels_last than copies of its images and gradients would cost."""
@@ -191,7 +169,7 @@ class OperatorTimes:
 
     def _border_ms(self, row: Row) -> float:
         """Of copying its images and their gradients, as the backward pass names them; 0 without a convolution."""
-        calls = [call for call in row.calls if call.shape]
+        calls = [call for call in row.calls if call.convolution]
         backward = [call for call in calls if call.direction == "backward"]
         found = [call.arguments.get(LAYOUTS[1]) or call.arguments[LAYOUTS[0]] for call in backward or calls]
         return 2 * self.copy_ms_per_byte * sum(one.nbytes for images in found for one in images[: 1 + bool(backward)])
@@ -199,17 +177,19 @@ class OperatorTimes:
     def summary(self) -> list[str]:
         """Three lines: where channels_last saves and loses time, the step's time, how much of it the rows explain."""
         kinds = [row for row in self.rows(lambda call: call.kind) if row.is_significant]
-        gains = [f"{-row.difference_ms:.2g} ms in {row.name}" for row in kinds if row.difference_ms < 0]
-        lossy = [row for row in self.losses() if row.calls[0].kind != COPY_KIND][:2]
-        lossy += [row for row in kinds if row.name == COPY_KIND]
-        losses = [f"{row.difference_ms:.2g} ms in {row.name}" for row in lossy]
+        gains = [row for row in kinds if not row.is_loss][:2]
+        losses = [row for row in self.operators() if row.is_loss and row.calls[0].kind != COPY_KIND][:2]
+        losses += [row for row in kinds if row.is_loss and row.name == COPY_KIND]
+        saves, loses = (
+            " and ".join(f"{abs(row.difference_ms):.2g} ms in {row.name}" for row in rows) or "nothing"
+            for rows in (gains, losses)
+        )
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
         explained = f"the rows explain {self.explained_pct:.0f} % of the step"
         if self.explained_pct < _EXPLAINED_PCT:
             explained += f", less than {_EXPLAINED_PCT} %: do not trust them"
         elif self.explained_pct > 200 - _EXPLAINED_PCT:
             explained += ", more than all of it: the recorder leaves cold caches; trust differences, not sums"
-        saves, loses = (" and ".join(found) or "nothing" for found in (gains[:2], losses))
         return [
             f"channels_last saves {saves}, and loses {loses}",
             f"the step takes {contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last: "
@@ -219,13 +199,16 @@ class OperatorTimes:
 
     def advice(self) -> list[str]:
         """What to do about the calls by which channels_last loses most, one line each."""
-        lines = [f"{row.name}: {row.calls[0].remedy()}" for row in self.losses()[:3]]
+        losses = [row for row in self.operators() if row.is_loss]
+        lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
         if names := self.better_contiguous():
             lines.append(f"try both layouts in one model: conversion=mixed select=[{','.join(names)}]")
         return lines
 
+    def _tables(self) -> dict[str, list[Row]]:
+        return {name: getattr(self, name)() for name in ("kinds", "modules", "operators", "convolutions")}
+
     def to_dict(self) -> dict[str, Any]:
-        tables = {"kinds": self.kinds(), "modules": self.modules(), "operators": self.operators()}
         return {
             "rounds": len(self.step_ms),
             "step_ms": dict(zip(LAYOUTS, np.median(self.step_ms, axis=0).tolist(), strict=True)),
@@ -235,78 +218,53 @@ class OperatorTimes:
             "advice": self.advice(),
             "better_contiguous": self.better_contiguous(),
             "utilisation": self.utilisation,
-            **{name: [row.to_dict() for row in rows] for name, rows in tables.items()},
-            "convolutions": self.convolutions(),
+            **{name: [row.to_dict() for row in rows] for name, rows in self._tables().items()},
         }
 
     def __str__(self) -> str:
-        step_ms = float(np.median(self.step_ms[:, 0]))
-
-        def cells(title: str, row: Row) -> dict[str, Any]:
-            low, high = row.interval_ms
-            return {
-                f"{title} (ms)": row.name,
-                "calls": len(row.calls),
-                "contiguous": row.contiguous_ms,
-                "channels_last": row.channels_last_ms,
-                "difference": f"{row.difference_ms:+.3g} [{low:.3g}, {high:.3g}]",
-                "% of step": 100 * row.contiguous_ms / step_ms,
-            }
-
         parts = [*self.summary(), describe(self.utilisation), *(f"- {line}" for line in self.advice())]
-        for title, rows in (("operators", self.kinds()), ("module", self.modules()), ("call", self.operators())):
-            parts += ["", markdown_table([cells(title, row) for row in rows[:_SHOWN]])]
-        return "\n".join([*parts, "", markdown_table(self.convolutions()[:_SHOWN])])
+        for name, rows in self._tables().items():
+            shown = [{**row.to_dict(), "interval_ms": "[{:.3g}, {:.3g}]".format(*row.interval_ms)} for row in rows]
+            parts += ["", f"{name}:", "", markdown_table(shown[:_SHOWN])] if rows else []
+        return "\n".join(parts)
 
 
 # --- recording --------------------------------------------------------------------------------------------------------
 
 
-class _Clock:
+@contextmanager
+def _clock() -> Iterator[Callable[[], float]]:
     """`perf_counter`, less the time in which this thread was ready to run and other processes had the core (Linux)."""
-
-    def __init__(self) -> None:
-        path = Path("/proc/thread-self/schedstat")  # nanoseconds running, nanoseconds waiting, slices
-        self._file = path.open("rb", buffering=0) if path.exists() else None
-
-    def __call__(self) -> float:
-        now = time.perf_counter()
-        return now if self._file is None else now - 1e-9 * int(os.pread(self._file.fileno(), 64, 0).split()[1])
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def seconds_of(self, work: Callable[[], object], device: torch.device) -> float:
-        """The host waits for the device before and after."""
-        wait_for(device)
-        started_at = self()
-        work()
-        wait_for(device)
-        return self() - started_at
+    path = Path("/proc/thread-self/schedstat")  # nanoseconds running, nanoseconds waiting, slices
+    if not path.exists():
+        yield time.perf_counter
+        return
+    with path.open("rb", buffering=0) as file:
+        yield lambda: time.perf_counter() - 1e-9 * int(os.pread(file.fileno(), 64, 0).split()[1])
 
 
 class TimeRecorder(OriginRecorder):
     """Times the operators of a step, and on a CPU what runs between them.
 
-    `calls`, those of `layout` that are described already, gets the others: describing takes more time than recording.
+    `calls` gets those that are not described yet in `layout`: describing takes more time than recording.
     """
 
-    def __init__(self, layout: str, device: torch.device, clock: _Clock, calls: dict[Key, TimedCall]) -> None:
+    def __init__(
+        self, layout: str, device: torch.device, clock: Callable[[], float], calls: dict[Key, TimedCall]
+    ) -> None:
         super().__init__()
         self._layout, self._clock, self._calls, self._on_gpu = layout, clock, calls, device.type == "cuda"
         self.phase = "forward"
         self._spans: list[tuple[Key, Any, Any]] = []
         self._seen: Counter[tuple[str, str, str]] = Counter()
-        self._in_backward = ("", "")  # the module whose backward pass runs
+        self._in_backward = ""  # the module whose backward pass runs
         self._gaps: dict[tuple[str, str], list[tuple[Key, float]]] = defaultdict(list)
         self._last = self._clock()
 
     def start(self, phase: str) -> None:
         """A part of the step begins: forward, backward or update."""
         self._close("operator")
-        self.phase = phase
-        self._in_backward = ("", "")
+        self.phase, self._in_backward = phase, ""
         self._last = self._clock()
 
     def seconds(self) -> dict[Key, float]:
@@ -330,11 +288,11 @@ class TimeRecorder(OriginRecorder):
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._close("leave")
-        entry = self.running[-1] if self.running else ("", "")
+        name = self.running[-1][0] if self.running else ""
 
         def enter_backward(gradient: torch.Tensor) -> None:  # complete: the module's backward pass begins
             self._close("enter")
-            self._in_backward = entry
+            self._in_backward = name
             self._last = self._clock()
 
         super().leave(module, inputs, output)
@@ -348,10 +306,11 @@ class TimeRecorder(OriginRecorder):
         now = self._clock()
         if self._on_gpu:
             return
-        current = self._in_backward if self.phase == "backward" else (self.running or [("", "")])[-1]
-        key = (self.phase, current[0], PYTHON, 0)
+        running = self.running[-1][0] if self.running else ""
+        module = self._in_backward if self.phase == "backward" else running
+        key = (self.phase, module, PYTHON, 0)
         if key not in self._calls:
-            self._calls[key] = TimedCall(PYTHON, self.phase, *current, "Python", "")
+            self._calls[key] = TimedCall(PYTHON, self.phase, module, "Python")
         self._gaps[self.phase, event].append((key, now - self._last))
 
     def __torch_dispatch__(
@@ -359,28 +318,26 @@ class TimeRecorder(OriginRecorder):
     ) -> Any:
         self._close("operator")
         origin = self.origin(_getframe(1))
-        module = (origin.module, origin.module_type)
-        if origin.module_type == "Parameter":  # accumulates its gradient
-            module = (origin.module.rpartition(".")[0], "")
+        # a parameter accumulates its gradient
+        module = origin.module.rpartition(".")[0] if origin.module_type == "Parameter" else origin.module
         if self.phase == "backward":
             self._in_backward = module
-        same = (self.phase, module[0], str(function))
+        same = (self.phase, module, str(function))
         self._seen[same] += 1
         key = (*same, self._seen[same])
-        call, copied = self._calls.get(key), None
-        if call is None:
+        call = self._calls.get(key)
+        if is_new := call is None or self._layout not in call.arguments:
+            call = call or TimedCall(str(function), self.phase, module, _kind(function, self.phase), origin.source)
             positional, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
-            call = TimedCall(str(function), self.phase, *module, _kind(function, self.phase), origin.source)
             call.arguments[self._layout] = (*positional, options)
             self._calls[key] = call
-            if function._schema.name in COPIES:
-                copied = next((value for value in reversed(positional) if isinstance(value, torch.Tensor)), None)
         start = self._now()
         result = function(*args, **(kwargs or {}))
         stop = self._now()
-        if copied is not None and copied.shape == result.shape:
-            sizes = zip(copied.shape, copied.stride(), result.stride(), strict=True)
-            if any(size > 1 and stride != other for size, stride, other in sizes):
+        if is_new and function._schema.name in COPIES:
+            copied = [value for value in positional if isinstance(value, torch.Tensor)][-1]
+            strides = zip(result.shape, copied.stride(), result.stride(), strict=False)
+            if copied.shape == result.shape and any(size > 1 and old != new for size, old, new in strides):
                 call.kind = COPY_KIND
         self._spans.append((key, start, stop))
         self._last = self._clock()
@@ -402,49 +359,48 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _kind(function: Any, phase: str) -> str:
     """What a table sums up: the operator and its backward pass together."""
-    name = function._schema.name.removeprefix("aten::")
-    words = {
-        "convolution": "convolutions", "batch_norm": "batch norm", "norm": "normalisation", "pool": "pooling",
-        "mm": "matrix products", "softmax": "softmax", "cat": "concatenation",
-    }  # fmt: skip
     if phase == "update":
         return "optimizer"
-    for word, kind in words.items():
-        if word in name:
-            return kind
+    name = function._schema.name.removeprefix("aten::")
     is_pointwise = torch.Tag.pointwise in function.tags or "threshold" in name
-    return "element-wise" if is_pointwise else name.removesuffix("_backward")
+    other = "element-wise" if is_pointwise else name.removesuffix("_backward")
+    return next((kind for word, kind in _KINDS.items() if word in name), other)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
 class _Side:
-    """The model's tensors, its batch and an optimizer in one layout. The model itself is shared."""
+    """The data of the model's tensors, its batch and an optimizer in one layout. The model itself is shared."""
 
-    def __init__(self, model: nn.Module, weights: Weights, batch: Any, memory_format: torch.memory_format | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        weights: Weights,
+        memory_format: torch.memory_format | None,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             copied = tensor.detach().clone()  # keeps the strides
             return images_in(memory_format, copied) if memory_format else copied
 
-        self._model, self._weights = model, [(tensor, placed(data)) for tensor, data in weights]
+        self._weights = [(tensor, placed(data)) for tensor, data in weights]
         self.batch = tree_map_only(torch.Tensor, placed, batch)
-        self.parts: StepParts | None = None
-
-    def build_optimizer(self, precision: Precision, device: torch.device) -> None:
         self.apply()
-        masters = MasterWeights(self._model, precision)
+        masters = MasterWeights(model, precision)
+        self.parts: StepParts | None = None
         if parameters := masters.trainable():
-            optimizer = build_optimizer(OptimConfig(), self._model, parameters, lr=1e-4)
+            optimizer = build_optimizer(OptimConfig(), model, parameters, lr=1e-4)
             scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
-            self.parts = StepParts(self._model, masters, optimizer, scaler, precision, device)
+            self.parts = StepParts(model, masters, optimizer, scaler, precision, device)
 
     def apply(self) -> None:
         for tensor, data in self._weights:
             tensor.data = data
 
-    def step(self, forward: Callable[[Any], torch.Tensor | None], recorder: TimeRecorder | None = None) -> None:
-        start = recorder.start if recorder else lambda phase: None
+    def step(self, forward: Callable[[Any], torch.Tensor | None], start: Callable[[str], None]) -> None:
         torch.manual_seed(0)  # the same choices in both layouts
         start("forward")
         loss = forward(self.batch)
@@ -475,59 +431,56 @@ def time_operators(
     keep_freed_memory(device)
     other_layout = torch.channels_last if model_memory_format(model) == "contiguous" else None
     selection = kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled())
-    with _weights_restored(model) as weights, selection, closing(_Clock()) as clock:
-        sides = [_Side(model, weights, batch, to) for to in (torch.contiguous_format, other_layout)]
-        calls: tuple[dict[Key, TimedCall], dict[Key, TimedCall]] = ({}, {})
-
-        def block(index: int) -> tuple[float, float, dict[Key, float]]:
-            side = sides[index]
-            side.apply()
-            plain_s = clock.seconds_of(lambda: side.step(forward), device)
-            recorder = TimeRecorder(LAYOUTS[index], device, clock, calls[index])
-            with recorder:
-                recorded_s = clock.seconds_of(lambda: side.step(forward, recorder), device)
-            return plain_s, recorded_s - plain_s, recorder.seconds()
-
-        for side in sides:
-            side.build_optimizer(precision, device)
-            side.step(forward)
-        block(0)
-        block(1)
-        paired = _paired(*calls)
-        started_at, rounds = time.perf_counter(), []
-        while True:
-            blocks = [block(index) for index in (0, 1, 1, 0)]
-            rows = [[*seconds, *(spent.get(key, 0.0) for key in paired)] for *seconds, spent in blocks]
-            rounds.append(np.add(rows[:2], rows[:1:-1]) / 2)  # the mean of both blocks of a layout
-            seconds, count = time.perf_counter() - started_at, len(rounds)
-            if count >= _MAX_ROUNDS or (count >= _MIN_ROUNDS and seconds * (count + 1) / count > time_limit_s):
-                break
-        ms = 1000 * np.array(rounds)  # [rounds, layouts, step and recording and calls]
-        for call, times in zip(paired.values(), ms.T[2:], strict=True):
-            call.ms = times.T
-        images, best_s = _batch_size(batch), np.median(ms[:, :, 0], axis=0).min() / 1000
+    with _weights_restored(model) as weights, selection:
+        sides = [_Side(model, batch, weights, to, precision, device) for to in (torch.contiguous_format, other_layout)]
+        calls, ms = _rounds(sides, forward, device, time_limit_s)
+        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 2]  # [N,...], or a list of images [C,H,W]
+        images = len(tensors[0]) if tensors[0].dim() > 3 else sum(tensor.dim() == 3 for tensor in tensors)
+        best_s = np.median(ms[:, :, 0], axis=0).min() / 1000
         gflop = flops_of(lambda: forward(sides[1].batch)) / images / 1e9
         used = utilisation(gflop, images / best_s, precision, device, training=sides[1].parts is not None)
         image = torch.zeros(2, 64, 64, 64, device=device)
         copies = [timed_s(lambda: image.clone(memory_format=torch.channels_last), device) for _ in range(9)]
     recorder_ms, copy_ms_per_byte = float(np.median(ms[:, :, 1].mean(axis=1))), 1000 * median(copies) / image.nbytes
-    return OperatorTimes(list(paired.values()), ms[:, :, 0], recorder_ms, copy_ms_per_byte, used)
+    return OperatorTimes(calls, ms[:, :, 0], recorder_ms, copy_ms_per_byte, used)
 
 
-def _batch_size(batch: Any) -> int:
-    """Images of the first tensor [N,...]; a list of images [C,H,W] has one each."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 2]
-    return len(tensors[0]) if tensors[0].dim() > 3 else sum(tensor.dim() == 3 for tensor in tensors)
+def _rounds(
+    sides: list[_Side], forward: Callable[[Any], torch.Tensor | None], device: torch.device, time_limit_s: float
+) -> tuple[list[TimedCall], Times]:
+    """The calls with their times, and the milliseconds of the step and of recording it, [rounds, layouts, 2]."""
+    calls: dict[Key, TimedCall] = {}
 
+    def seconds_of(index: int, start: Callable[[str], None]) -> float:
+        wait_for(device)
+        started_at = clock()
+        sides[index].step(forward, start)
+        wait_for(device)
+        return clock() - started_at
 
-def _paired(contiguous: dict[Key, TimedCall], channels_last: dict[Key, TimedCall]) -> dict[Key, TimedCall]:
-    """The calls of both layouts by module, operator and order."""
-    paired = {**channels_last, **contiguous}
-    for key, call in channels_last.items():
-        paired[key].arguments |= call.arguments
-        if call.kind == COPY_KIND:
-            paired[key].kind = COPY_KIND
-    return paired
+    def block(index: int) -> tuple[float, float, dict[Key, float]]:
+        sides[index].apply()
+        plain_s = seconds_of(index, lambda phase: None)
+        with TimeRecorder(LAYOUTS[index], device, clock, calls) as recorder:
+            recorded_s = seconds_of(index, recorder.start)
+        return plain_s, recorded_s - plain_s, recorder.seconds()
+
+    with _clock() as clock:
+        block(0)
+        block(1)
+        rounds: list[Times] = []
+        keys, started_at = list(calls), time.perf_counter()
+        while len(rounds) < _MAX_ROUNDS:
+            blocks = [block(index) for index in (0, 1, 1, 0)]
+            rows = [[*seconds, *(spent.get(key, 0.0) for key in keys)] for *seconds, spent in blocks]
+            rounds.append(np.add(rows[:2], rows[:1:-1]) / 2)  # the mean of both blocks of a layout
+            count = len(rounds)
+            if count >= _MIN_ROUNDS and (time.perf_counter() - started_at) * (count + 1) / count > time_limit_s:
+                break
+    ms = 1000 * np.array(rounds)
+    for key, times in zip(keys, ms.T[2:], strict=True):
+        calls[key].ms = times.T
+    return [calls[key] for key in keys], ms[:, :, :2]
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def test_the_weight_gradient_that_crashes_onednn_does_not_end_this_process() -> 
     for _ in range(3):
         text = str(cl_train.check_parity(model, image_size=96))
         if "SIG" in text:
-            assert "0 (Conv2d(3, 48, kernel_size=(1, 1), stride=(2, 2), bias=False)): PyTorch's oneDNN" in text
+            assert "; 0: PyTorch's oneDNN crashes" in text
     assert cl_train.check_parity(model, image_size=96, mode="infer").passed
 
 
