@@ -13,75 +13,44 @@ from cl_train.memory_format.layout import classify
 SHAPE = (2, 8, 8, 8)  # every dimension above 1, so that no probe is ambiguous
 
 
-def _ones(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.ones(shape, dtype=x.dtype, device=x.device)
-
-
-def _weight(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    return _ones(x, *shape).to(memory_format=torch.channels_last)
-
-
-def _called_with(name: str, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: getattr(F, name)(x, number)
-
-
-_ELEMENTWISE = (
-    "relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh", "softplus",
-    "logsigmoid", "softsign", "tanhshrink", "dropout", "dropout2d",
+# Expressions of x, with torch, its functional `F`, ones(*shape), and weight(*shape) in channels_last.
+PROBES = (
+    "F.conv2d(x, weight(8, 8, 3, 3), padding=1)", "F.conv2d(x, weight(8, 8, 1, 1))",
+    "F.conv2d(x, weight(8, 8, 3, 3), stride=2)", "F.conv2d(x, weight(8, 8, 3, 3), padding=2, dilation=2)",
+    "F.conv2d(x, weight(8, 2, 3, 3), padding=1, groups=4)", "F.conv2d(x, weight(8, 1, 3, 3), padding=1, groups=8)",
+    "F.conv_transpose2d(x, weight(8, 8, 3, 3), stride=2)",
+    "F.batch_norm(x, None, None, ones(8), ones(8), training=True)", "F.batch_norm(x, *(ones(8),) * 4)",
+    "F.instance_norm(x)", "F.group_norm(x, 2, ones(8), ones(8))", "F.layer_norm(x, x.shape[1:])",
+    "F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)", "F.local_response_norm(x, 3)", "F.normalize(x)",
+    "F.relu(x)", "F.relu_(x * 1)", "F.relu6(x)", "F.leaky_relu(x)", "F.elu(x)", "F.gelu(x)", "F.silu(x)", "F.mish(x)",
+    "F.hardswish(x)", "F.hardsigmoid(x)", "F.hardtanh(x)", "F.softplus(x)", "F.logsigmoid(x)", "F.softsign(x)",
+    "F.tanhshrink(x)", "F.prelu(x, ones(8))", "F.glu(x, 1)", "F.softmax(x, 1)", "F.log_softmax(x, 1)", "F.dropout(x)",
+    "F.dropout2d(x)", "x.sigmoid()", "x.tanh()", "x.exp()", "x.sin()", "x.erf()", "x.neg()", "x.pow(2)",
+    "(x.abs() + 1).sqrt()", "x.clamp(-1, 1)", "x + x.flip(0)", "(x * 1).add_(x)", "x * ones(8).view(1, 8, 1, 1)",
+    "x / (x.abs() + 1)", "torch.where(x > 0, x, -x)", "x - x.mean((2, 3), keepdim=True)",
+    "x - x.sum(1, keepdim=True)", "x.cumsum(2)",
+    "F.max_pool2d(x, 2)", "F.avg_pool2d(x, 2)", "F.lp_pool2d(x.abs() + 1, 2, 2)", "F.adaptive_avg_pool2d(x, 3)",
+    "F.adaptive_max_pool2d(x, 3)", "F.fractional_max_pool2d(x, 2, output_size=4)",
+    "F.pad(x, (1, 1, 1, 1))", "F.pad(x, (1, 1, 1, 1), mode='reflect')", "F.pad(x, (1, 1, 1, 1), mode='replicate')",
+    "F.interpolate(x, scale_factor=2)", "F.interpolate(x, scale_factor=2, mode='bilinear')",
+    "F.interpolate(x, scale_factor=2, mode='bicubic')", "F.grid_sample(x, ones(2, 8, 8, 2), align_corners=False)",
+    "F.pixel_shuffle(x, 2)", "F.pixel_unshuffle(x, 2)", "F.channel_shuffle(x, 2)",
+    "x.contiguous()", "x.clone()", "x.double()", "torch.empty_like(x).copy_(x)", "torch.cat([x, x], 1)",
+    "torch.stack([x, x], 2).flatten(1, 2)", "x.chunk(2, 1)[0]", "torch.cat(x.split(4, 1)[::-1], 1)",
+    "x[:, :, 1:-1, 1:-1]", "x.index_select(1, torch.arange(4, device=x.device))", "x.flip(3)", "x.roll(1, 2)",
+    "x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(x.shape)",
+    "F.fold(F.unfold(x, 2, stride=2), (8, 8), 2, stride=2)",
 )  # fmt: skip
-_METHODS = ("sigmoid", "tanh", "exp", "sin", "erf", "neg", "contiguous", "clone", "double")
-_WITH_A_NUMBER = {
-    "max_pool2d": 2, "avg_pool2d": 2, "adaptive_avg_pool2d": 3, "adaptive_max_pool2d": 3, "local_response_norm": 3,
-    "glu": 1, "softmax": 1, "log_softmax": 1, "pixel_shuffle": 2, "pixel_unshuffle": 2, "channel_shuffle": 2,
-}  # fmt: skip
-_INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
-PROBES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    **{name: getattr(F, name) for name in (*_ELEMENTWISE, "normalize", "instance_norm")},
-    **{name: getattr(torch.Tensor, name) for name in _METHODS},
-    **{name: _called_with(name, number) for name, number in _WITH_A_NUMBER.items()},
-    **{f"pad, {mode}": partial(F.pad, pad=(1, 1, 1, 1), mode=mode) for mode in ("constant", "reflect", "replicate")},
-    **{f"interpolate {mode}": partial(F.interpolate, scale_factor=2, mode=mode) for mode in _INTERPOLATIONS},
-    "conv2d 3x3": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), padding=1),
-    "conv2d 1x1": lambda x: F.conv2d(x, _weight(x, 8, 8, 1, 1)),
-    "conv2d strided": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), stride=2),
-    "conv2d dilated": lambda x: F.conv2d(x, _weight(x, 8, 8, 3, 3), padding=2, dilation=2),
-    "conv2d grouped": lambda x: F.conv2d(x, _weight(x, 8, 2, 3, 3), padding=1, groups=4),
-    "conv2d depthwise": lambda x: F.conv2d(x, _weight(x, 8, 1, 3, 3), padding=1, groups=8),
-    "conv_transpose2d": lambda x: F.conv_transpose2d(x, _weight(x, 8, 8, 3, 3), stride=2),
-    "batch_norm, training": lambda x: F.batch_norm(x, None, None, _ones(x, 8), _ones(x, 8), training=True),
-    "batch_norm, evaluation": lambda x: F.batch_norm(x, _ones(x, 8), _ones(x, 8), _ones(x, 8), _ones(x, 8)),
-    "group_norm": lambda x: F.group_norm(x, 2, _ones(x, 8), _ones(x, 8)),
-    "layer_norm over channels": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2),
-    "layer_norm over an image": lambda x: F.layer_norm(x, SHAPE[1:]),
-    "lp_pool2d": lambda x: F.lp_pool2d(x.abs() + 1, 2, 2),
-    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x, 2, output_size=4),
-    "relu_": lambda x: F.relu_(x * 1),
-    "prelu": lambda x: F.prelu(x, _ones(x, 8)),
-    "add": lambda x: x + x.flip(0),
-    "add_": lambda x: (x * 1).add_(x),
-    "mul by a channel's scale": lambda x: x * _ones(x, 8).view(1, 8, 1, 1),
-    "div": lambda x: x / (x.abs() + 1),
-    "pow": lambda x: x.pow(2),
-    "sqrt": lambda x: (x.abs() + 1).sqrt(),
-    "clamp": lambda x: x.clamp(-1, 1),
-    "where": lambda x: torch.where(x > 0, x, -x),
-    "cat": lambda x: torch.cat([x, x], 1),
-    "stack, flattened": lambda x: torch.stack([x, x], 2).flatten(1, 2),
-    "chunk": lambda x: x.chunk(2, 1)[0],
-    "split and cat": lambda x: torch.cat(x.split(4, 1)[::-1], 1),
-    "slice of the image": lambda x: x[:, :, 1:-1, 1:-1],
-    "index_select": lambda x: x.index_select(1, torch.arange(4, device=x.device)),
-    "flip": lambda x: x.flip(3),
-    "roll": lambda x: x.roll(1, 2),
-    "grid_sample": lambda x: F.grid_sample(x, _ones(x, 2, 8, 8, 2), align_corners=False),
-    "reshape over five dimensions": lambda x: x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(SHAPE),
-    "fold of unfold": lambda x: F.fold(F.unfold(x, 2, stride=2), (8, 8), 2, stride=2),
-    "mean over the image, kept": lambda x: x - x.mean((2, 3), keepdim=True),
-    "sum over channels, kept": lambda x: x - x.sum(1, keepdim=True),
-    "cumsum": lambda x: x.cumsum(2),
-    "empty_like, filled": lambda x: torch.empty_like(x).copy_(x),
-}
+
+def probe(expression: str, x: torch.Tensor) -> torch.Tensor:
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=x.dtype, device=x.device)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return ones(*shape).to(memory_format=torch.channels_last)
+
+    return eval(expression, {"x": x, "F": F, "torch": torch, "ones": ones, "weight": weight})
 
 
 def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -90,11 +59,11 @@ def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str,
     "error": the operator does not support the dtype on the device, or has no backward pass.
     """
     rows = []
-    for name, probe in PROBES.items():
+    for expression in PROBES:
         x = torch.randn(SHAPE, device=device).to(dtype, memory_format=torch.channels_last).requires_grad_()
-        row = {"operator": name, "forward": "error", "backward": "error"}
+        row = {"operator": expression, "forward": "error", "backward": "error"}
         try:
-            output = probe(x)
+            output = probe(expression, x)
             row["forward"] = classify(output)
             gradient = torch.randn(output.shape, device=device).to(output.dtype, memory_format=torch.channels_last)
             # not .backward(), which gives a leaf's gradient the strides of the leaf
