@@ -27,6 +27,8 @@ from cl_train.memory_format.operator_times import time_operators
 from cl_train.step.precision import Precision, autocast
 from cl_train.system.machine import timed_s
 
+LossFunction = Callable[[Any], torch.Tensor]
+
 _SAME_CALL = ("operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs")
 
 
@@ -36,7 +38,7 @@ def audit(
     batch: Any,
     *,
     precision: Precision | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: LossFunction | None = None,
     output: str | int | None = None,
     backward: bool = True,
     measure: bool = False,
@@ -71,7 +73,8 @@ def audit(
     forward = partial(_forward, model, precision, device, own_loss if backward else None)
     described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
     remedy = "check the shape, dtype and device of the batch"
-    recorder = OperatorRecorder(max(images.dim(), 4))
+    calls: list[Call] = []
+    recorder = OperatorRecorder(calls.append, max(images.dim(), 4))
     step = partial(_step, forward, batch)
     where = (precision.name, str(device), torch.__version__)
     report = LayoutReport(name or type(model).__name__, model_memory_format(model), described, *where)
@@ -85,7 +88,7 @@ def audit(
             report.times = time_operators(
                 model, batch, forward, precision=precision, device=device, time_limit_s=time_limit_s
             )
-    report.calls = [replace(group[0], count=len(group)) for group in grouped(recorder.calls, *_SAME_CALL)]
+    report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, *_SAME_CALL)]
     report.step_bytes = recorder.step_bytes
     if measure:
         _time_copies(report.calls, device)
@@ -94,21 +97,15 @@ def audit(
 
 def _first_images(batch: Any) -> torch.Tensor:
     """The first tensor of 4 or 5 dimensions of a model's input; else the first image [C,H,W]."""
-    tensors = tensors_in(batch)
-    images = [tensor for tensor in tensors if tensor.dim() in (4, 5)] or [t for t in tensors if t.dim() == 3]
-    if not images:
-        raise ConfigError(
-            "the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W], nor images [C,H,W]"
-        )
-    return images[0]
+    for dimensions in ((4, 5), (3,)):
+        for tensor in tensors_in(batch):
+            if tensor.dim() in dimensions:
+                return tensor
+    raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W], nor images [C,H,W]")
 
 
 def _forward(
-    model: nn.Module,
-    precision: Precision,
-    device: torch.device,
-    loss: Callable[[Any], torch.Tensor] | None,
-    batch: Any,
+    model: nn.Module, precision: Precision, device: torch.device, loss: LossFunction | None, batch: Any
 ) -> torch.Tensor | None:
     """The scalar loss of a batch; None without a loss, and then without gradients."""
     with autocast(precision, device), nullcontext() if loss else torch.no_grad():
@@ -131,9 +128,9 @@ def _time_copies(calls: list[Call], device: torch.device) -> None:
     """Time one permuting copy per shape, scaled by bytes, because a weight may have been copied instead."""
     ms_per_byte: dict[tuple[str, tuple[int, ...]], float] = {}
     for call in calls:
+        key = (call.dtype, call.shape)
         if not call.moved_bytes or len(call.shape) not in CHANNELS_LAST:
             continue
-        key = (call.dtype, call.shape)
         if key not in ms_per_byte:
             image = torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device)
             copy = partial(to_memory_format(image, torch.channels_last).clone, memory_format=torch.contiguous_format)

@@ -11,7 +11,18 @@ SCHEMA_VERSION = 3
 
 
 @dataclass
-class Call:
+class Origin:
+    """The location of a call; a backward call has that of the forward call whose autograd node it belongs to."""
+
+    direction: Literal["forward", "backward"]
+    module: str = ""
+    module_type: str = ""
+    source: str = ""
+    line: str = ""
+
+
+@dataclass(kw_only=True)
+class Call(Origin):
     """One operator call of a step; equal calls of one line of code are one entry with their number.
 
     `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in backward also: a
@@ -23,12 +34,7 @@ class Call:
     """
 
     operator: str
-    direction: Literal["forward", "backward"]
     outcome: Outcome
-    module: str
-    module_type: str
-    source: str
-    line: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str

@@ -107,14 +107,14 @@ def convert(
         report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
     tensors = named_tensors(model)
     _refuse_distributed(model, tensors)
-    selected = _selected(model, tensors, mode, select)
+    selected = set(tensors) if mode == "full" else set()
     islands: list[nn.Module] = []
-    if mode == "mixed":
-        islands = _outermost(model, _chosen(model, mode, select))
-        if memory_format == torch.contiguous_format:
-            raise ConfigError("conversion=mixed: the other modules must be channels_last")
-        if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands)):
-            raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")
+    if mode == "conv":
+        selected = _convolution_weights(model)
+    elif mode in ("select", "mixed"):
+        chosen = _chosen(model, mode, select)
+        selected = {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode == "select")}
+        islands = _islands(model, chosen, memory_format) if mode == "mixed" else []
     if isinstance(model, nn.Module) and mode != "none":
         _remove_borders(model)
     for group in _groups_sharing_memory(tensors):
@@ -127,11 +127,16 @@ def convert(
     return report
 
 
-def _outermost(model: nn.Module, chosen: set[str]) -> list[nn.Module]:
+def _islands(model: nn.Module, chosen: set[str], memory_format: torch.memory_format) -> list[nn.Module]:
     """The chosen modules that no other chosen one contains; a shared one once."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parents = {name: {name[:index] for index, letter in enumerate(name) if letter == "."} | {""} for name in chosen}
-    return list(dict.fromkeys(modules[name] for name in chosen if not parents[name] - {name} & chosen))
+    islands = list(dict.fromkeys(modules[name] for name in chosen if not parents[name] - {name} & chosen))
+    if memory_format == torch.contiguous_format:
+        raise ConfigError("conversion=mixed: the other modules must be channels_last")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands)):
+        raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")
+    return islands
 
 
 def _contiguous_inputs(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -173,18 +178,6 @@ def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
             f"convert the model before it is wrapped or sharded: it has {kinds[0].__name__}, which keeps the old "
             "strides (pytorch/pytorch#47163)"
         )
-
-
-def _selected(
-    model: Any, tensors: Mapping[str, torch.Tensor], mode: str, select: Iterable[str] | Predicate | None
-) -> set[str]:
-    """Names of the tensors that `mode` converts."""
-    if mode in ("none", "full"):
-        return set(tensors) if mode == "full" else set()
-    if mode == "conv":
-        return _convolution_weights(model)
-    chosen = _chosen(model, mode, select)
-    return {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode == "select")}
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:

@@ -2,9 +2,9 @@
 
 import linecache
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from sys import _getframe
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.audit_report import Call, Outcome
+from cl_train.memory_format.audit_report import Call, Origin, Outcome
 from cl_train.memory_format.layout import Layout, classify
 from cl_train.memory_format.model_call import short_path
 
@@ -26,17 +26,6 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 COPIES = {"aten::clone", "aten::copy_", "aten::copy", "aten::_to_copy", "aten::_reshape_copy", "aten::view_copy"}
 
 Images = list[tuple[torch.Tensor, Layout]]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The location of a call; a backward call has that of the forward call whose autograd node it belongs to."""
-
-    direction: Literal["forward", "backward"]
-    module: str = ""
-    module_type: str = ""
-    source: str = ""
-    line: str = ""
 
 
 class OriginRecorder(TorchDispatchMode):
@@ -92,13 +81,12 @@ class OriginRecorder(TorchDispatchMode):
 
 
 class OperatorRecorder(OriginRecorder):
-    """Records the calls with inputs or outputs of `rank` dimensions; None: that of the first channels_last tensor."""
+    """Gives `on_call` the calls with images of `rank` dimensions; None: that of the first channels_last tensor."""
 
-    def __init__(self, rank: int | None = None) -> None:
+    def __init__(self, on_call: Callable[[Call], None], rank: int | None = None) -> None:
         super().__init__()
-        self.calls: list[Call] = []
         self.step_bytes = 0
-        self._rank = rank
+        self._on_call, self._rank = on_call, rank
         self._viewed: dict[int, Layout] = {}  # by storage: the format of the image that was viewed last
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
 
@@ -122,22 +110,16 @@ class OperatorRecorder(OriginRecorder):
             self._activations |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
         if _is_view(function):
             self._viewed |= {_storage(tensor): layout for tensor, layout in images}
-        # Instead of an allocation, the call that writes into it is recorded.
-        if not _is_view(function) and "empty" not in function._schema.name:
+        elif "empty" not in function._schema.name:  # instead of an allocation, the call that writes into it is recorded
             self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
-            call = self._call(function, origin, inputs, images, outputs)
+            self._record(function, origin, inputs, images, outputs)
             for tensor in outputs:  # a new tensor may have the address of a freed one
                 self._viewed.pop(_storage(tensor), None)
-            if call is not None:
-                self.record(call)
         return result
 
-    def record(self, call: Call) -> None:
-        self.calls.append(call)
-
-    def _call(
+    def _record(
         self, function: Any, origin: Origin, inputs: list[torch.Tensor], images: Images, outputs: list[torch.Tensor]
-    ) -> Call | None:
+    ) -> None:
         is_copy = function._schema.name in COPIES
         produced = [tensor for tensor in outputs if tensor.dim() == self._rank]
         outcome: Outcome | None = None
@@ -149,24 +131,26 @@ class OperatorRecorder(OriginRecorder):
             if self._viewed.get(_storage(inputs[-1])) == "channels_last":
                 images, outcome = [(inputs[-1], "channels_last")], "lost"
         if outcome is None:
-            return None
+            return
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         moved_bytes = sum(2 * tensor.nbytes for tensor, layout in images if layout == permuted)
         copy = "explicit" if is_copy else "strided" if torch.Tag.pointwise in function.tags else "hidden"
-        return Call(
+        given = [
+            f"{'expanded' if 0 in tensor.stride() else layout} {_dtype(tensor)} {list(tensor.shape)}"
+            for tensor, layout in images
+        ]
+        call = Call(
             operator=str(function),
             outcome="created" if outcome == "lost" and not moved_bytes else outcome,
             **vars(origin),
             shape=tuple(produced[0].shape),
             strides=produced[0].stride(),
             dtype=_dtype(produced[0]),
-            inputs=tuple(
-                f"{'expanded' if 0 in tensor.stride() else layout} {_dtype(tensor)} {list(tensor.shape)}"
-                for tensor, layout in images
-            ),
+            inputs=tuple(given),
             copy=copy if moved_bytes else "",
             moved_bytes=moved_bytes,
         )
+        self._on_call(call)
 
 
 def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple[int, ...]]) -> Outcome | None:
@@ -187,10 +171,9 @@ def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple
 
 def _is_view(function: Any) -> bool:
     """Whether the result shares memory with an argument that is not written to; `_unsafe_view` does not declare it."""
-    if function._schema.name == "aten::_unsafe_view":
-        return True
     aliases = [returned.alias_info for returned in function._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    is_alias = any(alias is not None and not alias.is_write for alias in aliases)
+    return is_alias or function._schema.name == "aten::_unsafe_view"
 
 
 def strided_tensors(tree: Any) -> list[torch.Tensor]:
@@ -227,28 +210,6 @@ class LayoutLost(RuntimeError):
     """An operator returned contiguous although its input was channels_last."""
 
 
-class _Guard(OperatorRecorder):
-    def __init__(self, on_loss: str, allow: Sequence[str]) -> None:
-        super().__init__()
-        self._on_loss, self._allow = on_loss, allow
-        self._warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
-
-    def record(self, call: Call) -> None:
-        described = (call.name, call.operator, call.module, call.module_type, call.source, call.line)
-        if call.outcome != "lost" or any(fnmatch(text, pattern) for text in described for pattern in self._allow):
-            return
-        where = f"{call.source} `{call.line}`" if call.source else "no line of Python"
-        message = (
-            f"{call.name} lost channels_last in {call.direction}: {', '.join(call.inputs)} became "
-            f"contiguous {list(call.shape)} with strides {list(call.strides)}, at {where}, in module "
-            f"{call.module or '(top)'}{f' ({call.module_type})' * bool(call.module_type)}. {call.advice()}"
-        )
-        if self._on_loss == "raise":
-            raise LayoutLost(message)
-        file, _, line = call.source.rpartition(":")
-        warnings.warn_explicit(message, UserWarning, file or __file__, int(line or 1), registry=self._warned)
-
-
 @contextmanager
 def layout_guard(on_loss: Literal["raise", "warn"] = "raise", allow: Sequence[str] = ()) -> Iterator[None]:
     """Watch every operator of the block, forward and backward, in any training loop; costs as much as a debugger.
@@ -262,5 +223,23 @@ def layout_guard(on_loss: Literal["raise", "warn"] = "raise", allow: Sequence[st
     """
     if on_loss not in ("raise", "warn"):
         raise ConfigError(f"on_loss={on_loss}: must be raise or warn")
-    with _Guard(on_loss, [allow] if isinstance(allow, str) else allow):
+    allowed = [allow] if isinstance(allow, str) else allow
+    warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
+
+    def check(call: Call) -> None:
+        described = (call.name, call.operator, call.module, call.module_type, call.source, call.line)
+        if call.outcome != "lost" or any(fnmatch(text, pattern) for text in described for pattern in allowed):
+            return
+        where = f"{call.source} `{call.line}`" if call.source else "no line of Python"
+        message = (
+            f"{call.name} lost channels_last in {call.direction}: {', '.join(call.inputs)} became "
+            f"contiguous {list(call.shape)} with strides {list(call.strides)}, at {where}, in module "
+            f"{call.module or '(top)'}{f' ({call.module_type})' * bool(call.module_type)}. {call.advice()}"
+        )
+        if on_loss == "raise":
+            raise LayoutLost(message)
+        file, _, line = call.source.rpartition(":")
+        warnings.warn_explicit(message, UserWarning, file or __file__, int(line or 1), registry=warned)
+
+    with OperatorRecorder(on_call=check):
         yield
