@@ -170,19 +170,22 @@ def descends(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.slow
-def test_the_command_tells_all_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_all_and_writes_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     words = ["model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32"]
-    files = [f"repro={tmp_path}/slow.py", f"chart={tmp_path}/times.png", f"out={tmp_path}/audit.json"]
+    files = ["repro=slow.py", "chart=times.png", "out=audit.json"]
     assert main([*words, "time=true", "time_limit_s=1", "max_lost=0", *files]) == 1
     output = capsys.readouterr().out
     assert "more than max_lost=0" in output and "13 x cat (forward)" in output and "shufflenetv2.py:95" in output
-    report = json.loads((tmp_path / "audit.json").read_text())
+    report = json.loads(Path("audit.json").read_text())
     assert report["times"]["modules"] and report["exceeded"] is True
     assert report["totals"]["lost"] == 32 and report["step_ms"] > 0
-    compile((tmp_path / "slow.py").read_text(), "slow.py", "exec")
-    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+    compile(Path("slow.py").read_text(), "slow.py", "exec")
+    assert Path("times.png").read_bytes().startswith(b"\x89PNG")
     for wrong, message in (
-        (["time=true", f"repro={tmp_path}/slow.py"], "^repro=.*exists"),
+        (["time=true", "repro=slow.py"], "^repro=.*exists"),
         (["chart=a.png"], "need time=true"),
         (["modl=resnet18"], "did you mean model"),
     ):
@@ -192,3 +195,17 @@ def test_the_command_tells_all_and_writes_its_files(tmp_path: Path, capsys: pyte
     assert main(["operators=true", "json=true", "precision=fp32"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(table["operators"]) == len(PROBES) and table["dtype"] == "float32"
+    Path("my_model.py").write_text(
+        "import torch\n"
+        "def build(num_classes):\n"
+        "    return Lossy(torch.nn.Conv2d(3, 8, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())\n"
+        "class Lossy(torch.nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        x = self[0](x).contiguous()\n"
+        "        return self[2](self[1](x))\n"
+    )
+    words = ["model=my_model:build", "data.image_size=16", "precision=fp32", "compile=true", "json=true"]
+    assert main(words) == 0
+    compiled = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [graph["direction"] for graph in compiled["compiled"]] == ["forward", "backward"]
+    assert "my_model.py:6" in str(compiled["verdict"])
