@@ -130,11 +130,11 @@ class LayoutReport:
         return lines
 
     def _cost(self, calls: list[Call], what: str) -> str:
-        """The number of calls, their share of the bytes, and the first two lines of code with a module each."""
-        lines = [group[0] for group in grouped(calls, "source")]
-        listed = [f"{first.source or 'no Python line'} in {first.module or '(top)'}" for first in lines[:2]]
-        more = f"; and {len(lines) - 2} more lines" if len(lines) > 2 else ""
-        return f"{_count(calls)} x {what}: {self._pct(calls):.1f} % of the step's bytes ({'; '.join(listed)}{more})"
+        """The number of calls, their share of the bytes, and the first line of code."""
+        first, lines = calls[0], len(grouped(calls, "source"))
+        where = f"{first.source or 'no Python line'} in {first.module or '(top)'}"
+        where += f" and {lines - 1} more lines" if lines > 1 else ""
+        return f"{_count(calls)} x {what}: {self._pct(calls):.1f} % of the step's bytes ({where})"
 
     def summary(self) -> str:
         """The outcome in one sentence."""

@@ -54,12 +54,8 @@ class OutOfMemory(Crash, MemoryError):
     """The system ended the process."""
 
 
-def known_issues(model: nn.Module, *, device: torch.device | str) -> list[str]:
-    """What is known to crash or to be wrong in channels_last on `device`, one line each. The model is not run."""
-    if torch.device(device).type == "mps":
-        return ["MPS had wrong or crashing channels_last backward passes (pytorch/pytorch#141009, #143196)"]
-    if torch.device(device).type != "cpu":
-        return []
+def known_issues(model: nn.Module) -> str:
+    """What is known to crash in channels_last on a CPU; empty for most models. The model is not run."""
     small = [
         (name or "the model", module)
         for name, module in model.named_modules()
@@ -69,7 +65,7 @@ def known_issues(model: nn.Module, *, device: torch.device | str) -> list[str]:
         name for name, module in small if max(module.kernel_size) == 1 < max(module.stride) and not any(module.padding)
     ]
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
-    return [f"{', '.join(found[:2])}{more}: {ONEDNN_CRASH}"] if found else []
+    return f"{', '.join(found[:2])}{more}: {ONEDNN_CRASH}" if found else ""
 
 
 def crash_safe(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -207,7 +203,7 @@ def _note_modules(file: int) -> None:
         nonlocal known
         if module not in names:
             names.update({child: name or "the model" for name, child in module.named_modules()})
-            known = "".join(f"; {issue}" for issue in known_issues(module, device="cpu"))
+            known = f"; {known_issues(module)}".removesuffix("; ")
         note("forward", module)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:

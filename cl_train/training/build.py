@@ -135,8 +135,8 @@ def convert_layout(
         log.info("channels_last=auto: %s", choice.reason)
         channels_last, conversion, select = str(choice.channels_last).lower(), choice.conversion, choice.select
     if channels_last == "true":
-        for line in known_issues(model, device=dist.device):
-            log.info("channels_last: %s", line)
+        if dist.device.type == "cpu" and (issue := known_issues(model)):
+            log.info("channels_last: %s", issue)
         log.info("channels_last: %s", convert(model, conversion, select))
         try:
             check(torch.channels_last)

@@ -170,11 +170,7 @@ def test_commands_survive_a_model_that_aborts_in_channels_last(
     ],
 )
 def test_the_known_crash_of_onednn(layer: nn.Module, is_known: bool) -> None:
-
-    model = nn.Sequential(layer)
-    assert [line.startswith("0: ") for line in known_issues(model, device="cpu")] == [True] * is_known
-    assert known_issues(model, device="cuda") == []
-    assert len(known_issues(model, device="mps")) == 1
+    assert known_issues(nn.Sequential(layer)).startswith("0: ") == is_known
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "swaps its parameter": (Swaps, "ok"),
     "cache, and a child called twice": (Cache, "ok"),
     "shared in two shapes": (shared_in_two_shapes, "ok"),
-    "inference parameters": (torch.inference_mode()(Body), "Inference"),
+    "inference parameters": (torch.inference_mode()(lambda: Body()), "Inference"),
     "meta": (lambda: Body().to("meta"), "meta"),
     "pruned": (lambda: prune.random_unstructured(nn.Conv2d(3, 4, 3), "weight", 0.5), "ok"),
     "wrong channels": (lambda: nn.Sequential(nn.Conv2d(5, 4, 3)), "channels"),

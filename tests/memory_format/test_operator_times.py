@@ -19,39 +19,20 @@ from cl_train.config.schema import ConfigError
 from cl_train.memory_format.operator_support import PROBES, SHAPE, operator_support, probe
 from cl_train.memory_format.operator_times import OperatorTimes, Row, TimedCall
 from cl_train.memory_format.reproduction import reproduction
+from tests.memory_format.test_audit import Call, with_gradient
 
 CPU = torch.device("cpu")
 SLEEP_MS = 20.0
 
 
-def sleep_if(tensor: torch.Tensor, layout: str) -> None:
+def sleep_if(tensor: torch.Tensor, layout: str) -> Any:
     if classify(tensor) == layout:
         time.sleep(SLEEP_MS / 1000)
 
 
-class _SleepInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        sleep_if(gradient, "channels_last")
-        return gradient
-
-
-class Planted(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
-
 def model_with(*planted: Any) -> nn.Module:
     torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *map(Planted, planted), nn.Conv2d(8, 8, 3))
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *map(Call, planted), nn.Conv2d(8, 8, 3))
     model = nn.Sequential(*layers)
     convert(model)
     return model
@@ -67,7 +48,7 @@ def test_planted_sleeps_are_the_first_rows_with_their_time_and_the_model_is_unch
     model = model_with(
         lambda x: sleep_if(x, "channels_last") or x * 1,
         lambda x: sleep_if(x, "contiguous") or x * 1,
-        _SleepInBackward.apply,
+        with_gradient(lambda gradient: sleep_if(gradient, "channels_last") or gradient),
     )
     state = {name: (value.clone(), value.stride()) for name, value in model.state_dict().items()}
     times = times_of(model)
