@@ -81,8 +81,8 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     import torch
 
     from cl_train.comparison.report import write_times_chart
+    from cl_train.memory_format.audit import operator_support
     from cl_train.memory_format.audit_report import markdown_table
-    from cl_train.memory_format.operator_support import operator_support
     from cl_train.memory_format.reproduction import reproduction
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
@@ -120,10 +120,9 @@ def _audit_model(settings: AuditSettings, device: "torch.device", precision: "Pr
     """Build, convert and audit the model of the settings."""
     import torch
 
-    from cl_train.memory_format.audit import audit
+    from cl_train.memory_format.audit import audit, compiled_graphs
     from cl_train.memory_format.convert import convert
     from cl_train.memory_format.model_call import failure_explained, mean_square, output_tensors
-    from cl_train.memory_format.operator_support import compiled_graphs
     from cl_train.models import sources as models
     from cl_train.step.precision import autocast, cast_model
 

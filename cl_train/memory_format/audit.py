@@ -1,4 +1,4 @@
-"""The audit: one forward and backward step of a model, and the operators in it that lose channels_last."""
+"""The audit: one step of a model, and the operators in it that lose channels_last; probes of what torch itself keeps."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from cl_train.config.schema import ConfigError
@@ -141,3 +142,108 @@ def _time_copies(calls: list[Call], device: torch.device) -> None:
 def _median_ms(work: Callable[[], object], device: torch.device) -> float:
     """Median of three runs after one for warm-up. The host waits for the device before and after each."""
     return 1000 * median([timed_s(work, device) for _ in range(4)][1:])
+
+
+SHAPE = (2, 8, 8, 8)  # every dimension above 1, so that no probe is ambiguous
+
+
+# Expressions of x, with torch, its functional `F`, ones(*shape), and weight(*shape) in channels_last.
+PROBES = (
+    "F.conv2d(x, weight(8, 8, 3, 3), padding=1)", "F.conv2d(x, weight(8, 8, 1, 1))",
+    "F.conv2d(x, weight(8, 8, 3, 3), stride=2)", "F.conv2d(x, weight(8, 8, 3, 3), padding=2, dilation=2)",
+    "F.conv2d(x, weight(8, 2, 3, 3), padding=1, groups=4)", "F.conv2d(x, weight(8, 1, 3, 3), padding=1, groups=8)",
+    "F.conv_transpose2d(x, weight(8, 8, 3, 3), stride=2)",
+    "F.batch_norm(x, None, None, ones(8), ones(8), training=True)", "F.batch_norm(x, *(ones(8),) * 4)",
+    "F.instance_norm(x)", "F.group_norm(x, 2, ones(8), ones(8))", "F.layer_norm(x, x.shape[1:])",
+    "F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)", "F.local_response_norm(x, 3)", "F.normalize(x)",
+    "F.relu(x)", "F.relu_(x * 1)", "F.relu6(x)", "F.leaky_relu(x)", "F.elu(x)", "F.gelu(x)", "F.silu(x)", "F.mish(x)",
+    "F.hardswish(x)", "F.hardsigmoid(x)", "F.hardtanh(x)", "F.softplus(x)", "F.logsigmoid(x)", "F.softsign(x)",
+    "F.tanhshrink(x)", "F.prelu(x, ones(8))", "F.glu(x, 1)", "F.softmax(x, 1)", "F.log_softmax(x, 1)", "F.dropout(x)",
+    "F.dropout2d(x)", "x.sigmoid()", "x.tanh()", "x.exp()", "x.sin()", "x.erf()", "x.neg()", "x.pow(2)",
+    "(x.abs() + 1).sqrt()", "x.clamp(-1, 1)", "x + x.flip(0)", "(x * 1).add_(x)", "x * ones(8).view(1, 8, 1, 1)",
+    "x / (x.abs() + 1)", "torch.where(x > 0, x, -x)", "x - x.mean((2, 3), keepdim=True)",
+    "x - x.sum(1, keepdim=True)", "x.cumsum(2)",
+    "F.max_pool2d(x, 2)", "F.avg_pool2d(x, 2)", "F.lp_pool2d(x.abs() + 1, 2, 2)", "F.adaptive_avg_pool2d(x, 3)",
+    "F.adaptive_max_pool2d(x, 3)", "F.fractional_max_pool2d(x, 2, output_size=4)",
+    "F.pad(x, (1, 1, 1, 1))", "F.pad(x, (1, 1, 1, 1), mode='reflect')", "F.pad(x, (1, 1, 1, 1), mode='replicate')",
+    "F.interpolate(x, scale_factor=2)", "F.interpolate(x, scale_factor=2, mode='bilinear')",
+    "F.interpolate(x, scale_factor=2, mode='bicubic')", "F.grid_sample(x, ones(2, 8, 8, 2), align_corners=False)",
+    "F.pixel_shuffle(x, 2)", "F.pixel_unshuffle(x, 2)", "F.channel_shuffle(x, 2)",
+    "x.contiguous()", "x.clone()", "x.double()", "torch.empty_like(x).copy_(x)", "torch.cat([x, x], 1)",
+    "torch.stack([x, x], 2).flatten(1, 2)", "x.chunk(2, 1)[0]", "torch.cat(x.split(4, 1)[::-1], 1)",
+    "x[:, :, 1:-1, 1:-1]", "x.index_select(1, torch.arange(4, device=x.device))", "x.flip(3)", "x.roll(1, 2)",
+    "x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(x.shape)",
+    "F.fold(F.unfold(x, 2, stride=2), (8, 8), 2, stride=2)",
+)  # fmt: skip
+
+
+def probe(expression: str, x: torch.Tensor) -> torch.Tensor:
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=x.dtype, device=x.device)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return ones(*shape).to(memory_format=torch.channels_last)
+
+    return eval(expression, {"x": x, "F": F, "torch": torch, "ones": ones, "weight": weight})
+
+
+def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """One row per probe: the format of its output, and of its input's gradient when its output's is channels_last.
+
+    "error": the operator does not support the dtype on the device, or has no backward pass.
+    """
+    rows = []
+    for expression in PROBES:
+        x = torch.randn(SHAPE, device=device).to(dtype, memory_format=torch.channels_last).requires_grad_()
+        row = {"operator": expression, "forward": "error", "backward": "error"}
+        try:
+            output = probe(expression, x)
+            row["forward"] = classify(output)
+            gradient = torch.randn(output.shape, device=device).to(output.dtype, memory_format=torch.channels_last)
+            # not .backward(), which gives a leaf's gradient the strides of the leaf
+            row["backward"] = classify(torch.autograd.grad(output, x, gradient)[0])
+        except RuntimeError:  # torch's "not implemented for"
+            pass
+        rows.append(row)
+    return rows
+
+
+def compiled_graphs(
+    model: nn.Module, step: Callable[[nn.Module], torch.Tensor], backward: bool = True
+) -> list[dict[str, Any]]:
+    """Trace `step(model)`, which returns a scalar, and ask inductor for its decision on each graph.
+
+    Graphs run without code generation, so no compiler is needed. The rows have `graph`, `direction` (forward, backward,
+    or inference without gradients, which has rules of its own), `nodes`, `convolutions` and `channels_last`.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import lowering  # noqa: F401  (its decompositions are registered on import)
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+
+    found: list[dict[str, Any]] = []
+
+    def traced(direction: str, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        is_laid_out = GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference")
+        nodes = [str(node.target) for node in graph.graph.nodes]
+        convolutions = sum(node.startswith("aten.convolution") for node in nodes)
+        row = {"graph": len(found), "direction": direction, "nodes": len(nodes), "convolutions": convolutions}
+        found.append({**row, "channels_last": bool(is_laid_out)})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=partial(traced, "forward"),
+        bw_compiler=partial(traced, "backward"),
+        inference_compiler=partial(traced, "inference"),
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    try:
+        with torch.set_grad_enabled(backward):
+            scalar = step(torch.compile(model, backend=backend))  # type: ignore[arg-type]
+            if backward:
+                scalar.backward()
+    finally:
+        torch._dynamo.reset()
+    return found

@@ -164,15 +164,15 @@ class OperatorTimes:
 
     def better_contiguous(self) -> list[str]:
         """Modules whose convolution loses more in channels_last than copies of its images and gradients would cost."""
-        losing = [row for row in self.modules() if row.is_loss]
-        return [row.name for row in losing if row.calls[0].module and 0 < self._border_ms(row) < row.difference_ms]
-
-    def _border_ms(self, row: Row) -> float:
-        """Of copying its images and their gradients, as the backward pass names them; 0 without a convolution."""
-        calls = [call for call in row.calls if call.convolution]
-        backward = [call for call in calls if call.direction == "backward"]
-        found = [call.arguments.get(LAYOUTS[1]) or call.arguments[LAYOUTS[0]] for call in backward or calls]
-        return 2 * self.copy_ms_per_byte * sum(one.nbytes for images in found for one in images[: 1 + bool(backward)])
+        found = []
+        for row in self.modules():
+            calls = [call for call in row.calls if call.convolution]
+            backward = [call for call in calls if call.direction == "backward"]  # names its gradient, then its image
+            given = [call.arguments.get(LAYOUTS[1]) or call.arguments[LAYOUTS[0]] for call in backward or calls]
+            copied = sum(one.nbytes for tensors in given for one in tensors[: 1 + bool(backward)])
+            if row.is_loss and row.calls[0].module and 0 < 2 * self.copy_ms_per_byte * copied < row.difference_ms:
+                found.append(row.name)
+        return found
 
     def summary(self) -> list[str]:
         """Three lines: where channels_last saves and loses time, the step's time, how much of it the rows explain."""

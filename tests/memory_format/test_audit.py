@@ -129,6 +129,7 @@ class GrowingBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("anchors", torch.zeros(0))
+        self.register_buffer("expanded", torch.ones(1).expand(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.anchors = torch.ones(x.shape[-1])
@@ -138,7 +139,7 @@ class GrowingBuffer(nn.Module):
 def test_the_model_is_afterwards_what_it_was() -> None:
     model = nn.Sequential(model_with("contiguous"), GrowingBuffer())
     weight = model[0][0].weight
-    weight.grad = torch.ones_like(weight)
+    weight.grad = kept = torch.ones_like(weight)
     batch, wrong = images(), images(2, 5, 8, 8)
     state, random_state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     audit(model, batch, measure=True)
@@ -146,7 +147,7 @@ def test_the_model_is_afterwards_what_it_was() -> None:
         audit(model, wrong)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(weight.grad, torch.ones_like(weight)) and model[0][2].weight.grad is None
+    assert weight.grad is kept and torch.equal(kept, torch.ones_like(weight)) and model[0][2].weight.grad is None
     assert not torch.nn.modules.module._global_forward_hooks and not weight._backward_hooks
 
 

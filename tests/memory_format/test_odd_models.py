@@ -78,12 +78,6 @@ def quantised() -> nn.Module:
     return torch.ao.quantization.convert(prepared)
 
 
-def shared_in_two_shapes() -> nn.Module:
-    model = Body()
-    model.flat = nn.Parameter(model.conv.weight.data.view(4, 27))
-    return model
-
-
 def windows(x: torch.Tensor) -> torch.Tensor:
     """Window partitioning, attention's part left out, and back."""
     n, c, h, w = x.shape
@@ -139,7 +133,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "extra state": (ExtraState, "ok"),
     "swaps its parameter": (Swaps, "ok"),
     "cache, and a child called twice": (Cache, "ok"),
-    "shared in two shapes": (shared_in_two_shapes, "ok"),
     "inference parameters": (torch.inference_mode()(lambda: Body()), "Inference"),
     "meta": (lambda: Body().to("meta"), "meta"),
     "pruned": (lambda: prune.random_unstructured(nn.Conv2d(3, 4, 3), "weight", 0.5), "ok"),

@@ -16,7 +16,7 @@ from torch import nn
 from cl_train import audit, classify, convert
 from cl_train.commands.audit import main
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.operator_support import PROBES, SHAPE, operator_support, probe
+from cl_train.memory_format.audit import PROBES, SHAPE, operator_support, probe
 from cl_train.memory_format.operator_times import OperatorTimes, Row, TimedCall
 from cl_train.memory_format.reproduction import reproduction
 from tests.memory_format.test_audit import Call, with_gradient

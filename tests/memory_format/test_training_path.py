@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import OptimConfig
+from cl_train.memory_format.audit import compiled_graphs
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.operator_support import compiled_graphs
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import EMA, MasterWeights, cast_model, resolve_precision
 
