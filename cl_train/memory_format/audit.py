@@ -1,4 +1,4 @@
-"""The audit: one step of a model, and the operators in it that lose channels_last; probes of what torch itself keeps."""
+"""The audit: one step of a model, and the operators in it that lose channels_last; probes of torch's operators."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
