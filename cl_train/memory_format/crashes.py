@@ -130,11 +130,11 @@ def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, b
                 before, used = used, sum(map(int, stat[11:15]))
                 if used == before:
                     return 0, _NEEDS_PARENT
-        code = process.exitcode or 0
-        if not code:
+        code, written = process.exitcode or 0, Path(f"/proc/self/fd/{outcome}").read_bytes()
+        if not code and written != _NEEDS_PARENT:
             lines = Path(f"/proc/self/fd/{errors}").read_text("utf-8", "replace").splitlines(keepends=True)
             sys.stderr.write("".join(line for line in lines if _PROFILER not in line))
-        return code, Path(f"/proc/self/fd/{outcome}").read_bytes()
+        return code, written
     finally:
         process.kill()  # also after Ctrl-C
         process.join()
