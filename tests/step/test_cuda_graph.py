@@ -15,8 +15,10 @@ from cl_train.data.device import Batch
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.train_step import StepParts, StepResult, train_step
+from cl_train.training.state import collect, restore
 from tests.conftest import CPU_PRECISIONS, Run
 from tests.step.test_train_step import make_batch, make_parts
+from tests.train_states import train_state
 
 CPU = torch.device("cpu")
 
@@ -85,6 +87,22 @@ def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
     assert step.call is not None and step.call.replay is not None
     if name.startswith("fp16"):
         assert recorded.scaler.get_scale() == 256, "two overflows halved 1024 twice"
+
+
+def test_a_checkpoint_goes_from_the_eager_to_the_recorded_step() -> None:
+    """The loss scale is GradScaler's own, so its state dict is the same on both paths."""
+    eager, recorded = make_parts("fp16"), make_parts("fp16")
+    train_step(eager, [make_batch(eager)])
+    saved = collect(train_state(eager.model, eager.optimizer, eager.scaler), {}, {})
+    restore(saved, train_state(recorded.model, recorded.optimizer, recorded.scaler))
+    step = GraphedStep(recorded, CountingRecorder(), warm_up=1)
+    for parts in (eager, recorded):
+        set_lr(parts.optimizer, 0.125)
+    for seed in range(4):
+        train_step(eager, [make_batch(eager, seed=seed)])
+        step([make_batch(recorded, seed=seed)])
+    assert_same(eager, recorded)
+    assert recorded.scaler.state_dict()["_growth_tracker"] == 5
 
 
 def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
