@@ -145,6 +145,7 @@ def test_a_comparison_prints_and_becomes_json(monkeypatch: pytest.MonkeyPatch) -
     assert "60 %" in str(done) and "images/s" in str(done)
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_batch_of_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the rounds, after a warm-up that fitted."""
     sizes: list[int] = []

@@ -161,7 +161,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draw", list(DRAWS))
 def test_random_models_agree_and_planted_errors_in_them_are_found(draw: str, precision: str) -> None:
     given: dict[str, Any] = {"image_size": 12, "precision": precision}

@@ -231,6 +231,7 @@ def test_compare_and_the_sweep_reach_the_same_verdict(
         assert calls(stand_in) == [runs[0].name] and len(compared(folder)) == 1
 
 
+@pytest.mark.slow
 def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,9 +29,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
         [],
         pytest.param(["precision=fp16", "checkpoint.every_steps=7"], marks=pytest.mark.slow),
         ["model=tests.networks:nan_at_third_step", "on_nonfinite=skip"],
-        ["model=tests.networks:terminated_in_training"],
-        ["model=tests.networks:terminated_in_evaluation"],
-        ["max_steps=7"],
+        pytest.param(["model=tests.networks:terminated_in_training"], marks=pytest.mark.slow),
+        pytest.param(["model=tests.networks:terminated_in_evaluation"], marks=pytest.mark.slow),
+        pytest.param(["max_steps=7"], marks=pytest.mark.slow),
     ],
 )
 def test_the_records_are_the_same(train: Train, late: Late, words: list[str]) -> None:

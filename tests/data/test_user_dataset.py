@@ -53,6 +53,7 @@ def test_uint8_is_normalised_and_floating_point_is_not_and_the_time_is_measured(
     assert raw.min() < 0 and ready.min() >= 0 and ready.max() < 3
 
 
+@pytest.mark.slow
 def test_iterable_datasets_are_resumed_joined_and_counted(caplog):
     with caplog.at_level("WARNING"):
         data = own_data("Stream")

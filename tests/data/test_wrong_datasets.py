@@ -91,7 +91,9 @@ def test_a_sample_that_ends_its_worker_is_named(monkeypatch, kind, case):
 
 
 @KINDS
-@pytest.mark.parametrize("case", wrong.HANGS)
+@pytest.mark.parametrize(
+    "case", ["sleep", *(pytest.param(c, marks=pytest.mark.slow) for c in wrong.HANGS if c != "sleep")]
+)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sample_that_never_comes_is_named_within_the_timeout(monkeypatch, kind, case, workers):
     monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)

@@ -66,7 +66,12 @@ def save_checkpoint(path: Path, model: nn.Module, facts: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "exported program" else name for name in KINDS]
+    "name",
+    [
+        "state dict",
+        "traced",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in KINDS if n not in ("state dict", "traced")),
+    ],
 )
 def test_every_kind_is_converted_and_equal_in_both_directions(
     name: str, files: dict[str, Path], tmp_path: Path

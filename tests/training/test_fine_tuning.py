@@ -80,8 +80,10 @@ DATASET = f"data=dataset data.root=null data.dataset={HERE}"
         (f"loss={HERE}:per_image label_smoothing=0.1", "label_smoothing=0.1 has no effect"),
         ("patience=2 evaluate_every=0", "patience=2 has no effect"),
         (f"{DATASET}:stripes", "use loss=bce"),
-        (f"{DATASET}:stripes_then_a_number loss=bce", "unlike that of the first sample"),
-        (f"{DATASET}:stripes_beyond_one loss=bce", "not from 0 to 1"),
+        pytest.param(
+            f"{DATASET}:stripes_then_a_number loss=bce", "unlike that of the first sample", marks=pytest.mark.slow
+        ),
+        pytest.param(f"{DATASET}:stripes_beyond_one loss=bce", "not from 0 to 1", marks=pytest.mark.slow),
     ],
 )
 def test_losses_metrics_and_labels_that_cannot_be_used(train: Train, words: str, problem: str) -> None:

@@ -141,6 +141,7 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tm
         assert torch.equal(done.checkpoint()["model"][name], value), name
 
 
+@pytest.mark.slow
 def test_an_evaluation_needs_its_split_and_leaves_the_records_of_the_run(
     train: Train, image_folder: Path, tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_run_that_cannot_continue_names_the_step(
     assert re.search(f"the run failed: {problem}", (tmp_path / "train.log").read_text())
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_skipped(train: Train) -> None:
     done = train("model=tests.networks:nan_at_third_step", "on_nonfinite=skip")
     assert done.exit_code == 0 and done.summary["amp"]["skipped_steps"] == 1
