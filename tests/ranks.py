@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.forkserver import ForkServer, Run
-from tests.processes import LIMIT_S, free_ports
+from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -43,9 +43,12 @@ def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: 
 
     They have ended well; their output is in `folder`.
     """
-    (port,) = free_ports(1)
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= environment
+    from torch.distributed import TCPStore
+
+    # As that of torchrun's agent it outlives a run: rank 1 may begin the next one before rank 0 has ended the first.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
     ranks = [
         server.call(function, [*arguments], folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
