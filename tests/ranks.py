@@ -53,5 +53,5 @@ def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: 
         server.call(function, [*arguments], folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
     ]
-    assert [rank.wait() for rank in ranks] == [0, 0], "".join(rank.output() for rank in ranks)
+    assert [rank.wait(3 * LIMIT_S) for rank in ranks] == [0, 0], "".join(rank.output() for rank in ranks)
     return ranks

@@ -51,9 +51,9 @@ class ImageData:
     ) -> None:
         """As `build_data`; of `source` instead of the one that `cfg` names."""
         self._cfg, self._augment, self._batch_size, self._seed, self._dist = cfg, augment, batch_size, seed, dist
-        global_batch = f"global batch of {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
+        of_all_ranks = f"batch of all ranks, {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
         if training and augment.repeats > batch_size * dist.world_size:
-            raise ConfigError(f"augment.repeats={augment.repeats} is more than the {global_batch}; raise batch_size")
+            raise ConfigError(f"augment.repeats={augment.repeats} is more than the {of_all_ranks}; raise batch_size")
         source = source or _source(cfg, dist, training)
         if training and augment.repeats > 1 and isinstance(source.train, IterableDataset):
             raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
@@ -70,7 +70,7 @@ class ImageData:
             raise ConfigError("data.dataset: the labels of one split are vectors, those of the other are not")
         if training and self.batch_count() == 0:
             raise ConfigError(
-                f"{self.train_images} training images are fewer than one {global_batch}; lower batch_size"
+                f"{self.train_images} training images are fewer than one {of_all_ranks}; lower batch_size"
             )
         if training and self.train_loader.is_stream and dist.is_main:
             does = "its order depends on data.workers, and it divides its samples among ranks and workers"
@@ -93,7 +93,7 @@ class ImageData:
         return HostLoader(reader, sizes, self._batch_size, cfg, dist, self.bad_images, order if training else None)
 
     def batch_count(self) -> int:
-        """Full global batches of an epoch; the remaining images are dropped."""
+        """Full batches of all ranks in an epoch; the remaining images are dropped."""
         return self.train_loader.batch_count()
 
     @property
@@ -102,7 +102,7 @@ class ImageData:
         return self.train_loader.times
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
-        """This rank's share of global batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
+        """This rank's share of the ranks' batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
         normalise = Normalise(self._cfg.mean, self._cfg.std, form)
         yield from to_device(self.train_loader.batches(epoch, first_batch), normalise, self._mix)
 

@@ -36,14 +36,15 @@ def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: 
     return order[np.argsort(np.arange(count) + shift * (window / 2**53), kind="stable")]
 
 
-def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
-    """Repeated augmentation (Hoffer et al., "Augment your batch", 2020): each global batch holds its images `repeats`
-    times, in an epoch of the same length. Copy c of image i is index i + c * images, with random numbers of its own.
-    Copies are a batch's share apart: `repeats` ranks hold different copies, as with timm's RepeatAugSampler."""
-    batches, distinct = len(order) // global_batch_size, -(-global_batch_size // repeats)
+def repeated(order: Indices, repeats: int, ranks_batch_size: int) -> Indices:
+    """Repeated augmentation (Hoffer et al., "Augment your batch", 2020): each batch of all ranks holds its images
+    `repeats` times, in an epoch of the same length. Copy c of image i is index i + c * images, with random numbers of
+    its own. Copies are a batch's share apart: `repeats` ranks hold different copies, as with timm's RepeatAugSampler.
+    """
+    batches, distinct = len(order) // ranks_batch_size, -(-ranks_batch_size // repeats)
     images = order[: batches * distinct].reshape(batches, 1, distinct)
     copies = images + len(order) * np.arange(repeats).reshape(repeats, 1)
-    return copies.reshape(batches, -1)[:, :global_batch_size].reshape(-1)
+    return copies.reshape(batches, -1)[:, :ranks_batch_size].reshape(-1)
 
 
 class SampleGenerator:
@@ -68,7 +69,7 @@ def batch_generator(seed: int, epoch: int, batch: int) -> np.random.Generator:
 
 
 def rank_share(order: Indices, batch: int, batch_size: int, rank: int, world_size: int) -> Indices:
-    """Rank `rank`'s images of global batch `batch`; together the ranks hold `order[batch*G:(batch+1)*G]`, in order."""
+    """Rank `rank`'s images of the ranks' `batch`; together the ranks hold `order[batch*G:(batch+1)*G]`, in order."""
     start = batch * batch_size * world_size + rank * batch_size
     return order[start : start + batch_size]
 

@@ -180,7 +180,7 @@ def finish(run: ActiveRun) -> dict[str, Any]:
     if reasons and dist.is_main:
         log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
     results = {"others_pct": run.machine_load.others_pct(), "skipped_images": sum(count for count, _ in bad_images)}
-    windows = records.of_kind("train")
+    windows = records.windows()
     if windows and dist.is_main and not run.stop_signal:
         results["utilisation"] = utilisation_of(run.state, speed(windows), dist)
     status = "interrupted" if run.stop_signal else "completed"

@@ -68,7 +68,8 @@ class Records:
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append a training window, or the evaluation of this step."""
         place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
-        record = finite_or_null({**place, **values, "time": time.time()})
+        record = {**place, **values, "time": time.time()}
+        record |= finite_or_null(record)  # whose keys are new strings: a long run would hold them all
         self._new.append(record)
         if self._folder is not None:
             self._metrics.append((json.dumps(record) + "\n").encode())
@@ -77,6 +78,10 @@ class Records:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Those that this process has written."""
         return [record for record in self._new if record["kind"] == kind]
+
+    def windows(self) -> list[dict[str, Any]]:
+        """The training records of this process, or of the whole run if it had nothing left to train."""
+        return self.of_kind("train") or [record for record in self._earlier if record["kind"] == "train"]
 
     def finish(self, status: str, **results: Any) -> dict[str, Any]:
         """Write `summary.json` with `results`, which the records do not have, and return its content.
@@ -99,7 +104,7 @@ class Records:
         """Percent is 0-100, unknown is None. Speeds are those of this process, unless it had nothing left to train."""
         everything = self._earlier + self._new
         records = self._new if self.of_kind("train") else everything
-        windows = [record for record in records if record["kind"] == "train"]
+        windows = self.windows()
         scored = [record for record in everything if record["kind"] == "val" and record.get("top1") is not None]
         best = max(scored, key=score_of, default=None)
         last, now = windows[-1] if windows else {}, datetime.now().astimezone()

@@ -144,10 +144,10 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
         facts.pop(f"data.{of_machine}", None)
     ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
     for rank, other in enumerate(ranks):
-        for name in [name for name in other if other[name] != ranks[0].get(name)]:
+        for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
             raise ConfigError(
-                f"the ranks disagree: {name} is {ranks[0].get(name)} on rank 0 and {other[name]} on rank {rank}; start "
-                "every node with the same command, code and data"
+                f"the ranks disagree: {name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}; "
+                "start every node with the same command, code and data"
             )
 
 

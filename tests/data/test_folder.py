@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, unreadable
 def test_too_few_images_and_too_little_memory(tmp_path, monkeypatch):
     root = write_folder(tmp_path, train=7, val=2)
     assert folder_data(root, batch_size=7).batch_count() == 1
-    with pytest.raises(ConfigError, match=r"7 training images are fewer than one global batch of 8 \(4 x 2\)"):
+    with pytest.raises(ConfigError, match=r"7 training images are fewer than one batch of all ranks, 8 \(4 x 2\)"):
         folder_data(root, batch_size=4, world_size=2)
     monkeypatch.setattr("cl_train.data.loader.available_bytes", lambda device: 5_000)
     with pytest.raises(ConfigError, match=r"lower batch_size or data\.prefetch=3"):

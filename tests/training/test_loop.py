@@ -60,6 +60,7 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
     again = train("channels_last=true", "resume=auto", folder=done.folder).summary
     same = ("status", "steps", "images_seen", "images_per_s", "step_ms", "data_wait_pct", "train", "val", "best")
     assert {name: again[name] for name in same} == {name: summary[name] for name in same}
+    assert again["utilisation"]["gflop_per_image"] == summary["utilisation"]["gflop_per_image"]
 
 
 @pytest.mark.slow
