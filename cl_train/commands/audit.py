@@ -80,7 +80,6 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     """Raises ConfigError: the model cannot be built or run, or not be traced for `compile`."""
     import torch
 
-    from cl_train.comparison.report import write_times_chart
     from cl_train.memory_format.audit import operator_support
     from cl_train.memory_format.audit_report import markdown_table
     from cl_train.memory_format.reproduction import reproduction
@@ -106,9 +105,12 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         report = _audit_model(settings, device, precision)
         if program:
             program.write_text(reproduction(report.times.worst(), report.model, report.device), encoding="utf-8")
-        title = f"{report.model}, {report.precision} on {report.device}"
-        if chart and not write_times_chart(report.times, title, chart):
-            raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
+        if chart:
+            from cl_train.comparison.report import write_times_chart  # with Hydra, 0.1 s
+
+            title = f"{report.model}, {report.precision} on {report.device}"
+            if not write_times_chart(report.times, title, chart):
+                raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
     text, lost = f"{report}\n\n{report.summary()}", report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:

@@ -158,6 +158,7 @@ def _word_problems(word: str, folders: Sequence[Path], multirun: bool = False) -
     for is_wrong, problem in (
         (override.is_delete(), "a setting cannot be removed; give it another value"),
         (is_sweep and not multirun, "several values need multirun, python train.py -m ..."),
+        (is_sweep and multirun and not _alternatives(word, folders), "the pattern or the range has no value"),
         (re.match("hydra[./]launcher", key), "Hydra's launchers are not used; launcher=slurm submits jobs to Slurm"),
         (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
         (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),

@@ -271,6 +271,9 @@ def test_a_sweep_by_another_key_deletes_nothing(
     assert "compare_by=precision" in capsys.readouterr().out
     [pair] = compare_folders([tmp_path], "precision").pairs
     assert (pair.baseline, pair.candidate) == ("precision=fp32", "precision=bf16")
+    (tmp_path / "sweep.json").rename(tmp_path / "earlier.json")
+    assert run_sweep(["-m", "model=resnet34", "channels_last=true", f"hydra.sweep.dir={tmp_path}"]) == 0, "without axes"
+    assert problem_of(tmp_path / "resnet34_channels_last") is None
     assert len(list(tmp_path.glob("*/precious"))) == 2
 
 

@@ -1,5 +1,6 @@
 """What a user types: every choice composes, and every mistake is refused with one line that says what to do."""
 
+import re
 import subprocess
 import sys
 from itertools import product
@@ -251,6 +252,9 @@ def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Pa
 
 def test_a_glob_takes_all_choices_of_a_group() -> None:
     assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {*OPTIMIZERS, "lamb"}
+    for word in ("optim=glob(z*)", "epochs=range(2,1)"):
+        with pytest.raises(ConfigError, match=re.escape(f"{word}: the pattern or the range has no value")):
+            check_command_line(["-m", word])
 
 
 def test_optim_timm_takes_a_name() -> None:
