@@ -132,7 +132,7 @@ def _islands(model: nn.Module, chosen: set[str], memory_format: torch.memory_for
     modules = dict(model.named_modules(remove_duplicate=False))
     parents = {name: {name[:index] for index, letter in enumerate(name) if letter == "."} | {""} for name in chosen}
     islands = list(dict.fromkeys(modules[name] for name in chosen if not parents[name] - {name} & chosen))
-    if memory_format == torch.contiguous_format:
+    if islands and memory_format == torch.contiguous_format:
         raise ConfigError("conversion=mixed: the other modules must be channels_last")
     if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands)):
         raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")

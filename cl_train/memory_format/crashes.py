@@ -121,11 +121,13 @@ def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, b
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a threaded process, from Python 3.12 on
         process.start()
+    waiter = threading.Thread(target=process.join)  # join(timeout) waits for processes that this one has left, too
+    waiter.start()
     try:
         used = -1
-        while process.is_alive():
-            process.join(_STALLED_S)
-            if process.is_alive():
+        while waiter.is_alive():
+            waiter.join(_STALLED_S)
+            if waiter.is_alive():
                 stat = Path(f"/proc/{process.pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
                 before, used = used, sum(map(int, stat[11:15]))
                 if used == before:
@@ -137,7 +139,7 @@ def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, b
         return code, written
     finally:
         process.kill()  # also after Ctrl-C
-        process.join()
+        waiter.join()
         process.close()
         os.close(outcome)
         os.close(errors)
@@ -182,7 +184,7 @@ def _run_child(work: Callable[[], Any], outcome: int, errors: int, is_noting: bo
     thread.start()
     thread.join()
     if not is_noting:
-        os.write(outcome, pickled)
+        Path(f"/proc/self/fd/{outcome}").write_bytes(pickled)  # os.write stops at 2 GiB
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import comb
 from pathlib import Path
 from statistics import median
 from sys import _getframe
@@ -66,19 +68,21 @@ class TimedCall:
 
     @property
     def convolution(self) -> str:
-        """What determines the kernel of a convolution; empty for other operators."""
+        """What determines the kernel of a convolution, its weight first; empty for other operators."""
         arguments = next(iter(self.arguments.values()), ())
         if "convolution" not in self.operator or len(arguments) < 9:
             return ""
         image, weight, _, stride, _, _, is_transposed, _, groups = arguments["backward" in self.operator :][:9]
-        sizes = ["x".join(map(str, numbers)) for numbers in (weight.shape[2:], image.shape, stride)]
-        out, dtype = weight.shape[1] * groups if is_transposed else weight.shape[0], str(image.dtype)[6:]
-        grouped = f"{groups} groups, " * (groups > 1)
-        return f"{grouped}{sizes[0]}, {sizes[1]} to {out} channels, stride {sizes[2]}, {dtype}"
+        kernel, size, strides = ("x".join(map(str, numbers)) for numbers in (weight.shape[2:], image.shape, stride))
+        channels, out = image.shape[1], weight.shape[1] * groups if is_transposed else weight.shape[0]
+        what = f"{f'{groups} groups, ' * (groups > 1)}{kernel}, {channels} to {out} channels"
+        if 1 < groups == channels:
+            what = f"depthwise {kernel}, {channels} channels"
+        return f"{what}; images {size}, stride {strides}, {str(image.dtype).removeprefix('torch.')}"
 
     def __str__(self) -> str:
         direction = "" if self.direction == "update" else f" {self.direction}"
-        shape = f" ({self.convolution})" if self.convolution else ""
+        shape = f" ({self.convolution.partition(';')[0]})" if self.convolution else ""
         return f"{short_name(self.operator)}{direction} of `{self.module or '(top)'}`{shape}"
 
     def remedy(self) -> str:
@@ -103,7 +107,8 @@ class Row:
         ordered = np.sort(ms[:, 1] - ms[:, 0]).tolist()
         self.difference_ms: float = median(ordered)
         # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole range
-        outside = max(int(len(ordered) / 2 + 0.5 - 0.98 * len(ordered) ** 0.5), 1)
+        count = len(ordered)
+        outside = max(sum(ways <= 0.025 * 2**count for ways in accumulate(comb(count, i) for i in range(count))), 1)
         self.interval_ms: tuple[float, float] = ordered[outside - 1], ordered[-outside]
         self.is_loss = self.interval_ms[0] > 0
         self.is_significant = self.is_loss or self.interval_ms[1] < 0
@@ -468,19 +473,19 @@ def _rounds(
     with _clock() as clock:
         block(0)
         block(1)
-        rounds: list[Times] = []
-        keys, started_at = list(calls), time.perf_counter()
+        rounds: list[list[tuple[float, float, dict[Key, float]]]] = []
+        started_at = time.perf_counter()
         while len(rounds) < _MAX_ROUNDS:
-            blocks = [block(index) for index in (0, 1, 1, 0)]
-            rows = [[*seconds, *(spent.get(key, 0.0) for key in keys)] for *seconds, spent in blocks]
-            rounds.append(np.add(rows[:2], rows[:1:-1]) / 2)  # the mean of both blocks of a layout
+            rounds.append([block(index) for index in (0, 1, 1, 0)])
             count = len(rounds)
             if count >= _MIN_ROUNDS and (time.perf_counter() - started_at) * (count + 1) / count > time_limit_s:
                 break
-    ms = 1000 * np.array(rounds)
-    for key, times in zip(keys, ms.T[2:], strict=True):
-        calls[key].ms = times.T
-    return [calls[key] for key in keys], ms[:, :, :2]
+    # the calls are complete only now: Python's random numbers can choose others in each step
+    rows = [[[*seconds, *(spent.get(key, 0.0) for key in calls)] for *seconds, spent in blocks] for blocks in rounds]
+    ms = 500 * (np.array(rows)[:, :2] + np.array(rows)[:, :1:-1])  # the mean of both blocks of a layout
+    for call, times in zip(calls.values(), ms.T[2:], strict=True):
+        call.ms = times.T
+    return list(calls.values()), ms[:, :, :2]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -73,6 +74,14 @@ def test_openmp_works_in_the_child_after_the_parent_has_used_it() -> None:
     expected = model.eval()(images).detach()
     found = in_child(lambda: model.eval()(images).detach())
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_process_that_the_work_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crashes, "_STALLED_S", 60.0)
+    started_at = time.monotonic()
+    left = in_child(lambda: os.fork() or time.sleep(60))
+    assert time.monotonic() - started_at < 60
+    os.kill(left, signal.SIGKILL)
 
 
 def test_what_cannot_be_sent_or_waits_for_the_parent_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,15 +80,17 @@ def test_a_convolution_that_loses_more_than_copies_is_better_contiguous() -> Non
 
 @pytest.mark.slow
 def test_copies_are_a_row_and_convolutions_a_table() -> None:
-    model = nn.Sequential(model_with(lambda x: x.contiguous()), nn.Conv2d(8, 8, 3, padding=1, groups=2))
+    layers = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    model = nn.Sequential(model_with(lambda x: x.contiguous()), *layers)
     convert(model)
     times = times_of(model, loss=lambda output: output.sum())
     copies = {row.name: row for row in times.kinds()}["layout copies forward"]
     assert copies.contiguous_ms == 0 < copies.channels_last_ms and len(copies.calls) == 1
     shapes = {row.name: row for row in times.convolutions()}
-    assert len(shapes) == 6 and all(len(row.calls) == 1 and row.contiguous_ms > 0 for row in shapes.values())
-    grouped = "2 groups, 3x3, 2x8x8x8 to 8 channels, stride 1x1, float32"
+    assert len(shapes) == 8 and all(len(row.calls) == 1 and row.contiguous_ms > 0 for row in shapes.values())
+    grouped = "2 groups, 3x3, 8 to 8 channels; images 2x8x8x8, stride 1x1, float32"
     assert {f"forward: {grouped}", f"backward: {grouped}"} < shapes.keys()
+    assert "convolution_backward backward of `2` (depthwise 3x3, 8 channels)" in {str(call) for call in times.calls}
     assert len(str(times).splitlines()[1]) < 130 and times.utilisation["gflop_per_image"] > 0
     assert json.loads(json.dumps(times.to_dict()))["rounds"] >= 4
     assert {call.direction for call in times.calls} == {"forward", "backward", "update"}
@@ -103,6 +105,7 @@ def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explai
     noisy = call_of([(1, 1 + difference) for difference in (-3, -1, 1, 2, 3, 4, 5, 6, 7)], "aten.noisy.default")
     certain = call_of([(1, 2 + index / 10) for index in range(9)], "aten.certain.default")
     row = Row("", [noisy])
+    assert Row("", [call_of([(0, index) for index in range(17)])]).interval_ms == (4, 12)  # P(at most 4 of 17) = 2.45 %
     assert row.interval_ms == (-1, 6) and row.difference_ms == 3 and not row.is_significant
     used = {"gflop_per_image": 1.0, "tflop_per_s": 1.0, "matmul_pct": 50.0, "data_sheet_pct": None}
     times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), 1.0, 0.0, used)
