@@ -101,10 +101,10 @@ class Records:
         return summary
 
     def _summary(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
-        """Percent is 0-100, unknown is None. Speeds are those of this process, unless it had nothing left to train."""
+        """Percent is 0-100, unknown is None. Results are those of this process, unless it had nothing left to train."""
         everything = self._earlier + self._new
-        records = self._new if self.of_kind("train") else everything
-        windows = self.windows()
+        records = self._new if self.of_kind("train") or status == "failed" else everything
+        windows = [record for record in records if record["kind"] == "train"]
         scored = [record for record in everything if record["kind"] == "val" and record.get("top1") is not None]
         best = max(scored, key=score_of, default=None)
         last, now = windows[-1] if windows else {}, datetime.now().astimezone()

@@ -29,6 +29,8 @@ def test_a_resume_drops_what_a_killed_process_left_and_a_new_run_all(tmp_path: P
     assert steps(tmp_path) == [10, 20, 30]
     before = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert before["loss"] is None and before["more"] == [None, 1.5], "JSON has no NaN or Infinity"
+    failed = records(tmp_path, step=30).finish("failed", why="before its first step")
+    assert failed["train"]["loss"] is None, "results of the earlier process are not its own"
     records(tmp_path).write("train", {"step": 1, "loss": 1.0})
     assert steps(tmp_path) == [1]
 
