@@ -116,6 +116,7 @@ def test_what_cannot_be_collated_is_refused_with_its_index_and_both_forms(sample
     assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.slow  # torch waits 5 s for the worker
 def test_a_full_shm_is_named(monkeypatch):
     def full(size):
         raise RuntimeError("No space left on device (28)")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import os
 import struct
 import threading
 import time
@@ -104,7 +105,9 @@ def train_in_two_parts(
     words = [f"data.root={images}", "data=folder", "data.image_size=32", "data.workers=0", "batch_size=32"]
     words += ["model=tests.networks:small", "device=cpu", "precision=fp32", f"hydra.run.dir={folder}", "log_every=1"]
     for more in (["epochs=1"], ["epochs=2", "resume=auto"]):
-        done = server.start([*words, f"log_to=[{tracker}]", *more], folder / f"log-{more[0]}", environment)
+        done = server.start(
+            [*words, f"log_to=[{tracker}]", *more], folder / f"log-{more[0]}", {**os.environ, **environment}
+        )
         assert done.wait() == 0 and "log_to=" not in done.output(), done.output()
 
 
