@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -16,7 +17,6 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.folder import EXTENSIONS, files_below
 from cl_train.data.source import listed
-from cl_train.data.transforms import resized
 from cl_train.imagenet.resumable import resumable_folder, write_image
 from cl_train.system.processes import map_in_processes
 
@@ -40,6 +40,8 @@ def resize_folder(
     images that cannot be decoded, which are left out. Raises ConfigError: a folder that cannot be read, or an unusable
     `out`; RuntimeError: a worker process died.
     """
+    from cl_train.data.transforms import resized  # torch, for all workers
+
     if max_side is not None and short_side is not None:
         raise ConfigError("give either max_side or short_side, not both")
     if not root.is_dir():
@@ -50,7 +52,8 @@ def resize_folder(
     with resumable_folder(out, settings, overwrite=overwrite, outside=[root]):
         files = (os.path.join(below, name) for below, names in files_below(str(root)) for name in names)
         names = sorted(os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS))
-        copy = partial(_copy, root, out, partial(_smaller, max_side=max_side, short_side=short_side, quality=quality))
+        smaller = partial(_smaller, resized, max_side, short_side, quality)
+        copy = partial(_copy, root, out, smaller)
         results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
     written = [result for result in results if isinstance(result, tuple)]
     bad = [result for result in results if isinstance(result, str)]
@@ -76,7 +79,9 @@ def _copy(root: Path, out: Path, smaller: Callable[[bytes], bytes], name: str) -
     return len(data), len(copy)
 
 
-def _smaller(data: bytes, max_side: int | None, short_side: int | None, quality: int) -> bytes:
+def _smaller(
+    resized: Callable[..., Any], max_side: int | None, short_side: int | None, quality: int, data: bytes
+) -> bytes:
     """A JPEG of the required size, never enlarged, decoded again to verify it; a small JPEG keeps its bytes."""
     encoded = Encoded(data)
     size = encoded.height, encoded.width

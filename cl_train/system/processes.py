@@ -162,11 +162,10 @@ def map_in_processes(
 
 
 def _start_worker() -> None:
-    import torch
-
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends the workers
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):  # importing it takes seconds, and some tasks do not need it
+        torch.set_num_threads(1)
 
 
 class MachineLoad:
