@@ -1,4 +1,4 @@
-"""Pixels of unusual files, and reasons against damaged ones; tests/faults/image_faults.py has more, and fuzzed ones."""
+"""Pixels of unusual files, and reasons against damaged ones; tests/faults/input_faults.py has more, and fuzzed ones."""
 
 import io
 import struct

@@ -99,6 +99,14 @@ def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():
     assert found["flow"].is_contiguous(), "not an image: there are uint8 images in the batch"
 
 
+@pytest.mark.parametrize("target", FORMATS)
+def test_a_folders_batches_have_the_asked_form(tmp_path, target):
+    data, form = folder_data(write_folder(tmp_path, train=8, val=5)), DeviceFormat(CPU, torch.bfloat16, target)
+    batches = [*data.train(0, form), *data.validation(form)]
+    assert [len(batch.targets) for batch in batches] == [4, 4, 4, 1]
+    assert all(b.images.dtype == form.dtype and b.images.is_contiguous(memory_format=target) for b in batches)
+
+
 def test_synthetic_yields_one_batch_again_and_again_the_same_in_both_layouts():
     options = {"name": "synthetic", "image_size": 16, "synthetic_images": 100, "synthetic_classes": 7, "batch_size": 8}
     data, pixels = data_of(**options), []

@@ -63,6 +63,8 @@ def test_bad_images_are_named(tmp_path):
     tolerant = loader(root, skip_bad_images=True)
     assert [len(targets) for _, targets in tolerant] == [4]
     assert list(tolerant.bad_images.reasons) == [str(broken)]
+    (root / "train" / "class_0" / "0002.jpg").write_bytes(b"")  # a class without an image is accepted too
+    assert [targets.tolist() for _, targets in loader(root, skip_bad_images=True)] == [[1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_shard_cut_after_the_start_gives_named_bad_images(tmp_path):
 
 
 def test_undamaged_shards_have_no_losses_and_a_changed_one_is_seen_as_lost(tmp_path):
-    """As tests/faults/archive_faults.py counts them for each kind of damage."""
+    """As tests/faults/input_faults.py counts them for each kind of damage."""
     assert silent_losses(write(tmp_path / "sound", sound_shards())) == []
     shards = sound_shards()
     del shards["im-train-0002.tar"][:2]
