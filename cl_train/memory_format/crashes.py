@@ -85,33 +85,32 @@ def in_child(work: Callable[[], Result]) -> Result:
     other systems than Linux, in a daemonic process, and if there is a GPU, whose state a fork would share.
 
     Raises:
-        Crash: a signal ended the process. `work` is then run again to find the module.
+        Crash: a signal ended the process, and again when `work` was repeated to find the module.
         OutOfMemory: it was SIGKILL.
     """
     is_daemon = multiprocessing.current_process().daemon  # as the workers of a Pool: multiprocessing refuses to fork it
     if _is_child or is_daemon or sys.platform != "linux" or torch.cuda.is_available():
         return work()
-    code, outcome = _forked(work)
-    if outcome == _NEEDS_PARENT:
-        return work()
-    if outcome and not code:
-        result, error = pickle.loads(outcome)
-        if error is not None:
-            raise error
-        return result
-    if code == -signal.SIGKILL:
-        raise OutOfMemory("the process was killed by SIGKILL, as the system does when it is out of memory")
-    code_again, note = _forked(work, is_noting=True)
-    where, separator, known = note.decode("utf-8", "replace").partition("; ")
+    for is_noting in (False, True):  # again, because a fork of a threaded process can also crash by itself
+        code, outcome = _forked(work, is_noting=is_noting)
+        if outcome == _NEEDS_PARENT and not is_noting:
+            return work()
+        if outcome not in (b"", _NEEDS_PARENT) and not code:
+            result, error = pickle.loads(outcome)
+            if error is not None:
+                raise error
+            return result
+        if code == -signal.SIGKILL:
+            raise OutOfMemory("the process was killed by SIGKILL, as the system does when it is out of memory")
     what = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    raise Crash(f"the process was {what}{where if code_again else ''}{separator}{known}")
+    raise Crash(f"the process was {what}{outcome.decode('utf-8', 'replace') if code else ''}")
 
 
 def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, bytes]:
     """The exit code of a process that runs `work`, and the pickled outcome, a result and an exception.
 
-    Instead of it, with `is_noting`, the module that ran last. The outcome is _NEEDS_PARENT if the work cannot go on in
-    a fork, or its result cannot be pickled.
+    After a crash, with `is_noting`, the module that ran last instead. The outcome is _NEEDS_PARENT if the work cannot
+    go on in a fork, or its result cannot be pickled.
     """
     outcome, errors = os.memfd_create("outcome"), os.memfd_create("stderr")
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
@@ -183,8 +182,7 @@ def _run_child(work: Callable[[], Any], outcome: int, errors: int, is_noting: bo
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if not is_noting:
-        Path(f"/proc/self/fd/{outcome}").write_bytes(pickled)  # os.write stops at 2 GiB
+    Path(f"/proc/self/fd/{outcome}").write_bytes(pickled)  # os.write stops at 2 GiB
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
