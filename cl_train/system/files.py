@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 RETRY_S = 60.0
 _RESULTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints/step-*.pt", "checkpoints/best.pt")
 _LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
-_OF_REFUSED = (".lock", "checkpoints", "train.log")
 _POLL_S = 0.2
 _REPEAT_MESSAGE_S = 60.0
 
@@ -155,8 +154,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     if overwrite and continues(resume, folder):
         raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
     elsewhere, lock, checkpoints = "choose another hydra.run.dir=FOLDER", folder / ".lock", folder / "checkpoints"
-    of_refused = (lock.name, checkpoints.name, "train.log")
-    created = _created(lock, f"hydra.run.dir={folder}", removable=of_refused, after=ConfigError)
+    removable = (lock.name, checkpoints.name, "train.log")
+    created = _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError)
     try:
         with created, ExitStack() as stack:
             try:

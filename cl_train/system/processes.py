@@ -109,13 +109,21 @@ def _usable_cores() -> set[int]:
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Call in a child: on Linux, the kernel sends it `signum` when its parent has ended."""
-    if sys.platform == "linux":
-        expected = multiprocessing.parent_process()
-        parent_pid = expected.pid if expected is not None else os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-        if os.getppid() != parent_pid:  # the parent ended before the call
-            os.kill(os.getpid(), signum)
+    """Call in a child: it receives `signum` when its parent has ended (on Linux by the kernel, else by a thread)."""
+    expected = multiprocessing.parent_process()
+    parent_pid = expected.pid if expected is not None else os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signum)
+
+    if sys.platform != "linux":
+        threading.Thread(target=watch, name="parent", daemon=True).start()
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent_pid:  # the parent ended before the call
+        os.kill(os.getpid(), signum)
 
 
 def end_with_torchrun() -> None:
