@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 RETRY_S = 60.0
 _RESULTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints/step-*.pt", "checkpoints/best.pt")
 _LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
-_POLL_S = 0.2
-_REPEAT_MESSAGE_S = 60.0
 
 
 @contextmanager
@@ -155,9 +153,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
     elsewhere, lock, checkpoints = "choose another hydra.run.dir=FOLDER", folder / ".lock", folder / "checkpoints"
     removable = (lock.name, checkpoints.name, "train.log")
-    created = _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError)
     try:
-        with created, ExitStack() as stack:
+        with _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError), ExitStack() as stack:
             try:
                 stack.enter_context(lock_file(lock))
                 checkpoints.mkdir(exist_ok=True)
@@ -272,8 +269,8 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
                 raise LockHeld(holder)
             if time.monotonic() >= message_at:
                 print(f"waiting for {waiting_for}: locked by {holder} ({path})", file=sys.stderr, flush=True)
-                message_at = time.monotonic() + _REPEAT_MESSAGE_S
-            time.sleep(_POLL_S)
+                message_at = time.monotonic() + 60
+            time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode())
         try:

@@ -152,8 +152,7 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)  # of glibc
 
 
 def keep_freed_memory(device: torch.device) -> None:

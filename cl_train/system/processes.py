@@ -110,8 +110,7 @@ def _usable_cores() -> set[int]:
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
     """Call in a child: it receives `signum` when its parent has ended (on Linux by the kernel, else by a thread)."""
-    expected = multiprocessing.parent_process()
-    parent_pid = expected.pid if expected is not None else os.getppid()
+    parent_pid = getattr(multiprocessing.parent_process(), "pid", os.getppid())
 
     def watch() -> None:
         while os.getppid() == parent_pid:
@@ -317,8 +316,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def exit_without_teardown(code: int) -> NoReturn:
-    """Exit after the functions of `atexit`, but without the interpreter's teardown: freeing the modules of torch takes
-    one to three seconds of processor time, during which a stopped run would still be there."""
+    """Exit after `atexit`'s functions without the interpreter's teardown: freeing torch's modules takes 1-3 seconds."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     atexit._run_exitfuncs()
