@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY, losses
+from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 
 pytestmark = pytest.mark.slow
 SETTINGS = (*TINY, "batch_size=16", "global_batch_size=32", "evaluate_every=-1", "rank_timeout_s=300")
@@ -23,16 +24,14 @@ needs_namespaces = pytest.mark.skipif(
 class Nodes:
     """Two agents with one process each; the second one sees an empty run folder of its own.
 
-    The processes wait in step 10 if the gate is not `opened`.
+    The processes wait in step 10 until the gate is opened.
     """
 
-    def __init__(self, folder: Path, *words: str, opened: bool = True) -> None:
+    def __init__(self, folder: Path, *words: str) -> None:
         self.run, self.gate = folder / "run", folder / "gate"
         self.logs = [folder / f"node-{node}.log" for node in range(2)]
         for new in (self.run, self.gate):
             new.mkdir(parents=True, exist_ok=True)
-        if opened:
-            (self.gate / "open").touch()
         (port,) = free_ports(1)
         agent = f"--nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port={port} --node-rank="
         program = shlex.join(["train.py", *SETTINGS, f"hydra.run.dir={self.run}", *words])
@@ -65,15 +64,18 @@ class Nodes:
 
 
 @needs_namespaces
-def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder: Path, tmp_path: Path) -> None:
-    words = (f"data.root={image_folder}", *GATED)
-    undisturbed = Nodes(tmp_path / "undisturbed", *words)
-    assert undisturbed.wait() == [0, 0], undisturbed.log()
-    killed = Nodes(tmp_path / "killed", *words, opened=False)
+def test_killed_nodes_without_a_shared_folder_resume_exactly(
+    image_folder: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    words, undisturbed = (f"data.root={image_folder}", *GATED), tmp_path / "undisturbed"
+    killed = Nodes(tmp_path / "killed", *words)
     killed.kill_at_the_gate()
     assert len(losses(killed.run)) == 9
+    (killed.gate / "open").touch()
+    script = [str(ROOT / "train.py"), [*SETTINGS, *words, f"hydra.run.dir={undisturbed}"]]
+    fork_two_ranks(fork_server, tmp_path, "forkserver:run_script", *script, GATE=str(killed.gate), LOCAL_WORLD_SIZE="1")
     resumed = Nodes(tmp_path / "killed", *words, "resume=auto")
     assert resumed.wait() == [0, 0], resumed.log()
     assert "resumed from" in resumed.log()
-    assert losses(resumed.run) == losses(undisturbed.run) and len(losses(resumed.run)) == 24
-    assert {path.name for path in resumed.run.iterdir()} == {path.name for path in undisturbed.run.iterdir()}
+    assert losses(resumed.run) == losses(undisturbed) and len(losses(resumed.run)) == 24
+    assert {path.name for path in resumed.run.iterdir()} == {path.name for path in undisturbed.iterdir()}

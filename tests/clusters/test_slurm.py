@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from cl_train.comparison.sweep_plan import problem_of, read_sweep
+from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY, launch, losses
+from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,11 +114,13 @@ def is_completed(folder: Path) -> bool:
     return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
 
 
-def test_each_script_trains_like_one_process(submit: Callable[..., str], image_folder: Path, tmp_path: Path) -> None:
+def test_each_script_trains_like_one_process(
+    submit: Callable[..., str], image_folder: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
         submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
     words = (f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'alone'}")
-    assert launch(1, "train.py", *SETTINGS, *words).returncode == 0
+    assert fork_server.start([*SETTINGS, *words], tmp_path / "log").wait() == 0
     expected = losses(tmp_path / "alone")
     assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
@@ -131,19 +134,23 @@ def test_each_script_trains_like_one_process(submit: Callable[..., str], image_f
         assert ("ranks: 0 on" in log) == (name != "one_node"), "where each rank runs"
 
 
-def test_a_requeued_job_resumes_exactly(submit: Callable[..., str], cluster: dict[str, str], tmp_path: Path) -> None:
+def test_a_requeued_job_resumes_exactly(
+    submit: Callable[..., str], cluster: dict[str, str], image_folder: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
     """`scancel --signal=TERM` signals the tasks, as `--signal=TERM@120` does before the time limit."""
-    reference, folder, gate = (tmp_path / name for name in ("reference", "requeued", "gate"))
+    undisturbed, folder, gate = (tmp_path / name for name in ("undisturbed", "requeued", "gate"))
     gate.mkdir()
     job = submit("requeue", folder, *INTERRUPTED, GATE=str(gate))
     wait_until(lambda: len(list(gate.iterdir())) == 2)
     subprocess.run(["scancel", "--signal=TERM", job], env=cluster, check=True)
     wait_until(lambda: "interrupted after" in (folder / "log").read_text())
     (gate / "open").touch()
-    submit("several_nodes", reference, *INTERRUPTED, GATE=str(gate))
-    wait_until(lambda: is_completed(folder) and is_completed(reference))
+    # One rank per node: as many threads as there, and so the same sums.
+    script = [str(ROOT / "train.py"), [*INTERRUPTED, f"data.root={image_folder}", f"hydra.run.dir={undisturbed}"]]
+    fork_two_ranks(fork_server, tmp_path, "forkserver:run_script", *script, GATE=str(gate), LOCAL_WORLD_SIZE="1")
+    wait_until(lambda: is_completed(folder))
     assert "resumed from" in (folder / "log").read_text()
-    assert losses(folder / "run") == losses(reference / "run")
+    assert losses(folder / "run") == losses(undisturbed)
 
 
 def test_one_process_in_an_allocation_of_two_tasks_trains_alone(
