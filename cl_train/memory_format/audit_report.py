@@ -133,7 +133,7 @@ class LayoutReport:
         """The number of calls, their share of the bytes, and the first line of code."""
         first, lines = calls[0], len(grouped(calls, "source"))
         where = f"{first.source or 'no Python line'} in {first.module or '(top)'}"
-        where += f" and {lines - 1} more lines" if lines > 1 else ""
+        where += f" and {lines - 1} more line{'s' * (lines > 2)}" if lines > 1 else ""
         return f"{_count(calls)} x {what}: {self._pct(calls):.1f} % of the step's bytes ({where})"
 
     def summary(self) -> str:

@@ -139,7 +139,6 @@ def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, b
     finally:
         process.kill()  # also after Ctrl-C
         waiter.join()
-        process.close()
         os.close(outcome)
         os.close(errors)
 
