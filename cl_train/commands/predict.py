@@ -36,7 +36,7 @@ class PredictSettings:
     channels_last: bool | None = setting(None, "memory format of the model and its input; null = the recorded one")
     evaluate_flip: bool = setting(False, "average the logits of each image and of its mirror image")
     workers: int | None = setting(None, "loader processes; null = the cores, at most 16", minimum=0, key="data.workers")
-    on_bad_image: str = setting("error", "when an image is damaged", choices=("error", "skip"), key="data.on_bad_image")
+    on_bad_image: str = setting("error", "skip = leave damaged out", choices=("error", "skip"), key="data.on_bad_image")
 
 
 USAGE = "weights=RUN|FILE data.root=FOLDER out=FILE.csv [key=value ...]"
