@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from cl_train.config.schema import AugmentConfig, Config, DataConfig
+from cl_train.config.schema import FUSED_OPTIMIZERS, AugmentConfig, Config, DataConfig
 from cl_train.config.validation import load
 from cl_train.data import device as transfer
 from cl_train.data.build import build_data
@@ -104,7 +104,7 @@ def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) -> None:
     words = {"precision": name, "optim": {"name": optimizer, "clip_norm": 1.0}, "label_smoothing": 0.1}
     eager, graphed = put_together(settings(**words)), put_together(settings(**words, cuda_graph=True))

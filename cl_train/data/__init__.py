@@ -6,5 +6,6 @@ branch in `build.py`.
 
 An image passes through `folder.py` or `shards.py` (its bytes), `decode.py` (pixels), `transforms.py` (crop, resize,
 flip; `ImageReader` does all of it); `loader.py` with `workers.py` (batches in shared memory), and `device.py`.
-`user_dataset.py` reads a Dataset of the user instead. May import system and config.
+`user_dataset.py` reads a Dataset of the user instead. `image_loader.py` and `collate.py` serve other programs only. May
+import system and config.
 """

@@ -220,7 +220,7 @@ class HostLoader:
         limited = contextlib.nullcontext if info else partial(time_limit, self._cfg.worker_timeout_s)
         indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order else 1
         if isinstance(reader, StreamReader):
-            indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize
+            indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize  # it has no length
         try:
             for row, index in enumerate(indices, task.first_row):
                 if workers.iteration[0] != iteration:  # it was abandoned

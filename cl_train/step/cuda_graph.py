@@ -158,8 +158,8 @@ class GraphedStep:
         return self(micro_batches)
 
     def _train(self) -> torch.Tensor:
-        sums = train_step(self._parts, self._static)
-        return torch.stack([sums.loss.float(), sums.correct1.float(), sums.correct5.float(), sums.skipped])
+        result = train_step(self._parts, self._static)
+        return torch.stack([result.loss.float(), result.correct1.float(), result.correct5.float(), result.skipped])
 
     def release(self, kind: type[BaseException] | None, *_: object) -> None:
         """For `ExitStack.push`: destroy all graphs, whoever refers to them, before the process group: NCCL does not end

@@ -302,7 +302,7 @@ class StopRequest:
 
 
 def _reset_in_child() -> None:
-    """In forked loader workers SIGTERM ends the worker; Ctrl-C and SIGUSR1 are left to the parent."""
+    """SIGTERM ends a forked child (loader workers ignore it); Ctrl-C and SIGUSR1 are left to the parent."""
     global _active
     if _active is not None:
         _active = None

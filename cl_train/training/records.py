@@ -161,7 +161,7 @@ class RunResult:
     """How a run ended, and where it left its records."""
 
     folder: Path
-    summary: dict[str, Any]  # the content of summary.json, or of evaluation.json
+    summary: dict[str, Any]  # the content of summary.json
     exit_code: int  # 0, or 128 + n if signal n stopped the run
 
     @property

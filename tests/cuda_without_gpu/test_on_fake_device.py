@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cl_train.config.schema import Config, DataConfig
+from cl_train.config.schema import FUSED_OPTIMIZERS, Config, DataConfig
 from cl_train.data import device as data_device
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch, to_device
 from cl_train.memory_format import model_call
@@ -56,7 +56,7 @@ def run(
         step(batches) if step else train_step(parts, batches)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 @pytest.mark.parametrize("precision", BY_NAME)
 def test_a_step_never_waits(precision: str, optimizer: str) -> None:
     """With and without clipping, in one and two micro-steps, with each loss."""

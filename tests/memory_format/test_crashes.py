@@ -60,6 +60,7 @@ def test_a_crash_that_does_not_repeat_is_not_the_models(tmp_path: Path) -> None:
 
 
 def test_results_come_back_and_nothing_else_changes(capfd: pytest.CaptureFixture[str]) -> None:
+    gc.collect()  # what earlier tests have left open
     parameter, descriptors = nn.Parameter(torch.zeros(2)), len(os.listdir("/proc/self/fd"))
 
     def work() -> tuple[torch.Tensor, bool]:
@@ -76,7 +77,7 @@ def test_results_come_back_and_nothing_else_changes(capfd: pytest.CaptureFixture
     assert parameter.grad is None and CALLS == []
     assert "a word from C" in capfd.readouterr().err
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_openmp_works_in_the_child_after_the_parent_has_used_it() -> None:

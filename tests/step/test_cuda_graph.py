@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import FUSED_OPTIMIZERS, ConfigError
 from cl_train.config.validation import load, to_mapping
 from cl_train.data.device import Batch
 from cl_train.step.cuda_graph import GraphedStep, Recorder
@@ -63,7 +63,7 @@ def values(sums: StepResult) -> list[float]:
     return [float(value) for value in (sums.loss, sums.correct1, sums.correct5, sums.skipped)]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
     """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow in the middle."""
