@@ -260,9 +260,9 @@ def _continued(words: Sequence[str], folder: Path) -> list[str]:
         is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()  # it has damaged records
         if is_completed or not any((folder / "checkpoints").glob("*.pt")):
             return [*words, "overwrite=true"]
-    size = re.search(r"^batch_size: \d+$", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    size = re.search(rb"^batch_size: \d+$", (folder / "config.yaml").read_bytes(), re.MULTILINE)
     kept = [word for word in words if not word.startswith("resume=") and word != "batch_size=auto"]
-    measured = [size[0].replace(": ", "=")] if size and "batch_size=auto" in words else []
+    measured = [size[0].decode().replace(": ", "=")] if size and "batch_size=auto" in words else []
     return [*kept, *measured, "resume=auto"]
 
 
