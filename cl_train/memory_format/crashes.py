@@ -5,6 +5,7 @@ model already: nothing is imported, pickled or executed again but the result. Kn
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -117,9 +118,15 @@ def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, b
     process = multiprocessing.get_context("fork").Process(
         target=_run_child, args=(work, outcome, errors, is_noting, modes)
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a threaded process, from Python 3.12 on
-        process.start()
+    collects = gc.isenabled()
+    gc.disable()  # until the child has frozen what it inherits
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a threaded process, from Python 3.12 on
+            process.start()
+    finally:
+        if collects:
+            gc.enable()
     waiter = threading.Thread(target=process.join)  # join(timeout) waits for processes that this one has left, too
     waiter.start()
     try:
@@ -147,6 +154,9 @@ def _run_child(work: Callable[[], Any], outcome: int, errors: int, is_noting: bo
     """Write the outcome of `work` and end the process."""
     global _is_child
     _is_child = True
+    # A garbage TCPStore or process group must not be collected here: its destructor joins threads of the parent only.
+    gc.freeze()
+    gc.enable()
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process
     for signum in (signal.SIGTERM, signal.SIGHUP):

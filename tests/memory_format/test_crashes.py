@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 import cl_train
 from cl_train.config.schema import ConfigError
@@ -47,6 +48,17 @@ CALLS: list[int] = []
 def test_how_work_can_end(work: Callable[[], Any], error: type[BaseException], message: str) -> None:
     with pytest.raises(error, match=message):
         in_child(work)
+
+
+def test_the_childs_garbage_collector_leaves_inherited_objects_alone() -> None:
+    cycle: list[Any] = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert in_child(gc.collect) >= 0
+    finally:
+        gc.enable()
 
 
 def test_a_crash_that_does_not_repeat_is_not_the_models(tmp_path: Path) -> None:
