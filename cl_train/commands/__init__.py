@@ -1,8 +1,8 @@
 """The commands of `cl-train`: one short file each, which reads settings, calls other packages and prints the result.
 
 Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then examples), SETTINGS and
-where it takes files USAGE. Other packages are imported inside functions, so that --help and invalid arguments do not
-import torch. May import every other package. Read `convert.py` first.
+where it takes files USAGE. Other packages are imported inside functions: --help and wrong arguments do not need torch.
+May import every other package. Read `convert.py` first.
 """
 
 import json
@@ -12,7 +12,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cl_train.config.validation import settings_from_arguments
+from cl_train.config.validation import is_setting, settings_from_arguments
 from cl_train.system.files import output_file, write_json
 
 T = TypeVar("T")
@@ -28,6 +28,12 @@ COMMANDS = {
     "prepare_imagenet": "unpack, check and resize ImageNet",
     "completion": 'tab completion in bash: eval "$(cl-train completion)"',
 }
+
+
+def settings_and_files(schema: type[T], words: list[str]) -> tuple[T, list[str]]:
+    """The settings (key=value) among the arguments, and the others."""
+    given = [word for word in words if is_setting(word)]
+    return settings_from_arguments(schema, given), [word for word in words if word not in given]
 
 
 def print_result(schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]) -> Any:

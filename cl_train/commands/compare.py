@@ -15,8 +15,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from cl_train.commands import settings_and_files
 from cl_train.config.schema import DEVICES, MODEL_HELP, OVERWRITE_HELP, PRECISIONS, Config, ConfigError, setting
-from cl_train.config.validation import is_setting, setting_fields, settings_from_arguments, suggest
+from cl_train.config.validation import setting_fields, suggest
 from cl_train.system.files import output_folder
 
 
@@ -41,16 +42,15 @@ MARKERS = ("comparison.json", "sweep.json")  # of folders that hold reports
 
 
 def main(words: list[str]) -> int:
-    settings = settings_from_arguments(CompareSettings, [word for word in words if is_setting(word)])
-    folders = [Path(word) for word in words if not is_setting(word)]
-    keys = setting_fields(Config)
+    settings, names = settings_and_files(CompareSettings, words)
+    folders, keys = [Path(name) for name in names], setting_fields(Config)
     if settings.compare_by not in (None, *keys):
         raise ConfigError(f"compare_by={settings.compare_by}: not a setting{suggest(str(settings.compare_by), keys)}")
     if settings.parity and settings.model is None:
         raise ConfigError("parity=true needs model=NAME")
     if not folders and not settings.parity:
         raise ConfigError("nothing to compare: name a sweep's folder, two run folders, or parity=true model=NAME")
-    failures = parity_failures(str(settings.model), settings) if settings.parity else {}
+    failures = _parity_failures(str(settings.model), settings) if settings.parity else {}
     if folders:
         from cl_train.comparison.report import compare_folders
 
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     return 1 if failures else 0
 
 
-def parity_failures(name: str, settings: CompareSettings) -> dict[str, str]:
+def _parity_failures(name: str, settings: CompareSettings) -> dict[str, str]:
     """The reason by the model's name if its layouts differ; empty if they agree. Prints the outcome."""
     import torch
 

@@ -17,8 +17,8 @@ wrong usage or an unreadable file.
 
 from dataclasses import dataclass
 
+from cl_train.commands import settings_and_files
 from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import is_setting, settings_from_arguments
 
 
 @dataclass
@@ -42,8 +42,7 @@ SETTINGS = {"settings": ConvertSettings}
 
 
 def main(words: list[str]) -> int:
-    settings = settings_from_arguments(ConvertSettings, [word for word in words if is_setting(word)])
-    files = [word for word in words if not is_setting(word)]
+    settings, files = settings_and_files(ConvertSettings, words)
     if len(files) != 1:
         raise ConfigError(f"expected one file, run folder or model, and out=FILE; got {len(files)}: {' '.join(files)}")
     from cl_train.models.convert_file import NotConverted, convert_file

@@ -16,11 +16,10 @@ SETTINGS = {"settings": LoaderBenchmarkSettings}
 
 
 def main(words: list[str]) -> int:
+    def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
+        from cl_train.comparison.suite import benchmark_loaders
+
+        return benchmark_loaders(settings)
+
     print_result(LoaderBenchmarkSettings, words, measure)
     return 0
-
-
-def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
-    from cl_train.comparison.suite import benchmark_loaders
-
-    return benchmark_loaders(settings)

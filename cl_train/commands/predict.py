@@ -12,6 +12,7 @@ Exit codes: 0 written; 1 an image cannot be read, or outputs are not finite; 2 w
 import csv
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +87,16 @@ def predict(settings: PredictSettings, file: Path) -> str:
     device = choose_device(settings.device)
     keep_freed_memory(device)
     precision = resolve_precision(settings.precision or card.precision or "auto", device).for_fp32_weights
-    cfg = DataConfig(
-        name="folder", root=settings.root, workers=settings.workers, on_bad_image=settings.on_bad_image,
-        **preprocessing.settings(),
-    )  # fmt: skip
+    given = {name: getattr(settings, name) for name in ("root", "workers", "on_bad_image")}
+    cfg = DataConfig(name="folder", **given, **preprocessing.settings())
     data = images_of_folder(cfg, card.classes, settings.batch_size, Dist(0, 1, device))
     form = DeviceFormat(device, precision.input_dtype, memory_format)
     rows: list[Any] = []
-    with (
+    kernels, bar = (
         kernel_selection(tf32=precision.tf32, autotune=False),
-        progress_bar("images", data.val_images, shown=True) as bar,
-    ):
+        progress_bar("images", data.val_images, shown=True),
+    )
+    with kernels, bar:
         for logits, targets in outputs(model.to(device), data.validation(form), precision, flip=settings.evaluate_flip):
             labels, best = labels_and_top5(logits, targets)
             shares = logits.softmax(1).gather(1, best)
@@ -112,9 +112,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
         top = range(1, len(best[0]) + 1)
         writer.writerow(["file", "label", *(f"{what}{rank}" for rank in top for what in ("class", "probability"))])
         for index, (label, classes, probabilities) in zip(data.validation_indices(), rows, strict=True):
-            pairs = zip(classes, probabilities, strict=True)
-            found = [value for number, share in pairs for value in (names[number], f"{share:.6f}")]
-            writer.writerow([data.validation_name(index), names[label] if label >= 0 else "", *found])
+            found = [[names[number], f"{share:.6f}"] for number, share in zip(classes, probabilities, strict=True)]
+            writer.writerow([data.validation_name(index), names[label] if label >= 0 else "", *chain(*found)])
     data.close()
     correct = [label == classes[0] for label, classes, _ in rows if label >= 0]
     share = f", {100 * sum(correct) / len(correct):.3f} % of {len(correct)} with a label are correct" if correct else ""

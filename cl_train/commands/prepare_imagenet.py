@@ -27,7 +27,7 @@ class Tars:
     out: str = setting("", "folder to make train/ and val/ in", required=True)
     train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
     val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved")
-    devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz or its folder, or a text file with the val labels")
+    devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz, or a text file with the val labels")
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
 
@@ -86,39 +86,31 @@ def main(words: list[str]) -> int:
     name = words[0] if words else ""
     if name not in TASKS:
         raise ConfigError(f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
-    settings: Any = settings_from_arguments(TASKS[name], words[1:])
-    paths = {key: Path(path).expanduser() for key, path in vars(settings).items() if key in _PATHS and path}
+    settings = vars(settings_from_arguments(TASKS[name], words[1:]))
+    options = {key: Path(value).expanduser() if key in _PATHS and value else value for key, value in settings.items()}
     try:
-        lines, is_right = run(name, **(vars(settings) | paths))
+        lines, is_right = _run(name, options)
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died
         print(f"failed: {error}. Run the same command again to continue", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted. Run the same command again to continue", file=sys.stderr)
-        return 130
     print("\n".join(lines))
     return 0 if is_right else 1
 
 
-def run(task: str, **options: Any) -> tuple[list[str], bool]:
+def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
     """What a task reports, and whether it found nothing wrong."""
-    if task == "verify":
-        from cl_train.imagenet.folders import verify
+    if task in ("verify", "resize"):
+        from cl_train.imagenet import folders
 
-        lines, problems = verify(**options)
+        if task == "resize":
+            return [folders.resize_folder(**options)], True
+        lines, problems = folders.verify(**options)
         return [*lines, *problems, f"{len(problems)} problems found"], not problems
-    if task == "resize":
-        from cl_train.imagenet.folders import resize_folder
+    from cl_train.imagenet import archives, parquet, shards
 
-        return [str(resize_folder(**options))], True
     if task == "shards":
-        from cl_train.imagenet.shards import write_shards
-
-        images, bad = write_shards(**options)
+        images, bad = shards.write_shards(**options)
         summary = f"{options['out']}: {sum(images.values()):,} images in {len(images):,} shards"
         return [summary, *(f"left out: {line}" for line in bad)], not bad
-    from cl_train.imagenet.archives import unpack
-    from cl_train.imagenet.parquet import unpack_parquet
-
-    counts = unpack(**options) if task == "tars" else unpack_parquet(**options)
+    counts = archives.unpack(**options) if task == "tars" else parquet.unpack_parquet(**options)
     return [f"{options['out']}: {count:,} {split} images" for split, count in counts.items()], True

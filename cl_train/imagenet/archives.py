@@ -12,7 +12,6 @@ import shutil
 import tarfile
 import zlib
 from importlib.resources import files
-from io import BytesIO
 from pathlib import Path
 from typing import IO, cast
 
@@ -24,11 +23,15 @@ from cl_train.imagenet.resumable import SETTINGS, resumable_folder, write_image
 
 _PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
-_MAX_KIT_BYTES = 64 * 2**20  # unpacked, 2 MB; more is a decompression bomb
 
 
 def unpack(
-    out: Path, train: Path | None, val: Path | None, devkit: Path | None, overwrite: bool = False
+    out: Path,
+    *,
+    train: Path | None = None,
+    val: Path | None = None,
+    devkit: Path | None = None,
+    overwrite: bool = False,
 ) -> dict[str, int]:
     """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar, or from a folder with
     its flat files, which are moved; val needs `devkit`, see `validation_labels`. After an interruption, call it again.
@@ -138,14 +141,15 @@ def synsets() -> list[str]:
 def validation_labels(source: Path) -> list[str]:
     """The WordNet id of validation image 1, 2, 3, ...
 
-    `source`: ILSVRC2012_devkit_t12.tar.gz, the folder it was unpacked to, or a text file with one label per line:
-    ILSVRC2012_ID (1 to 1000) or WordNet id. Raises ConfigError if it is none of these, or damaged.
+    `source`: ILSVRC2012_devkit_t12.tar.gz, or a text file with one label per line: ILSVRC2012_ID (1 to 1000) or WordNet
+    id. Raises ConfigError if it is neither, or damaged.
     """
     what, known = f"devkit={source}", synsets()
     try:
-        lines = _ground_truth(source, what).decode("ascii").split()
+        content = source.read_bytes() if source.suffix == ".txt" else _ground_truth(source, what)
+        lines = content.decode("ascii").split()
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise ConfigError(f"{what}: cannot be read ({type(error).__name__}: {error})") from error
+        raise ConfigError(f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH} ({error})") from error
     labels = [known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines]
     bad = next((label for label in labels or ["nothing"] if not re.fullmatch(r"n\d{8}", label)), None)
     if bad is not None:
@@ -154,16 +158,7 @@ def validation_labels(source: Path) -> list[str]:
 
 
 def _ground_truth(source: Path, what: str) -> bytes:
-    if source.is_file() and source.suffix == ".txt":
-        return source.read_bytes()
-    if source.is_dir():
-        inner = source / "ILSVRC2012_devkit_t12"
-        return ((inner if inner.is_dir() else source) / _GROUND_TRUTH).read_bytes()
-    with gzip.open(source) as packed:
-        content = packed.read(_MAX_KIT_BYTES)
-        if packed.read(1):
-            raise ConfigError(f"{what}: more than {_MAX_KIT_BYTES >> 20} MiB unpacked: not the official kit")
-    with open_tar(BytesIO(content), what) as archive:
+    with gzip.open(source) as packed, open_tar(cast(IO[bytes], packed), what) as archive:
         for member in regular_files(archive, what):
             if member.name.endswith("/" + _GROUND_TRUTH):
                 return read_member(archive, member, what)

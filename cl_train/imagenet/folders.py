@@ -52,8 +52,7 @@ def resize_folder(
     with resumable_folder(out, settings, overwrite=overwrite, outside=[root]):
         files = (os.path.join(below, name) for below, names in files_below(str(root)) for name in names)
         names = sorted(os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS))
-        smaller = partial(_smaller, resized, max_side, short_side, quality)
-        copy = partial(_copy, root, out, smaller)
+        copy = partial(_copy, root, out, resized, max_side, short_side, quality)
         results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
     written = [result for result in results if isinstance(result, tuple)]
     bad = [result for result in results if isinstance(result, str)]
@@ -66,36 +65,35 @@ def resize_folder(
     return "\n".join(lines)
 
 
-def _copy(root: Path, out: Path, smaller: Callable[[bytes], bytes], name: str) -> tuple[int, int] | str | None:
-    """Bytes of the image and of its copy; or path and reason of a bad image; or None if the copy exists."""
+def _copy(
+    root: Path,
+    out: Path,
+    resized: Callable[..., Any],
+    max_side: int | None,
+    short_side: int | None,
+    quality: int,
+    name: str,
+) -> tuple[int, int] | str | None:
+    """Write an image of the required size, never enlarged; a small JPEG keeps its bytes.
+
+    Returns the bytes of the image and of its copy; or path and reason of a bad image; or None if the copy exists.
+    """
     if (out / name).is_file():
         return None
     try:
-        data = read_file(root / name)
-        copy = smaller(data)
+        data = copy = read_file(root / name)
+        encoded = Encoded(data)
+        pixels, size = encoded.decode(), (encoded.height, encoded.width)
     except BadImage as bad:
         return f"{root / name}: {bad}"
-    write_image(out / name, copy)
-    return len(data), len(copy)
-
-
-def _smaller(
-    resized: Callable[..., Any], max_side: int | None, short_side: int | None, quality: int, data: bytes
-) -> bytes:
-    """A JPEG of the required size, never enlarged, decoded again to verify it; a small JPEG keeps its bytes."""
-    encoded = Encoded(data)
-    size = encoded.height, encoded.width
     scale = max_side / max(size) if max_side else (short_side or 1) / min(size)
-    pixels = encoded.decode()
     if scale < 1:
         height, width = (max(1, round(side * scale)) for side in size)
         pixels = resized(pixels, None, (height, width))[0].permute(1, 2, 0).numpy()
-    elif data.startswith(JPEG_MAGIC) and not encoded.needs_pillow:
-        return data
-    copy: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling="420")
-    if simplejpeg.decode_jpeg(copy, strict=True).shape != pixels.shape:
-        raise BadImage("the smaller copy does not decode to the size that was written")
-    return copy
+    if scale < 1 or encoded.needs_pillow or not data.startswith(JPEG_MAGIC):
+        copy = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling="420")
+    write_image(out / name, copy)
+    return len(data), len(copy)
 
 
 def verify(

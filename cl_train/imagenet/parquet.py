@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module
@@ -85,7 +84,8 @@ def _read_file(split: str, path: Path) -> _File:
         file = pq.ParquetFile(path)
         metadata = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features", {})
-        image, label = _column(features, "Image", "image"), _column(features, "ClassLabel", "label")
+        columns = {feature.get("_type"): name for name, feature in reversed(features.items())}  # the first of each type
+        image, label = columns.get("Image", "image"), columns.get("ClassLabel", "label")
         if not pa.types.is_integer(file.schema_arrow.field(label).type):
             raise ValueError(f"its column {label} holds no integers")
         table = file.read(columns=[label, f"{image}.path"], use_threads=False)
@@ -98,11 +98,6 @@ def _read_file(split: str, path: Path) -> _File:
     if label_names and max(labels, default=0) >= len(label_names):
         raise ConfigError(f"{path}: label {max(labels)}, but only {len(label_names)} labels have a name")
     return _File(path, split, image, label_names, labels, names)
-
-
-def _column(features: dict[str, Any], kind: str, default: str) -> str:
-    """The name of the first column of this kind in the metadata that `datasets` writes."""
-    return next((name for name, feature in features.items() if feature.get("_type") == kind), default)
 
 
 def _class_names(files: list[_File]) -> list[str]:
@@ -122,10 +117,8 @@ def _class_names(files: list[_File]) -> list[str]:
     classes = [wnids.get(label, names[label] if names else f"{label:04d}") for label in range(len(names or used))]
     if twice := [name for name, count in Counter(classes).items() if count > 1 or not name]:
         raise ConfigError(f"several labels have one name: {listed(twice)}")
-    places = Counter(
-        f"{file.split}/{classes[label]}/{_stem(name, classes[label])}" for file, label, name in rows if name
-    )
-    if twice := [place for place, count in places.items() if count > 1]:
+    places = Counter((file.split, classes[label], _stem(name, classes[label])) for file, label, name in rows if name)
+    if twice := ["/".join(place) for place, count in places.items() if count > 1]:
         raise ConfigError(f"{len(twice)} names belong to two images, such as {twice[0]}")
     return classes
 
@@ -137,10 +130,8 @@ def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
         for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=[file.image_column], use_threads=False):
             for record in batch.to_pylist():
                 data, name = record[file.image_column]["bytes"], file.names[row]
-                if not data and not name:
-                    raise BadImage("no image")
                 if not data:
-                    data = read_file(file.path.parent / name)
+                    data = read_file(file.path.parent / name) if name else b""
                     Encoded(data)  # raises BadImage: whoever wrote the table could name any file
                 yield file.first_row + row, file.labels[row], name, data
                 row += 1

@@ -63,13 +63,11 @@ def _write_share(
 
     def samples() -> Iterable[Sample]:
         for index in share[1].tolist():
-            label = int(split.labels[index])
+            label, name = int(split.labels[index]), split.name(index)
             try:
-                data = split.read(index)
+                yield sample_name(classes[label], index, name), label, split.read(index)
             except BadImage as error:
-                bad.append(f"{split.name(index)}: {error}")
-            else:
-                yield sample_name(classes[label], index, split.name(index)), label, data
+                bad.append(f"{name}: {error}")
 
     return write_shard(out / share[0], samples()), bad
 

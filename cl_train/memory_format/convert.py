@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import CONVERSIONS, ConfigError
 from cl_train.config.validation import suggest
 from cl_train.memory_format.layout import (
     CHANNELS_LAST,
@@ -26,7 +26,7 @@ from cl_train.memory_format.layout import (
 
 Predicate = Callable[[str, nn.Module], bool]
 
-MODES = ("full", "conv", "select", "mixed", "none")
+MODES = (*CONVERSIONS, "none")
 _DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 # The original of a parametrised tensor belongs to the parametrised module.
 _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
@@ -79,11 +79,11 @@ def convert(
 
     Args:
         model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export` program.
-        mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`; "conv", the weights of
-            convolutions only, as `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", the tensors of the
+        mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`; "conv", those of modules
+            that are convolutions, as `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", those of the
             selected modules; "mixed", every tensor but those of the selected modules, which stay contiguous and copy
-            their images at their borders, by forward hooks (not for scripted and exported models, nor for modules
-            that change their input in place for their caller); "none", nothing.
+            their images at their borders, by forward hooks (not for scripted models, nor for modules that change
+            their input in place for their caller); "none", nothing. Exported programs: full and none only.
         select: for modes "select" and "mixed": shell patterns of module names (a pattern includes the module's
             children), or a predicate of (name, module).
         memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
@@ -101,7 +101,6 @@ def convert(
     report = ConversionReport(mode, memory_format)
     refuse_lazy(model)
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        report.notes.append("compiled: the next call compiles again, as strides are guards")
         model = model._orig_mod
     if isinstance(model, nn.DataParallel):
         report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
@@ -109,11 +108,9 @@ def convert(
     _refuse_distributed(model, tensors)
     selected = set(tensors) if mode == "full" else set()
     islands: list[nn.Module] = []
-    if mode == "conv":
-        selected = _convolution_weights(model)
-    elif mode in ("select", "mixed"):
-        chosen = _chosen(model, mode, select)
-        selected = {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode == "select")}
+    if mode in ("conv", "select", "mixed"):
+        chosen = _chosen(model, mode, _is_convolution if mode == "conv" else select)
+        selected = {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode != "mixed")}
         islands = _islands(model, chosen, memory_format) if mode == "mixed" else []
     if isinstance(model, nn.Module) and mode != "none":
         _remove_borders(model)
@@ -125,6 +122,10 @@ def convert(
         module.register_forward_pre_hook(_contiguous_inputs, with_kwargs=True)
         module.register_forward_hook(_channels_last_outputs)
     return report
+
+
+def _is_convolution(name: str, module: nn.Module) -> bool:
+    return isinstance(module, CONVOLUTIONS) or getattr(module, "original_name", "") in _CONVOLUTION_NAMES
 
 
 def _islands(model: nn.Module, chosen: set[str], memory_format: torch.memory_format) -> list[nn.Module]:
@@ -167,23 +168,19 @@ def _remove_borders(model: nn.Module) -> None:
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """DDP and FSDP have buckets and shards with the strides that the model had; a wrapper tensor hides its strides."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
+    kinds: list[type] = [type(module) for module in model.modules()] if isinstance(model, nn.Module) else []
+    refused = [kind for kind in kinds if _DISTRIBUTED & {base.__name__ for base in kind.__mro__}]
     images = [tensor for tensor in tensors.values() if tensor.dim() in CHANNELS_LAST]
-    kinds: list[type] = [
-        type(module) for module in modules if _DISTRIBUTED & {kind.__name__ for kind in type(module).__mro__}
-    ]
-    kinds += [type(tensor) for tensor in images if is_traceable_wrapper_subclass(tensor)]
-    if kinds:
-        raise ConfigError(
-            f"convert the model before it is wrapped or sharded: it has {kinds[0].__name__}, which keeps the old "
-            "strides (pytorch/pytorch#47163)"
-        )
+    refused += [type(tensor) for tensor in images if is_traceable_wrapper_subclass(tensor)]
+    if refused:
+        what = f"it has {refused[0].__name__}, which keeps the old strides (pytorch/pytorch#47163)"
+        raise ConfigError(f"convert the model before it is wrapped or sharded: {what}")
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
     """Names of the modules that the predicate takes, or that match a shell pattern, with their children."""
     if isinstance(model, torch.export.ExportedProgram):
-        raise ConfigError(f"conversion={mode}: an exported program has no modules to select; use full or conv")
+        raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))
     if callable(select):
         return {name for name, module in modules.items() if select(name, module)}
@@ -194,27 +191,6 @@ def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> 
         raise ConfigError([f"select={name}: the model has no such module{suggest(name, modules)}" for name in unknown])
     prefixes = tuple(f"{head}." for found in heads.values() for head in found)
     return {name for name in modules if f"{name}.".startswith(prefixes)}
-
-
-def _convolution_weights(model: Any) -> set[str]:
-    """Names of the weights of convolutions; of the originals if a weight is parametrised."""
-    if isinstance(model, torch.export.ExportedProgram):
-        inputs = model.graph_signature.inputs_to_parameters
-        return {inputs[name] for name in _convolved_nodes(model.graph) if name in inputs}
-    names = set()
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        found = _convolved_nodes(module.graph) if isinstance(module, torch.fx.GraphModule) else []
-        if isinstance(module, CONVOLUTIONS) or getattr(module, "original_name", "") in _CONVOLUTION_NAMES:
-            found += [name for name, _ in module.named_parameters() if "bias" not in name]
-        names |= {f"{prefix}.{name}".removeprefix(".") for name in found}
-    return names
-
-
-def _convolved_nodes(graph: torch.fx.Graph) -> list[str]:
-    """The weights of functional convolutions in an fx graph: targets of get_attr nodes, names of placeholders."""
-    calls = [node for node in graph.nodes if node.op == "call_function" and "conv" in str(node.target)]
-    weights = [node.args[1] for node in calls if len(node.args) > 1 and isinstance(node.args[1], torch.fx.Node)]
-    return [str(weight.target) if weight.op == "get_attr" else weight.name for weight in weights]
 
 
 def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

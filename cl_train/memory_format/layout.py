@@ -62,8 +62,8 @@ def _strides_descend(tensor: torch.Tensor, order: Sequence[int]) -> bool:
 def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
     """`tensor` with the strides of `memory_format`, also in size-1 dimensions; the same object if it already has them.
 
-    `.contiguous(memory_format=...)` does not change the strides of [N,1,H,W] and [N,C,1,1]. [N,1,1,1] cannot be marked
-    channels_last at all. channels_last means channels_last_3d for a tensor [N,C,D,H,W].
+    `.contiguous(memory_format=...)` does not change the strides of [N,1,H,W] and [N,C,1,1]. channels_last means
+    channels_last_3d for a tensor [N,C,D,H,W].
     """
     if memory_format != torch.contiguous_format:
         memory_format = CHANNELS_LAST[tensor.dim()]

@@ -34,13 +34,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tensor]:
-    """The floating-point (or complex) tensors of a model's output, in order.
-
-    Args:
-        output: what the model returned: a tensor; tuples, lists, dicts and dataclasses (as of Hugging Face) of tensors.
-        key: selects one entry of the output: a dict's key, an attribute's name, or a tuple's index.
-
-    Raises ConfigError: the output has no such entry, or no floating-point tensor.
+    """The floating-point (or complex) tensors of a model's output, at any depth; with `key` those of one entry of it: a
+    dict's key, an attribute's name, or a tuple's index. Raises ConfigError: no such entry, or no such tensor.
     """
     selected = output if key is None else _entry(output, key)
     tensors = [tensor for tensor in tensors_in(selected) if tensor.is_floating_point() or tensor.is_complex()]
@@ -48,8 +43,7 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
         what = "its output" if key is None else f"its entry {key!r}"
         raise ConfigError(
             f"the model returned a {type(output).__name__} and {what} holds no floating-point tensor to differentiate: "
-            "select an entry that does with output=KEY (command line: output_entry=KEY), pass a loss of your own, or "
-            "run forward only (backward=false)"
+            "select another entry (output=KEY, output_entry=KEY), pass a loss, or run forward only (backward=false)"
         )
     return tensors
 
@@ -111,14 +105,10 @@ class BufferBackup:
         """The values of one dtype and device are one tensor with a view for each buffer: few launches in `settle`."""
         buffers = dict(self._models.named_buffers())
         self._kinds = {name: _kind(buffer) for name, buffer in buffers.items()}
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies = {name: buffer.clone() for name, buffer in buffers.items() if not self._kinds[name][-1]}
         self._groups: list[tuple[list[str], torch.Tensor]] = []
-        for kind in {kind[1:] for kind in self._kinds.values()}:
+        for kind in {kind[1:] for kind in self._kinds.values() if kind[-1]}:
             names = [name for name, found in self._kinds.items() if found[1:] == kind]
-            *_, is_dense = kind
-            if not is_dense:
-                self._copies |= {name: buffers[name].clone() for name in names}
-                continue
             good = torch.cat([buffers[name].flatten() for name in names])
             self._groups.append((names, good))
             for name, part in zip(names, good.split([buffers[name].numel() for name in names]), strict=True):
