@@ -6,7 +6,7 @@
 
 overhead: training on synthetic data against a bare forward-backward-step loop with the same model, on one fixed batch.
 The ratio is bare step time / cl_train's step time, the median over the rounds: 1 means no overhead.
-loader: cl_train's loader, torchvision's reference, timm's (if it is installed) and decoding alone, on the same files.
+loader: cl_train's loader, torchvision's reference, and timm's (if it is installed), on the same files.
 collate: channels_last_collate against copying the same bytes, at once (`block_copy`) or image by image, and against
 default_collate with `.to(channels_last)`. All write to new memory, on one thread.
 """
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import simplejpeg
 import torch
 from torch.utils.data import default_collate
 
@@ -34,11 +33,10 @@ from cl_train.cli import exit_code
 from cl_train.commands import print_result
 from cl_train.comparison import suite
 from cl_train.comparison.statistics import alternate
-from cl_train.comparison.suite import Pipeline, deliver
+from cl_train.comparison.suite import Pipeline
 from cl_train.config.schema import OVERWRITE_HELP, ConfigError, LoaderBenchmarkSettings, setting
 from cl_train.config.validation import load
 from cl_train.data.collate import channels_last_collate
-from cl_train.data.folder import read_folder
 from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, resolve_precision
 from cl_train.system.distributed import choose_device
@@ -122,27 +120,13 @@ def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
 def loader(settings: LoaderBenchmarkSettings) -> Result:
     settings = suite.with_defaults(settings)
     workers, missing = settings.workers[-1], dict[str, str]()
-    ours = [suite.ours(settings, workers, decoder) for decoder in ("simplejpeg", "pillow")]
-    pipelines = [suite.torchvision_reference(settings, workers), *ours, decoding_only(settings)]
+    pipelines = [suite.torchvision_reference(settings, workers), suite.ours(settings, workers)]
     try:
         pipelines.append(timm(settings, workers))
     except Exception as error:  # also a broken installation
         missing["timm"] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
     result, table = suite.measure_pipelines(pipelines, settings)
     return result | {"missing": missing}, table
-
-
-def decoding_only(settings: LoaderBenchmarkSettings) -> Pipeline:
-    """libjpeg-turbo on whole files in memory, one core: the upper limit for a loader that decodes whole images."""
-    split = read_folder(Path(str(settings.root))).train
-    sources = [split.read(index) for index in range(0, len(split), max(1, len(split) // 256))]
-
-    def run() -> int:
-        for data in sources:
-            simplejpeg.decode_jpeg(data, "RGB", strict=False)
-        return len(sources)
-
-    return Pipeline("decoding only", 1, run)
 
 
 def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
@@ -155,7 +139,7 @@ def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     )  # fmt: skip
     # uint8 [3, H, W] instead of ToTensor and Normalize, as in timm's transform for its prefetcher
     images.dataset.transform.transforms[-2:] = [lambda image: np.rollaxis(np.array(image, dtype=np.uint8), 2)]
-    return Pipeline("timm", workers, lambda: deliver((targets for _, targets in images), settings.images))
+    return Pipeline("timm", workers, lambda: (targets for _, targets in images))
 
 
 # --- collate ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ file per combination of what can change it.
 import hashlib
 import json
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,14 +19,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cl_train.comparison.statistics import Interval, alternate, repeats_to_decide, verdict_of
+from cl_train.comparison.statistics import Interval, alternate, verdict_of
 from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
 from cl_train.config.validation import suggest
 from cl_train.data.device import Batch
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import crash_safe
-from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, images_in, refuse_lazy
+from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, images_in, refuse_lazy
 from cl_train.memory_format.model_call import (
     call_model,
     explain_failure,
@@ -38,14 +37,7 @@ from cl_train.memory_format.model_call import (
 from cl_train.models.sources import copy_model, device_of
 from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import (
-    MasterWeights,
-    Precision,
-    autocast,
-    cast_model,
-    kernel_selection,
-    resolve_precision,
-)
+from cl_train.step.precision import MasterWeights, Precision, autocast, cast_model, kernel_selection, resolve_precision
 from cl_train.step.train_step import StepParts, train_step, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.files import cache_folder, write_json
@@ -264,25 +256,19 @@ class Comparison:
         return {**vars(self), "speeds": speeds, "pairs": pairs[1:]}
 
     def __str__(self) -> str:
-        lines, notes = [], []
+        lines = []
         for index, speed in enumerate(self.speeds):
             line = f"{speed.layout:<18} {speed.images_per_s:10.1f} images/s {speed.step_ms:10.2f} ms "
             untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
             against = f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}" if index else ""
             lines.append(f"  {line}{speed.peak_memory_gib:8.2f} GiB{against}")
-            if speed.verdict == "inconclusive":
-                rounds = repeats_to_decide(speed.ratio, degrees=1, most=20 * self.rounds) if self.rounds > 1 else None
-                advice = f"a verdict needs more than {20 * self.seconds:.0f} s, or a quieter machine"
-                if rounds is not None:
-                    advice = f"about time_limit_s={math.ceil(self.seconds * rounds / self.rounds)} would decide"
-                notes.append(f"  {speed.layout}: {advice}")
         if self.utilisation:
             lines.append(f"  {describe(self.utilisation)}")
         if self.batch_size != self.batch_size_requested:
             lines.append(f"  out of memory at batch {self.batch_size_requested}: all layouts used {self.batch_size}")
         if (self.others_pct or 0.0) >= BUSY_PCT:
-            notes.append(f"  other processes used {self.others_pct:.0f} % of the cores: measure on a quiet machine")
-        return "\n".join([*lines, *notes])
+            lines.append(f"  other processes used {self.others_pct:.0f} % of the cores: measure on a quiet machine")
+        return "\n".join(lines)
 
 
 def compare_layouts(
@@ -301,10 +287,9 @@ def compare_layouts(
     target_ci: float = 0.02,
     time_limit_s: float = 60.0,
 ) -> Comparison:
-    """Measure `model` contiguous and in channels_last, in alternating blocks, with training's own step.
+    """Measure copies of `model`, contiguous and in channels_last, in alternating blocks, with training's own step.
 
-    Copies are measured: `model`, its statistics and all random generators are unchanged. If other processes use more
-    than 25 % of the cores, the verdict is "not_comparable".
+    If other processes use more than 25 % of the cores, the verdict is "not_comparable".
 
     Args:
         batch_size: images per step; halved for both layouts when memory runs out.
@@ -324,24 +309,25 @@ def compare_layouts(
     Raises:
         ConfigError: the model does not run on this batch, or one image does not fit into memory.
     """
-    if mode not in ("train", "infer"):
-        raise ConfigError(f"mode={mode}: must be train or infer")
     sizes = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    workload = _workload(
+    workload = workload_of(
         model, sizes[0] if sizes else batch_size, image_size, precision, device, batch=batch, loss=loss, output=output,
         mode=mode, compile=compile, cuda_graph=cuda_graph,
     )  # fmt: skip
     return benchmark_layouts(model, workload, target_ci=target_ci, time_limit_s=time_limit_s)
 
 
-def _workload(model: nn.Module, batch_size: int, image_size: Any, precision: str, device: Any, **more: Any) -> Workload:
-    """A `Workload` from the arguments of the two functions for users; `more` are its other fields."""
+def workload_of(
+    model: nn.Module, batch_size: int, image_size: Any, precision: str, device: Any, *, mode: str = "train",
+    modes: Iterable[str] = ("train", "infer"), **more: Any,
+) -> Workload:  # fmt: skip
+    """A `Workload` from the arguments of the functions for users; `more` are its other fields."""
     refuse_lazy(model)
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: must be at least 1")
+    if batch_size < 1 or mode not in modes:
+        raise ConfigError(f"batch_size={batch_size} mode={mode}: at least 1, and one of {', '.join(modes)}")
     device = torch.device(device) if device is not None else device_of(model)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    return Workload(batch_size, shape, resolve_precision(precision, device), device, **more)
+    return Workload(batch_size, shape, resolve_precision(precision, device), device, mode, **more)
 
 
 def benchmark_layouts(
@@ -353,19 +339,17 @@ def benchmark_layouts(
     time_limit_s: float = 60.0,
 ) -> Comparison:
     """As `compare_layouts`, for a given workload and any layouts; the first is the baseline of all ratios."""
-    batch_size = workload.batch_size
-    while True:
-        try:
-            smaller = replace(workload, batch_size=batch_size)
-            done = _benchmark(model, smaller, layouts, target_ci, time_limit_s)
-            return replace(done, batch_size_requested=workload.batch_size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        release_memory()  # outside the except block, where the exception no longer refers to tensors
-        if batch_size == 1 or workload.batch is not None:
-            raise ConfigError(f"a batch of {batch_size} does not fit into the memory of {workload.device}")
-        batch_size //= 2
+    try:
+        return _benchmark(model, workload, layouts, target_ci, time_limit_s)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()  # outside the except block, where the exception no longer refers to tensors
+    if workload.batch_size == 1 or workload.batch is not None:
+        raise ConfigError(f"a batch of {workload.batch_size} does not fit into the memory of {workload.device}")
+    smaller = replace(workload, batch_size=workload.batch_size // 2)
+    done = benchmark_layouts(model, smaller, layouts, target_ci=target_ci, time_limit_s=time_limit_s)
+    return replace(done, batch_size_requested=workload.batch_size)
 
 
 @crash_safe
@@ -457,9 +441,9 @@ def choose_memory_format(
     optimizer: str = "sgd",
     time_limit_s: float = AUTO_TIME_LIMIT_S,
 ) -> Choice:
-    """Measure contiguous, channels_last, and channels_last for convolution weights only; choose the fastest.
+    """Measure contiguous and channels_last; choose the faster.
 
-    Contiguous unless another layout is faster beyond noise. Convolutions that are slower in channels_last than copies
+    Contiguous unless channels_last is faster beyond noise. Convolutions that are slower in channels_last than copies
     at their borders are then left contiguous, if that is faster still (not for compiled models and CUDA graphs, nor
     where a step takes more than 1 % of the time limit). Call it with the model built, loaded and on its device,
     before it is converted, wrapped or compiled. Copies are measured: `model`, its BatchNorm statistics and all random
@@ -477,14 +461,13 @@ def choose_memory_format(
     """
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer={optimizer}; use {', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}")
-    workload = _workload(
+    workload = workload_of(
         model, batch_size, image_size, precision, device, compile=compile, compile_mode=compile_mode,
         cuda_graph=cuda_graph, optim=OptimConfig(name=optimizer),
     )  # fmt: skip
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(torch.contiguous_format, "full", "contiguous: the model has no convolutions", 0.0)
-    key = _cache_key(model, workload)
-    path = cache_folder() / f"layout-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]}.json"
+    path = _cache_file(model, workload)
     if known := _known_choice(path):
         return known
     log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
@@ -497,10 +480,9 @@ def choose_memory_format(
         if workload.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(workload.device)  # the run's peak must not include this measurement's
     if choice.conclusive:
-        kept = {name: getattr(choice, name) for name in ("channels_last", "conversion", "select", "reason", "seconds")}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"key": key, **kept})
+            write_json(path, choice.to_dict())
         except OSError as error:
             log.warning("channels_last=auto: the choice cannot be cached (%s), so the next run measures again", error)
     return choice
@@ -509,53 +491,37 @@ def choose_memory_format(
 def _known_choice(path: Path) -> Choice | None:
     """The choice of an earlier run; None: there is none, or one that cannot be read."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        layout = CHANNELS_LAST if known["channels_last"] else CONTIGUOUS
-        reason, select = f"{known['reason']} (measured before: {path})", tuple(known["select"])
-        return Choice(layout.memory_format, known["conversion"], reason, known["seconds"], select, cached=True)
+        known = Choice(**json.loads(path.read_text(encoding="utf-8")))
+        memory_format = MEMORY_FORMATS[str(known.memory_format)]
+        reason = f"{known.reason} (measured before: {path})"
+        return replace(known, memory_format=memory_format, reason=reason, select=tuple(known.select), cached=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
     started_at = time.perf_counter()
-    # Where other tensors have four dimensions too, converting convolution weights only is another layout. Not for
-    # compiled models: each layout is another compilation, and the compiler moves tensors itself.
-    full, conv = (set(convert(copy_model(model, "meta"), mode).changed) for mode in ("full", "conv"))
-    layouts = [CONTIGUOUS, CHANNELS_LAST] + ([CHANNELS_LAST_CONV] if full != conv and not workload.compile else [])
     measured = workload
     if workload.device.type == "cpu" and not workload.compile:
         measured = replace(workload, batch_size=min(workload.batch_size, AUTO_CPU_BATCH))
-    done = benchmark_layouts(model, measured, layouts, time_limit_s=0.5 * time_limit_s)  # warm-up takes about a quarter
-    baseline, *others = done.speeds
-    faster = [one for one in others if one.verdict == "faster"]
-    best = max(faster, key=lambda one: one.images_per_s, default=baseline)
-    ratios = " and ".join(f"{one.layout} is {_in_words(one.ratio)}" for one in others)
+    done = benchmark_layouts(model, measured, time_limit_s=0.5 * time_limit_s)  # warm-up takes about a quarter
+    baseline, candidate = done.speeds
+    layout, best = (CHANNELS_LAST, candidate) if done.verdict == "faster" else (CONTIGUOUS, baseline)
     smaller = "" if done.batch_size == workload.batch_size else f" at batch {done.batch_size}"
-    reason = f"{ratios} as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
-    is_noisy = not faster and any(
-        one.verdict == "not_comparable" or (one.verdict == "inconclusive" and one.ratio.width > NOISY_WIDTH)
-        for one in others
-    )
+    reason = f"channels_last is {done.ratio} as fast as contiguous ({baseline.images_per_s:.1f} images/s{smaller})"
+    is_wide = done.verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
+    is_noisy = is_wide or done.verdict == "not_comparable"
     if is_noisy:
         reason += "; too noisy to decide, so the next run measures again"
-    layout = LAYOUTS[best.layout]
     if best.step_ms < 10 * time_limit_s and not (workload.compile or workload.cuda_graph):
         measured = replace(measured, batch_size=done.batch_size)
         with suppress(ConfigError, RuntimeError, MemoryError):  # pure layouts could be measured, so the run goes on
             if mixed := _mixed_layout(model, measured, time_limit_s):
                 gain = benchmark_layouts(model, measured, [layout, mixed], time_limit_s=0.25 * time_limit_s)
+                reason += f"; channels_last but for {', '.join(mixed.select)} is {gain.ratio} as fast as {layout.name}"
                 layout = mixed if gain.verdict == "faster" else layout
-                tried = f"channels_last but for {', '.join(mixed.select)}"
-                reason += f"; {tried} is {_in_words(gain.ratio)} as fast as {best.layout}"
     reason, seconds = f"{layout.name}: {reason}", round(time.perf_counter() - started_at, 2)
     return Choice(layout.memory_format, layout.conversion, reason, seconds, layout.select, conclusive=not is_noisy)
-
-
-def _in_words(ratio: Interval) -> str:
-    if ratio.width >= 1:
-        return f"perhaps {ratio.ratio:.1f}x"
-    return f"{ratio.ratio:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def _mixed_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Layout | None:
@@ -570,20 +536,10 @@ def _mixed_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> 
     return Layout("mixed", torch.channels_last, "mixed", names) if names else None
 
 
-def _cache_key(model: nn.Module, workload: Workload) -> dict[str, Any]:
-    """Everything that could change which layout is faster. Shapes detect changed model code."""
+def _cache_file(model: nn.Module, workload: Workload) -> Path:
+    """Named by everything that could change which layout is faster; shapes detect changed model code."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     versions = describe_environment(workload.device)
-    return {
-        "format_version": 3,
-        "model": f"{type(model).__module__}.{type(model).__qualname__}",
-        "modules": hashlib.sha256(f"{model!r} {shapes}".encode()).hexdigest()[:16],
-        "batch_size": workload.batch_size,
-        "input_shape": list(workload.input_shape),
-        "precision": workload.precision.name,
-        "compile": workload.compile_mode if workload.compile else False,
-        "cuda_graph": workload.cuda_graph,
-        "optimizer": workload.optim.name,
-        "device": device_name(workload.device),
-        **{name: versions[name] for name in ("torch", "cuda", "cudnn", "driver")},
-    }
+    machine = [device_name(workload.device), *(versions[name] for name in ("torch", "cuda", "cudnn", "driver"))]
+    digest = hashlib.sha256(repr((4, type(model), model, shapes, workload, machine)).encode()).hexdigest()
+    return cache_folder() / f"layout-{digest[:20]}.json"

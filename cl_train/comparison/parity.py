@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cl_train.comparison.paired import CONTIGUOUS, Layout, LossFunction, model_in_layout, noise, place_batch
-from cl_train.config.schema import ConfigError
+from cl_train.comparison.paired import (
+    CONTIGUOUS,
+    Layout,
+    LossFunction,
+    Workload,
+    model_in_layout,
+    noise,
+    place_batch,
+    workload_of,
+)
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child
 from cl_train.memory_format.layout import CHANNELS_LAST, classify, to_memory_format
@@ -33,8 +41,8 @@ from cl_train.memory_format.model_call import (
     output_tensors,
     random_state_restored,
 )
-from cl_train.models.sources import copy_model, device_of
-from cl_train.step.precision import Precision, autocast, kernel_selection, resolve_precision
+from cl_train.models.sources import copy_model
+from cl_train.step.precision import Precision, autocast, kernel_selection
 
 FLOAT64_LIMIT = 1e-6
 FLOAT32_LIMIT = 1e-3  # instead of FLOAT64_LIMIT, for a model that does not run in float64
@@ -51,6 +59,7 @@ MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # the valu
 # of X", "output of X"), "results" ("result 0", "loss"), "gradients", "statistics"; "eval forward", "eval results".
 Samples = list[tuple[str, torch.Tensor]]
 Record = dict[str, Samples]
+Step = Callable[..., Record]  # of a layout, and a dtype
 
 
 @dataclass(frozen=True)
@@ -148,30 +157,30 @@ def check_parity(
         ConfigError: the model does not run on this batch in the contiguous layout, or needs more memory than there is.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    device = torch.device(device) if device is not None else device_of(model)
-    if mode not in MODES:
-        raise ConfigError(f"mode={mode}: must be one of {', '.join(MODES)}")
+    workload = workload_of(
+        model, batch_size or BATCH_SIZE, image_size, precision, device, mode=mode, modes=MODES, loss=loss, output=output
+    )
     if batch is None:
-        batch = noise((batch_size or BATCH_SIZE, *_small_input(model, image_size)), seed)
+        batch = noise((workload.batch_size, *_small_input(model, workload.input_shape)), seed)
     layout = Layout("channels_last", torch.channels_last, conversion)
-    task = _Task(model, batch, layout, resolve_precision(precision, device), device, loss, output, seed, MODES[mode])
-    report = partial(ParityReport, precision=task.precision.name, batch=task.shape)
+    shape = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
+    report = partial(ParityReport, precision=workload.precision.name, batch=shape)
     images = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() in CHANNELS_LAST]
     is_converted = any(classify(to_memory_format(one, layout.memory_format)) != "ambiguous" for one in images)
     if not is_converted and not convert(copy_model(model, "meta"), conversion).changed:
         return report(None, note="no input and no weight has another order in memory in channels_last")
+    step = partial(_step, model, replace(workload, batch=batch), seed)
     try:
-        return report(**in_child(lambda: _compare_layouts(task)))
+        return report(**in_child(lambda: _compare_layouts(model, step, layout, workload.precision, shape)))
     except OutOfMemory:
         raise
     except Crash as crash:
-        in_child(lambda: _contiguous_steps(task))  # a crash there is no difference, and is raised
+        in_child(lambda: _contiguous_steps(step, shape))  # a crash there is no difference, and is raised
         return report(False, first_divergence=str(crash))
 
 
-def _small_input(model: nn.Module, image_size: int | tuple[int, ...]) -> tuple[int, ...]:
+def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of one input; transformers take one size only, and Inception's auxiliary head has a minimum size."""
-    wanted = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:])) if len(wanted) >= 3 else wanted
     shapes_only = copy_model(model, "meta").train()
     dtype = next((p.dtype for p in shapes_only.parameters() if p.is_floating_point()), torch.float32)
@@ -185,50 +194,48 @@ def _small_input(model: nn.Module, image_size: int | tuple[int, ...]) -> tuple[i
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _contiguous_steps(task: "_Task") -> tuple[Record, Record, torch.dtype, str]:
+def _contiguous_steps(step: Step, shape: str) -> tuple[Record, Record, torch.dtype, str]:
     """In the precision, then in float64, or in fp32 if the model does not run in float64, for the reason returned."""
-    what = f"the model does not run on a batch {task.shape}"
+    what = f"the model does not run on a batch {shape}"
     with failure_explained(what, "give another batch or image_size, or mode=train or infer alone"):
-        plain = task.step(CONTIGUOUS)
+        plain = step(CONTIGUOUS)
     try:
-        return plain, task.step(CONTIGUOUS, torch.float64), torch.float64, ""
+        return plain, step(CONTIGUOUS, torch.float64), torch.float64, ""
     except Exception as error:  # a model that creates or expects fp32 tensors
         reason = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
-        return plain, task.step(CONTIGUOUS, torch.float32), torch.float32, reason
+        return plain, step(CONTIGUOUS, torch.float32), torch.float32, reason
 
 
-def _compare_layouts(task: "_Task") -> dict[str, Any]:
+def _compare_layouts(model: nn.Module, step: Step, layout: Layout, precision: Precision, shape: str) -> dict[str, Any]:
     """The fields of the report."""
-    plain, reference, exact_dtype, note = _contiguous_steps(task)
+    plain, reference, exact_dtype, note = _contiguous_steps(step, shape)
     results = [tensor for kind in ("eval results", "results") for _, tensor in reference.get(kind, [])]
     if not any(tensor.isfinite().any() for tensor in results):
         return {"passed": None, "note": "the contiguous model returns nothing that is finite"}
     try:
-        converted, rounded = task.step(task.layout, exact_dtype), task.step(task.layout)
+        converted, rounded = step(layout, exact_dtype), step(layout)
     except Exception as error:
         return {"passed": False, "first_divergence": explain_failure(error), "note": note}
     exact_limit = FLOAT64_LIMIT if exact_dtype == torch.float64 else FLOAT32_LIMIT
     exactly = partial(_compare, reference, reference, computed_in=str(exact_dtype), limit=lambda *_: exact_limit)
     checks = exactly(converted)
-    if any(one.failed for one in checks) and any(one.failed for one in exactly(task.step(CONTIGUOUS, exact_dtype))):
+    if any(one.failed for one in checks) and any(one.failed for one in exactly(step(CONTIGUOUS, exact_dtype))):
         why = "two contiguous runs differ: the model draws random numbers that torch.manual_seed does not control"
         return {"passed": None, "note": why}
-    precision = task.precision.name
-    rounded_checks = _compare(reference, plain, rounded, precision, partial(_limit, precision=task.precision))
+    rounded_checks = _compare(reference, plain, rounded, precision.name, partial(_limit, precision=precision))
     visible = [check for check in rounded_checks if check.contiguous_error <= MAX_BASELINE_ERROR]
     if hidden := len(rounded_checks) - len(visible):
-        only = f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision}"
+        only = f"{hidden} of {len(rounded_checks)} tensors only compared exactly: too inaccurate in {precision.name}"
         note = f"{note}; {only}" if note else only
     checks += visible
     failed = [check for check in checks if check.failed]
     worst = max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0), default=None)
-    first = _first_divergence(failed[0], task.model) if failed else None
+    first = _first_divergence(failed[0], model) if failed else None
     return {"passed": not failed, "first_divergence": first, "worst": worst, "failed": failed, "note": note}
 
 
 def _limit(kind: str, contiguous_error: float, precision: Precision) -> float:
-    dtype = torch.float16 if precision.name == "tf32" else precision.input_dtype
-    floor = max(MIN_LIMIT, math.sqrt(torch.finfo(dtype).eps))
+    floor = max(MIN_LIMIT, math.sqrt(precision.epsilon))
     return min(MAX_LIMIT, max(TOLERANCE * contiguous_error, floor, GRADIENT_LIMIT if kind == "gradients" else 0.0))
 
 
@@ -292,55 +299,38 @@ def _first_divergence(check: Check, model: nn.Module) -> str:
 # --- one step, recorded -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What is compared, and its step."""
+def _step(model: nn.Module, workload: Workload, seed: int, layout: Layout, dtype: torch.dtype | None = None) -> Record:
+    """A fresh copy in eval mode (forward), then in training mode (forward, loss, backward), as `workload.mode` says.
 
-    model: nn.Module
-    batch: Any
-    layout: Layout
-    precision: Precision
-    device: torch.device
-    loss: LossFunction | None
-    output: str | None
-    seed: int
-    modes: tuple[bool, ...]
-
-    @property
-    def shape(self) -> str:
-        return str(list(self.batch.shape)) if isinstance(self.batch, torch.Tensor) else type(self.batch).__name__
-
-    def step(self, layout: Layout, dtype: torch.dtype | None = None) -> Record:
-        """A fresh copy in eval mode (forward), then in training mode (forward, loss, backward), as `modes` says.
-
-        Random numbers are equal in all steps. With `dtype` the weights and inputs have it, and there is no autocast.
-        """
-        precision = self.precision if dtype is None else Precision("fp32")
-        model = model_in_layout(self.model, layout, precision, self.device)
-        if dtype is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # on complex parameters, which keep their dtype
-                model.to(dtype)
-        batch = place_batch(self.batch, self.device, dtype or precision.input_dtype, layout.memory_format)
-        record: Record = {}
-        kernels = kernel_selection(tf32=precision.tf32, autotune=False)
-        with random_state_restored(self.device), kernels, EqualRandomness(self.seed):
-            for training in self.modes:  # the last in front: a difference of both modes is reported in training
-                key = self.output if training is self.modes[-1] else None  # which may exist in training only
-                gradients, what = (nullcontext(), "") if training else (torch.no_grad(), "eval ")
-                with autocast(precision, self.device), gradients, _watched(model.train(training)) as forward:
-                    output = call_model(model, batch)
-                    results = output_tensors(output, key)
-                    if training:
-                        loss = self.loss(output) if self.loss is not None else _weighted_sum(results)
-                named = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
-                if training and self.loss is not None:
-                    named.append(("loss", sample(loss)))
-                done = {f"{what}forward": forward, f"{what}results": named}
+    Random numbers are equal in all steps. With `dtype` the weights and inputs have it, and there is no autocast.
+    """
+    device, loss_of, modes = workload.device, workload.loss, MODES[workload.mode]
+    precision = workload.precision if dtype is None else Precision("fp32")
+    model = model_in_layout(model, layout, precision, device)
+    if dtype is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on complex parameters, which keep their dtype
+            model.to(dtype)
+    batch = place_batch(workload.batch, device, dtype or precision.input_dtype, layout.memory_format)
+    record: Record = {}
+    kernels = kernel_selection(tf32=precision.tf32, autotune=False)
+    with random_state_restored(device), kernels, EqualRandomness(seed):
+        for training in modes:  # the last in front: a difference of both modes is reported in training
+            key = workload.output if training is modes[-1] else None  # which may exist in training only
+            gradients, what = (nullcontext(), "") if training else (torch.no_grad(), "eval ")
+            with autocast(precision, device), gradients, _watched(model.train(training)) as forward:
+                output = call_model(model, batch)
+                results = output_tensors(output, key)
                 if training:
-                    done |= _backward(model, loss, forward)
-                record = done | record
-        return record
+                    loss = loss_of(output) if loss_of is not None else _weighted_sum(results)
+            named = [(f"result {index}", sample(tensor)) for index, tensor in enumerate(results)]
+            if training and loss_of is not None:
+                named.append(("loss", sample(loss)))
+            done = {f"{what}forward": forward, f"{what}results": named}
+            if training:
+                done |= _backward(model, loss, forward)
+            record = done | record
+    return record
 
 
 def _backward(model: nn.Module, loss: torch.Tensor, forward: Samples) -> Record:

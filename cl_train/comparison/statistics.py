@@ -21,8 +21,7 @@ SMALLEST_DIFFERENCE = 0.01
 SMALLEST_SPREAD = 0.01
 UNKNOWN_SPREAD = 0.05
 MAX_REPEATS = 100  # that are recommended
-SEGMENTS = 4
-MIN_WINDOWS = SEGMENTS
+MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 
 _EXACT_T = {1: 12.706, 2: 4.303, 3: 3.182}
 
@@ -81,11 +80,11 @@ def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Se
         return _interval(centre, student_t(2 * (count - 1)) * spread * math.sqrt(2 / count), count)
     segments = []  # log medians of the four segments of each run
     for windows in (*baseline, *candidate):
-        bounds = [len(windows) * index // SEGMENTS for index in range(SEGMENTS + 1)]
+        bounds = [len(windows) * index // MIN_WINDOWS for index in range(MIN_WINDOWS + 1)]
         segments.append([math.log(statistics.median(windows[a:b])) for a, b in pairwise(bounds)])
     within = 3 * statistics.fmean(map(statistics.variance, segments))
     variance = UNKNOWN_SPREAD**2 + within
-    degrees = min(1e6, 2 * (SEGMENTS - 1) * (variance / max(within, 1e-12)) ** 2)  # Satterthwaite 1946
+    degrees = min(1e6, 2 * (MIN_WINDOWS - 1) * (variance / max(within, 1e-12)) ** 2)  # Satterthwaite 1946
     return _interval(centre, student_t(degrees) * math.sqrt(2 * variance), count)
 
 
@@ -103,17 +102,14 @@ def verdict_of(interval: Interval) -> str:
     return "no_difference" if is_within else "inconclusive"
 
 
-def repeats_to_decide(interval: Interval, degrees: int = 2, most: int = MAX_REPEATS) -> int | None:
-    """Runs per side after which this ratio with this spread has a verdict; None = more than `most`.
-
-    With degrees=1 the interval is one of rounds, and the result is the number of rounds.
-    """
+def repeats_to_decide(interval: Interval) -> int | None:
+    """Runs per side after which this ratio with this spread has a verdict; None = more than `MAX_REPEATS`."""
     spread = (SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2 * math.sqrt(2)  # assumed for one run per side
     if interval.n > 1:
         half = math.log(interval.high / interval.low) / 2
-        spread = half * math.sqrt(interval.n) / student_t(degrees * (interval.n - 1))
-    for count in range(max(2, interval.n), most + 1):
-        half = student_t(degrees * (count - 1)) * spread / math.sqrt(count)
+        spread = half * math.sqrt(interval.n) / student_t(2 * (interval.n - 1))
+    for count in range(max(2, interval.n), MAX_REPEATS + 1):
+        half = student_t(2 * (count - 1)) * spread / math.sqrt(count)
         if verdict_of(_interval(math.log(interval.ratio), half, count)) != "inconclusive":
             return count
     return None

@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -259,17 +260,21 @@ def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
 
 @dataclass
 class Pipeline:
-    """One way to load: `run` delivers the images of a round and returns their number."""
+    """One way to load: `batches` begins an epoch; of each batch it yields something of the batch's length."""
 
     name: str
     workers: int
-    run: Callable[[], int]
+    batches: Callable[[], Iterable[Sized]]
     close: Callable[[], object] = lambda: None
 
-    def seconds_per_image(self) -> float:
-        started_at = time.perf_counter()
-        images = self.run()
-        return (time.perf_counter() - started_at) / images
+    def seconds_per_image(self, images: int) -> float:
+        """Of the first batches of an epoch, until `images` are delivered."""
+        started_at, seen = time.perf_counter(), 0
+        for batch in self.batches():
+            seen += len(batch)
+            if seen >= images:
+                break
+        return (time.perf_counter() - started_at) / seen
 
 
 def with_defaults(settings: LoaderBenchmarkSettings) -> LoaderBenchmarkSettings:
@@ -296,10 +301,10 @@ def benchmark_loaders(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any]
 def measure_pipelines(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
     """Rates of all pipelines, and their ratios to the first one, also as a table; closes them."""
     torch.set_num_threads(1)  # the workers are measured, not this process
+    blocks = [partial(pipeline.seconds_per_image, settings.images) for pipeline in pipelines]
     try:
-        for pipeline in pipelines:
-            pipeline.run()  # starts workers and fills the page cache
-        blocks = [pipeline.seconds_per_image for pipeline in pipelines]
+        for block in blocks:
+            block()  # starts workers and fills the page cache
         done = alternate(blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
     finally:
         for pipeline in pipelines:
@@ -312,20 +317,14 @@ def measure_pipelines(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSe
     return measured(settings, torch.device("cpu"), schema_version=3, cores=cores, rows=rows), markdown_table(rows)
 
 
-def ours(settings: LoaderBenchmarkSettings, workers: int, decoder: str = "simplejpeg") -> Pipeline:
+def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     """uint8 NHWC batches in shared memory, as training receives them before the copy to the device."""
-    size = settings.image_size
-    cfg = DataConfig(name="folder", root=settings.root, image_size=size, workers=workers, decoder=decoder)
+    cfg = DataConfig(name="folder", root=settings.root, image_size=settings.image_size, workers=workers)
     dist, augment = Dist(0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
     data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
     assert isinstance(data, ImageData)
     loader, epochs = data.train_loader, itertools.count()
-    name = "cl_train" if decoder == "simplejpeg" else f"cl_train, {decoder}"
-
-    def run() -> int:
-        return deliver((batch.targets for batch in loader.batches(next(epochs))), settings.images)
-
-    return Pipeline(name, workers, run, data.close)
+    return Pipeline("cl_train", workers, lambda: (batch.targets for batch in loader.batches(next(epochs))), data.close)
 
 
 def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
@@ -340,14 +339,4 @@ def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pi
     loader = torch.utils.data.DataLoader(
         files, settings.batch_size, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
     )
-    return Pipeline("torchvision reference", workers, lambda: deliver((y for _, y in loader), settings.images))
-
-
-def deliver(targets: Iterable[Any], images: int) -> int:
-    """Take batches, given by their targets, until `images` are delivered; returns their number."""
-    seen = 0
-    for batch in targets:
-        seen += len(batch)
-        if seen >= images:
-            break
-    return seen
+    return Pipeline("torchvision reference", workers, lambda: (targets for _, targets in loader))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from cl_train.config.schema import ConfigError
 
-Layout = Literal["channels_last", "contiguous", "ambiguous", "other"]
+StrideOrder = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
 MEMORY_FORMAT_NAMES = {
     torch.contiguous_format: "contiguous",
@@ -28,7 +28,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the nu
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
-def classify(tensor: torch.Tensor) -> Layout:
+def classify(tensor: torch.Tensor) -> StrideOrder:
     """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], determined by the order of its strides.
 
     Unlike `is_contiguous(memory_format=...)` this accepts slices: half of the channels of a channels_last image is

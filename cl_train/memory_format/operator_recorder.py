@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import Call, Origin, Outcome
-from cl_train.memory_format.layout import Layout, classify
+from cl_train.memory_format.layout import StrideOrder, classify
 from cl_train.memory_format.model_call import short_path
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 COPIES = {"aten::clone", "aten::copy_", "aten::copy", "aten::_to_copy", "aten::_reshape_copy", "aten::view_copy"}
 
-Images = list[tuple[torch.Tensor, Layout]]
+Images = list[tuple[torch.Tensor, StrideOrder]]
 
 
 class OriginRecorder(TorchDispatchMode):
@@ -87,7 +87,7 @@ class OperatorRecorder(OriginRecorder):
         super().__init__()
         self.step_bytes = 0
         self._on_call, self._rank = on_call, rank
-        self._viewed: dict[int, Layout] = {}  # by storage: the format of the image that was viewed last
+        self._viewed: dict[int, StrideOrder] = {}  # by storage: the format of the image that was viewed last
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
 
     def __torch_dispatch__(

@@ -31,6 +31,12 @@ class Precision:
         return torch.float16 if self.master_weights else self.autocast_dtype or torch.float32
 
     @property
+    def epsilon(self) -> float:
+        """The relative rounding error of products; TF32 has float16's mantissa."""
+        is_tf32 = self.tf32 and self.input_dtype == torch.float32
+        return torch.finfo(torch.float16 if is_tf32 else self.input_dtype).eps
+
+    @property
     def for_fp32_weights(self) -> "Precision":
         """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become autocast."""
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
