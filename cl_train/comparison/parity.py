@@ -235,7 +235,9 @@ def _compare_layouts(model: nn.Module, step: Step, layout: Layout, precision: Pr
 
 
 def _limit(kind: str, contiguous_error: float, precision: Precision) -> float:
-    floor = max(MIN_LIMIT, math.sqrt(precision.epsilon))
+    is_tf32 = precision.tf32 and precision.input_dtype == torch.float32
+    dtype = torch.float16 if is_tf32 else precision.input_dtype  # TF32 has the mantissa of float16
+    floor = max(MIN_LIMIT, math.sqrt(torch.finfo(dtype).eps))
     return min(MAX_LIMIT, max(TOLERANCE * contiguous_error, floor, GRADIENT_LIMIT if kind == "gradients" else 0.0))
 
 

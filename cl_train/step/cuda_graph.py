@@ -1,9 +1,8 @@
 """A training step replayed as one CUDA graph: one launch by the host instead of about a thousand.
 
 What changes between steps is in tensors: images and labels in static buffers, learning rates in the optimizer's groups.
-A replay repeats the decisions that the host made during the recording: a model whose forward pass makes decisions on
-the host (a Python random number, a counter, the value of a tensor) must not be recorded. See PyTorch's notes on CUDA
-graphs for warm-up and side stream.
+A model whose forward pass decides on the host (by a Python random number, a counter, the value of a tensor) must not be
+recorded: a replay repeats the decision. See PyTorch's notes on CUDA graphs for warm-up and side stream.
 """
 
 import logging
@@ -39,7 +38,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Recorder:
-    """Records CUDA graphs on one side stream, to which DDP and the first backward pass must bind as well (`on_stream`).
+    """Records CUDA graphs on a side stream, to which DDP and the first backward pass must bind as well (`on_stream`).
 
     On a CPU nothing is recorded: a replay runs the work again.
     """
@@ -96,7 +95,7 @@ class Recorder:
 class GraphedCall(Generic[T]):
     """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from then on.
 
-    A recording contains addresses: the tensors that the work uses must not be replaced.
+    The tensors that the work uses must not be replaced: a recording contains addresses.
     """
 
     def __init__(self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS) -> None:

@@ -35,8 +35,8 @@ def check_optimizer(cfg: OptimConfig) -> None:
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
     """Stop the training of the parameters whose name, or that of a module around them, matches a shell pattern.
 
-    BatchNorm in frozen parts stays in eval mode, whatever `model.train()` says. The pattern `backbone` means all but
-    `head`. Raises ConfigError: a pattern matches nothing, or nothing is left to train.
+    The pattern `backbone` means all but `head`. BatchNorm in frozen parts stays in eval mode, whatever `model.train()`
+    says. Raises ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
@@ -75,9 +75,7 @@ def build_optimizer(
     A fused kernel reads loss scale and overflow flag on the device. With any other optimizer GradScaler makes the host
     wait for the device in each step (pytorch/pytorch#80167).
     """
-    groups = _parameter_groups(cfg, model, parameters, head)
-    for group in groups:
-        group["lr"] = lr if group["lr_scale"] == 1 else lr * group["lr_scale"]
+    groups = _parameter_groups(cfg, model, parameters, lr, head)
     keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
     options: dict[str, Any] = {key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None}
     betas = options.pop("beta1", None), options.pop("beta2", None)
@@ -98,11 +96,9 @@ def build_optimizer(
 
 
 def _parameter_groups(
-    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], head: Collection[str]
+    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: Any, head: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Groups of equal weight decay and equal `lr_scale`: learning rate / the optimizer's = `layer_decay` ** (layers
-    after their own), times `head_lr_ratio` in the `head`.
-    """
+    """Groups of equal weight decay and equal `lr_scale`: `layer_decay` ** (layers after it), times the head's ratio."""
     exempt = set[str]()  # timm's rule: vectors, and the model's own list of tokens and position embedding
     if not cfg.decay_norm_and_bias:
         listed: Any = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
@@ -114,7 +110,12 @@ def _parameter_groups(
         scale = cfg.layer_decay ** (last - layers[name]) * (cfg.head_lr_ratio if name in head else 1)
         members.setdefault((scale, name in exempt), []).append(parameter)
     return [
-        {"params": found, "weight_decay": 0.0 if is_exempt else cfg.weight_decay, "lr_scale": scale}
+        {
+            "params": found,
+            "lr": lr if scale == 1 else lr * scale,
+            "lr_scale": scale,
+            "weight_decay": 0.0 if is_exempt else cfg.weight_decay,
+        }
         for (scale, is_exempt), found in members.items()
     ]
 

@@ -31,12 +31,6 @@ class Precision:
         return torch.float16 if self.master_weights else self.autocast_dtype or torch.float32
 
     @property
-    def epsilon(self) -> float:
-        """The relative rounding error of products; TF32 has float16's mantissa."""
-        is_tf32 = self.tf32 and self.input_dtype == torch.float32
-        return torch.finfo(torch.float16 if is_tf32 else self.input_dtype).eps
-
-    @property
     def for_fp32_weights(self) -> "Precision":
         """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become autocast."""
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
@@ -68,8 +62,8 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
 
 def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
     """Reasons against `precision` on `device`, one sentence each; empty if there are none."""
-    dtype = precision.name.removesuffix("_o2")
-    if dtype not in ("fp16", "bf16") or dtype in _fast_dtypes(device):
+    half = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(precision.input_dtype)
+    if half is None or half in _fast_dtypes(device):
         return []
     return [f"precision={precision.name}: this {device.type} device has no fast arithmetic for it; use precision=auto"]
 
@@ -89,8 +83,8 @@ def _fast_dtypes(device: torch.device) -> list[str]:
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
     """Set which CUDA kernels torch may select, in the whole process; the previous switches are restored at the end.
 
-    tf32: allow it in fp32 matmuls and convolutions; None: as it is. autotune: let cuDNN time all its convolution
-    algorithms (by default ten) once per shape, which takes seconds: not for a shape that occurs once.
+    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times all its convolution algorithms once
+    per shape, which takes seconds.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit)
@@ -169,8 +163,7 @@ class MasterWeights:
 class EMA:
     """A float32 copy of `model`, `module`, with moving averages of the model's weights and BatchNorm statistics.
 
-    torch's AveragedModel cannot average fp32 master weights, which fp16_o2 needs: a change of a weight by a share of
-    (1 - decay) is below the resolution of fp16.
+    Of the fp32 master weights, which torch's AveragedModel cannot average: fp16 does not resolve such small changes.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

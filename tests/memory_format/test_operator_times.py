@@ -107,7 +107,7 @@ def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explai
     row = Row("", [noisy])
     assert Row("", [call_of([(0, index) for index in range(17)])]).interval_ms == (4, 12)  # P(at most 4 of 17) = 2.45 %
     assert row.interval_ms == (-1, 6) and row.difference_ms == 3 and not row.is_significant
-    used = {"gflop_per_image": 1.0, "tflop_per_s": 1.0, "matmul_pct": 50.0, "data_sheet_pct": None}
+    used = {"gflop_per_image": 1.0, "tflop_per_s": 1.0, "matmul_pct": 50.0}
     times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), 1.0, 0.0, used)
     assert [row.name for row in times.modules()] == ["aten.certain.default", "aten.noisy.default"]
     assert times.worst().calls == [certain] and times.speed_ratio == 1.25
