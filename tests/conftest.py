@@ -3,9 +3,10 @@
 torch is imported where it is used: the process of pytest-xdist that distributes the tests needs none.
 """
 
+import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ def write_images(folder: Path, counts: dict[str, int], size: tuple[int, int] = (
                 pixels = np.array(colour) + random.normal(0, 25, (size[1], size[0], 3))
                 image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
                 image.save(folder / split / name / f"{index:03d}.JPEG", quality=90)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage collections of the tests pass over what was imported: they took a tenth of the time."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,10 @@ def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("suffix", ["run", ".pth", ".safetensors"])
+SLOW = [pytest.param(suffix, marks=pytest.mark.slow) for suffix in (".pth", ".safetensors")]
+
+
+@pytest.mark.parametrize("suffix", ["run", *SLOW])
 def test_predictions_equal_the_evaluation_of_the_run(
     suffix: str, run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:

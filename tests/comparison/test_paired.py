@@ -72,6 +72,7 @@ def test_blocks_alternate_until_the_interval_is_narrow_or_time_is_over() -> None
     assert (done.rounds, done.stopped_by) == (2, "time_limit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.01, 0.015])
 def test_equal_blocks_are_rarely_called_different(noise: float) -> None:
     """Heavy-tailed noise; stopping as soon as the interval is narrow costs about 1 % of false verdicts."""

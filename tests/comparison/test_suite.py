@@ -62,6 +62,7 @@ def test_wrong_settings_are_refused(changes: dict[str, Any]) -> None:
         run_suite(settings(**changes))
 
 
+@pytest.mark.slow
 def test_the_command_runs_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     words = "data.image_size=32 batch_size=2 precision=fp32 time_limit_s=1 parity=false json=true"
     assert benchmark.main(["model=tests.networks:small", *words.split()]) == 0

@@ -131,6 +131,7 @@ def test_jobs_that_are_compared_are_adjacent_and_alternate(compared: str) -> Non
     assert all(job.name.startswith(job.overrides[-1].removeprefix("model=")) for job in planned.jobs)
 
 
+@pytest.mark.slow
 def test_a_setting_that_is_the_same_in_all_jobs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """With the setting to compare by instead; not where a sweep compares its own setting, or has one job."""
     cases = {
@@ -156,6 +157,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", SHORT)
 def test_runs_that_are_not_compared_or_one_window_longer_are_accepted(words: str) -> None:
     assert plan_sweep(["-m", "seed=1,2", *words.split()]).jobs
@@ -204,6 +206,7 @@ def test_a_record_of_an_earlier_version_can_be_read_but_names_no_other_folders(
         assert found.launcher == LauncherConfig() and [job.name for job in found.jobs] == [name]
 
 
+@pytest.mark.slow
 def test_compare_and_the_sweep_reach_the_same_verdict(
     stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,6 +259,7 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     assert compared(folder, "failed") == []
 
 
+@pytest.mark.slow
 def test_a_sweep_by_another_key_deletes_nothing(
     stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,6 +281,7 @@ def test_a_sweep_by_another_key_deletes_nothing(
     assert len(list(tmp_path.glob("*/precious"))) == 2
 
 
+@pytest.mark.slow
 def test_resuming_uses_only_folders_that_the_sweep_has_started(
     stand_in: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,15 +98,9 @@ def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(tr
     assert [record["step"] for record in third.records("train")] == [4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    ("file", "until"),
-    [
-        ("metrics.jsonl", "middle"),
-        ("checkpoints", "middle"),
-        *(pytest.param(file, "middle", marks=pytest.mark.slow) for file in ("train.log", "summary.json")),
-        *(pytest.param(file, "end", marks=pytest.mark.slow) for file in FILES),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("until", ["middle", "end"])
+@pytest.mark.parametrize("file", FILES)
 def test_a_full_disk_ends_no_run_and_loses_no_record(
     train: Train, monkeypatch: pytest.MonkeyPatch, file: str, until: str
 ) -> None:

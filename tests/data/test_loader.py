@@ -35,6 +35,7 @@ def root(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("images"), train=53, val=17)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_do_not_depend_on_workers_abandoned_epochs_and_the_first_batch(root, workers):
     whole = train_batches(folder_data(root), epoch=3)

@@ -19,6 +19,7 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))}
 
 
+@pytest.mark.slow
 def test_the_same_files_for_any_number_of_processes(tmp_path):
     write_sample(tmp_path / "one", SMALL, processes=1)
     write_sample(tmp_path / "three", SMALL, processes=3)
@@ -58,6 +59,7 @@ def test_an_unfinished_or_older_sample_is_made_again_but_no_folder_of_somebody_e
     assert (tmp_path / "other/train/mine").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "least", "most", "width"), [(1.0, 70_000, 120_000, 480), (0.32, 8_000, 14_000, 153)])
 def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, width):
     write_sample(tmp_path, SampleSpec(train_per_class=3, val_per_class=0, scale=scale))

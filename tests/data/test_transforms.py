@@ -50,6 +50,7 @@ def are_alike(first, second):
     return np.abs(below[0] - below[1]).max() < 1.95 * np.sqrt(2 / DRAWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (120, 400)])
 def test_area_ratio_and_position_have_torchvisions_distribution(height, width):
     ours, theirs = boxes(height, width), torchvisions(height, width)

@@ -23,7 +23,8 @@ def epoch_of(data, epoch=0, first_batch=0):
         return [(batch.images.clone(), batch.targets) for batch in data.train(epoch, FLOAT_CHANNELS_LAST, first_batch)]
 
 
-@pytest.mark.parametrize("name", ["Tensors", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_batches_depend_on_seed_epoch_and_index_alone(name):
     state = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     whole = epoch_of(own_data(name), epoch=2)

@@ -47,7 +47,8 @@ def have_ended(workers):
     return bool(workers) and not any(worker.is_alive() for worker in workers)
 
 
-@pytest.mark.parametrize("beside_another_loader", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beside_another_loader", [False, True])
 def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_another_loader):
     if beside_another_loader:  # its SIGCHLD handler stays installed
         assert len(list(DataLoader(range(4), num_workers=1))) == 4
@@ -93,6 +94,7 @@ def test_a_worker_that_exits_fails_or_stops_at_an_image_is_named(root, workers, 
     wait_until(lambda: have_ended(workers))
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_all_be_started_are_ended(root, monkeypatch, capsys):
     plain, started = ForkProcess.start, []
 

@@ -15,7 +15,7 @@ from tests.data import wrong_datasets as wrong
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, val_count
 
 KINDS = pytest.mark.parametrize("kind", [wrong.Samples, wrong.Stream])
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
+WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 
 
 def sound(size):

@@ -46,6 +46,7 @@ def test_foreign_outputs_are_refused_unchanged(inputs: Path, task: str) -> None:
         assert snapshot(inputs) == before, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs: Path, task: str) -> None:
     out = inputs / "notes"

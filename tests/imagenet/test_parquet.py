@@ -57,6 +57,7 @@ def embedded(count: int) -> list[dict[str, Any]]:
     return [{"bytes": jpeg(20, 30, seed=number), "path": f"{number}.jpg"} for number in range(count)]
 
 
+@pytest.mark.slow
 def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_path: Path) -> None:
     images = write_parquet(tmp_path / "data")
     for _ in range(2):

@@ -58,6 +58,7 @@ def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 def test_training_on_shards_has_the_batches_of_the_folder(folder: Path, tmp_path: Path) -> None:
     write_shards(folder, tmp_path / "shards", images_per_shard=5, workers=1)
     reference = batches("folder", folder)

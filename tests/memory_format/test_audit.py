@@ -249,6 +249,7 @@ def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> No
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resnets_pass_the_guard_with_their_optimizer() -> None:
     train(converted(torchvision.models.resnet18(num_classes=4)))
     with cl_train.layout_guard():  # not converted: there is nothing to lose
@@ -277,6 +278,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ddp_is_guarded(one_rank: None) -> None:
     train(nn.parallel.DistributedDataParallel(converted(torchvision.models.resnet18(num_classes=4))))
     for name in ("contiguous", "contiguous gradient"):

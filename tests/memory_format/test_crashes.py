@@ -138,6 +138,7 @@ in_child(lambda: (Path("{tmp_path}/pid").write_text(str(os.getpid())), sum(iter(
 IMAGES = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_python_functions_survive_a_model_that_aborts_in_channels_last() -> None:
     model = aborts_in_channels_last(5)
     where = r"SIGABRT in the forward pass of 1 \(Fault"

@@ -44,6 +44,7 @@ def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
     return audit.__wrapped__(model, images, time=True, time_limit_s=0.2, **options).times
 
 
+@pytest.mark.slow
 def test_planted_sleeps_are_the_first_rows_with_their_time_and_the_model_is_unchanged() -> None:
     model = model_with(
         lambda x: sleep_if(x, "channels_last") or x * 1,

@@ -65,14 +65,8 @@ def save_checkpoint(path: Path, model: nn.Module, facts: dict[str, Any]) -> None
     checkpoint.write(path, checkpoint.snapshot({"model": model.state_dict(), "facts": facts}))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "state dict",
-        "traced",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in KINDS if n not in ("state dict", "traced")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_is_converted_and_equal_in_both_directions(
     name: str, files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -205,6 +205,7 @@ def test_evaluation_with_soft_targets_without_labels_and_of_both_mirror_images(f
         assert rows[:, 0].tolist() == labels.tolist() and rows[:, 4].tolist() == (labels >= 0).double().tolist()
 
 
+@pytest.mark.slow
 def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train: Callable[..., Run], tmp_path: Path) -> None:
     run = train("max_steps=4", "data.val_resize=36", "data.val_interpolation=bicubic")
     again = train("evaluate_only=true", f"weights={run.folder}", "data.val_resize=36", "data.val_interpolation=bicubic")

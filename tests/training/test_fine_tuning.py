@@ -49,6 +49,7 @@ def test_frozen_parts_do_not_change(train: Train) -> None:
     assert ", of which 51 train" in (run.folder / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_classifier_learns_faster(train: Train) -> None:
     settings = ("max_steps=1", "optim.momentum=0", "optim.weight_decay=0", "schedule=constant")
     before = train("max_steps=1", "optim.lr=1e-9").checkpoint()["model"]
@@ -150,6 +151,7 @@ def test_multi_label_targets(workers: int, train: Train) -> None:
     assert mixed.summary["val"]["mean_average_precision"] > 0
 
 
+@pytest.mark.slow
 def test_mean_average_precision_with_ties_and_absent_classes() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     random = np.random.default_rng(0)

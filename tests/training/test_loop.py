@@ -127,7 +127,8 @@ def test_augmentation_averaging_clipping_accumulation_and_smoothing_together(tra
     assert rates.index(max(rates)) == 2, "the warm-up ends after half an epoch of four steps"
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tmp_path: Path, precision: str) -> None:
     """Random generators (dropout), the loss scale and AdamW's moments are restored."""
     words = (f"precision={precision}", "amp.growth_interval=2", "data.image_size=16", "model=tests.networks:dropout")
@@ -167,6 +168,7 @@ def test_an_evaluation_needs_its_split_and_leaves_the_records_of_the_run(
             train(*words, *wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
