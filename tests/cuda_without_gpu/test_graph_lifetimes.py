@@ -55,7 +55,7 @@ def destroyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert len(Graph.alive) == 0
 
 
-WORDS = ("cuda_graph=true", "log_to=[]", "batch_size=8", "data.image_size=16", "log_every=5")
+WORDS = ("cuda_graph=true", "log_to=[]", "batch_size=8", "data.image_size=16", "log_every=5", "epochs=1")
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("CUDA error: an illegal memory access"), KeyboardInterrupt()])
@@ -76,10 +76,10 @@ def test_no_graph_is_left_though_a_traceback_refers_to_it(
 def test_a_graph_is_released_at_the_end_and_planted_one_that_nobody_releases_is_found(
     train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train(*WORDS, "epochs=1").exit_code == 0 and destroyed == [0]
+    assert train(*WORDS).exit_code == 0 and destroyed == [0]
     kept: list[Any] = []
     monkeypatch.setattr(GraphedStep, "release", lambda step, *error: kept.append(step))
-    train(*WORDS, "epochs=1")
+    train(*WORDS)
     assert destroyed == [0, 1]
     kept.clear()
 

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,64 +24,55 @@ from tests import networks
 from tests.conftest import Run
 from tests.networks import small
 
-Error = Callable[[], BaseException]
-
 CPU = torch.device("cpu")
 WORKLOAD = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
-ERRORS: list[Error] = [
-    lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of"),
-    lambda: torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
-    *(
-        partial(RuntimeError, message)
-        for message in (
-            "CUDA driver error: out of memory",
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-            "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-            "FIND was unable to find an engine to execute this computation",
-            "Unable to find an engine to execute this computation",
-            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes",
-            "DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes.",
-        )
-    ),
-    MemoryError,
+ERRORS: list[tuple[type[Exception], str]] = [
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of"),
+    (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
+    (RuntimeError, "CUDA driver error: out of memory"),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    (RuntimeError, "FIND was unable to find an engine to execute this computation"),
+    (RuntimeError, "Unable to find an engine to execute this computation"),
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
+    (RuntimeError, "DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
+    (MemoryError, ""),
+]
+OTHERS: list[tuple[type[Exception], str]] = [
+    (RuntimeError, "shapes do not fit"),
+    (RuntimeError, "CUDA error: an illegal memory access was encountered"),
+    (RuntimeError, "CUDA error: no kernel image is available for execution on the device"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    (ValueError, "out of memory"),  # of a user's code: not an error of torch
 ]
 
 
 def test_each_message_is_understood_and_described_in_one_line() -> None:
-    for error in ERRORS:
-        said = describe_failure(error())
-        assert is_out_of_memory(error()) and said is not None, error()
+    for kind, message in ERRORS:
+        said = describe_failure(kind(message))
+        assert is_out_of_memory(kind(message)) and said is not None, message
         assert said.startswith("out of memory") and "Lower batch_size" in said and len(said.splitlines()) == 1
-    for other in (
-        RuntimeError("shapes do not fit"),
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: no kernel image is available for execution on the device"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
-        ValueError("out of memory"),  # of a user's code: not an error of torch
-    ):
-        assert not is_out_of_memory(other)
+    assert [message for kind, message in OTHERS if is_out_of_memory(kind(message))] == []
 
 
-# The places below share this check: a few errors are enough.
-SOME = ERRORS[::5]
+# The places below share this check: one error is enough.
 
 
 class Limited(nn.Module):
-    """Raises `error` above a number of images; remembers the activations of its last pass weakly."""
+    """Is out of memory above a number of images; remembers the activations of its last pass weakly."""
 
-    def __init__(self, error: Error, most: int = 0, *, when: str = "both") -> None:
+    def __init__(self, most: int = 0, *, when: str = "both") -> None:
         super().__init__()
-        self.network, self.error, self.most, self.when = small(3), error, most, when
+        self.network, self.most, self.when = small(3), most, when
         self.held: list[weakref.ref[torch.Tensor]] = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         activations = images * 2
         self.held.append(weakref.ref(activations))
         if len(images) > self.most and self.when in ("both", "training" if self.training else "evaluation"):
-            raise self.error()
-        logits: torch.Tensor = self.network(activations)
-        return logits
+            raise ERRORS[0][0](ERRORS[0][1])
+        return torch.as_tensor(self.network(activations))
 
     def is_released(self) -> bool:
         gc.collect()
@@ -92,14 +82,13 @@ class Limited(nn.Module):
 @pytest.mark.slow
 def test_a_comparison_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
-    model = Limited(ERRORS[0], most=2)  # all share one check
+    model = Limited(most=2)
     found = paired.benchmark_layouts(model, WORKLOAD, target_ci=1.0, time_limit_s=0.0)
     assert found.batch_size == 2 and model.is_released()
 
 
-@pytest.mark.parametrize("error", SOME)
-def test_the_trial_step_names_the_batch(error: Error) -> None:
-    model, cfg = Limited(error), Config(data=DataConfig(image_size=16))
+def test_the_trial_step_names_the_batch() -> None:
+    model, cfg = Limited(), Config(data=DataConfig(image_size=16))
     with pytest.raises(TrainingFault, match=r"batch_size=2: out of memory.*batch_size=auto") as caught:
         form = DeviceFormat(CPU, torch.float32, torch.channels_last)
         try_model.__wrapped__(cfg, model, resolve_precision("fp32", CPU), 3, form)
@@ -107,11 +96,11 @@ def test_the_trial_step_names_the_batch(error: Error) -> None:
     assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("error", [*SOME, lambda: OutOfMemory("the process was killed by SIGKILL")])
-def test_auto_batch_size_stays_below(error: Error) -> None:
+@pytest.mark.parametrize(("kind", "message"), [ERRORS[0], (OutOfMemory, "the process was killed by SIGKILL")])
+def test_auto_batch_size_stays_below(kind: type[Exception], message: str) -> None:
     def measure(size: int) -> BatchSpeed:
         if size > 16:
-            raise error()
+            raise kind(message)
         return BatchSpeed(size, 100.0 * size, 0.1 * size)
 
     found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
@@ -126,7 +115,7 @@ def test_a_step_or_an_evaluation_ends_the_run_in_one_line(
     models = []
 
     def network(num_classes: int) -> nn.Module:
-        models.append(Limited(ERRORS[0], most=2, when=when))
+        models.append(Limited(most=2, when=when))
         return models[-1]
 
     monkeypatch.setattr(networks, "small", network)

@@ -1,0 +1,151 @@
+"""Log lines and speeds as on a GPU, which works behind the host: read one window late, whatever ends the run."""
+
+import signal
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from cl_train.system.machine import DeviceClock
+from cl_train.training import log_lines
+from cl_train.training.log_lines import ThroughputMeter
+from cl_train.training.state import TrainingFault
+from tests import networks
+from tests.conftest import Run
+from tests.faults import tiny
+
+Train = Callable[..., Run]
+SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # two epochs of twelve steps
+
+
+def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_lines, "reads_late", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=tests.networks:nan_at_third_step", "on_nonfinite=skip"],
+        pytest.param(["precision=fp16", "checkpoint.every_steps=7"], marks=pytest.mark.slow),
+        pytest.param(["model=tests.networks:terminated_in_training"], marks=pytest.mark.slow),
+        pytest.param(["model=tests.networks:terminated_in_evaluation"], marks=pytest.mark.slow),
+        pytest.param(["max_steps=7"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_records_are_the_same(train: Train, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    at_once = train(*SHARED, *words)
+    read_late(monkeypatch)
+    one_line_late = train(*SHARED, *words)
+    assert tiny.records(one_line_late.folder) == tiny.records(at_once.folder)
+    assert one_line_late.exit_code == at_once.exit_code
+    steps = [record["step"] for record in one_line_late.records("train")]
+    assert steps == sorted(set(steps)), "one record per window, in order"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_logs_the_same_lines(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal at a log line, between two of them, and at the end of an epoch."""
+
+    def train_until(step: int, **more: Any) -> Run:
+        network = partial(networks.signalling, signum=signal.SIGTERM, in_training=True, at_call=step)
+        monkeypatch.setattr(networks, "terminated_in_training", network)
+        return train(*SHARED, "model=tests.networks:terminated_in_training", "resume=auto", **more)
+
+    whole = train_until(1000)
+    read_late(monkeypatch)
+    for stop_at in (5, 7, 12):
+        part = train_until(stop_at)
+        assert part.exit_code == 143 and part.summary["steps"] == stop_at
+        assert tiny.records(train_until(1000, folder=part.folder).folder) == tiny.records(whole.folder)
+
+
+def test_a_fault_is_named_with_its_step_and_the_lines_before_it_are_there(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    read_late(monkeypatch)
+    with pytest.raises(TrainingFault, match="at step 3 on rank 0"):
+        train(*SHARED, "model=tests.networks:nan_at_third_step", folder=tmp_path)
+    assert [record["step"] for record in Run(tmp_path, 1).records("train")] == [5]
+    assert Run(tmp_path, 1).summary["status"] == "failed"
+
+
+# --- the meter against a made-up device, with loaders faster and slower than it ---------------------------------------
+
+STEP_S = 0.060  # of the device
+HOST_S = 0.004  # to submit a step
+SLOTS = 6  # of the loader, which works while the host does anything else
+
+
+class Machine(DeviceClock):
+    """A host, a device with a queue, and a loader."""
+
+    def __init__(self, loader_s: float) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.now = self.device_free_at = self.idle_s = self.ahead_s = 0.0
+        self.loader_s = self.loaded_at = loader_s
+        self.taken = deque([0.0] * SLOTS, SLOTS)
+
+    def mark(self) -> list[float]:
+        return [max(self.now, self.device_free_at)]
+
+    def wait(self, mark: list[float]) -> None:
+        self.now = max(self.now, mark[0])
+
+    def seconds(self, start: list[float], end: list[float]) -> float:
+        assert max(start[0], end[0]) <= self.now, "the device has not reached the mark"
+        return end[0] - start[0]
+
+    def next_batch(self) -> None:
+        self.now = max(self.now, self.loaded_at)
+        self.taken.append(self.now)
+        # The loader begins its next batch when a slot is free.
+        self.loaded_at = max(self.loaded_at, self.taken[0]) + self.loader_s
+
+    def submit(self) -> None:
+        self.idle_s += max(0.0, self.now - self.device_free_at)
+        self.device_free_at = max(self.now, self.device_free_at) + STEP_S
+        self.now += HOST_S
+
+
+def measure(loader_s: float) -> tuple[Machine, float, float]:
+    """The largest errors of `Data %` in points and of images/s in percent, after the first window."""
+    machine = Machine(loader_s)
+    meter = ThroughputMeter(0, machine, lambda: machine.now)
+    meter.start(224)
+    windows, truth, points, percent = [], [(0.0, 0.0)], [], []
+    for step in range(1, 201):
+        with meter.waiting():
+            machine.next_batch()
+        machine.submit()
+        meter.tick(256)
+        machine.ahead_s = max(machine.ahead_s, machine.device_free_at - machine.now)
+        if step % 10 == 0:
+            truth.append((machine.device_free_at, machine.idle_s))
+            windows.append(meter.close())
+        if step % 10 == 0 and step > 10:  # one window late, as in a run
+            record, ((start, idle), (end, more_idle)) = meter.measured(windows[-2]), truth[-3:-1]
+            points.append(abs(record["data_wait_pct"] - 100 * (more_idle - idle) / (end - start)))
+            percent.append(abs(100 * record["images_per_s"] * (end - start) / 2560 - 100))
+    return machine, max(points[1:]), max(percent[1:])
+
+
+@pytest.mark.parametrize("speed", [2.0, 1.25, 1.05, 1.0, 0.95, 0.83, 0.5])
+def test_data_and_speed_are_those_of_the_device(speed: float) -> None:
+    _, points, percent = measure(STEP_S / speed)
+    assert points <= 3 and percent <= 3
+
+
+def test_the_host_stays_two_steps_ahead() -> None:
+    machine, _, _ = measure(0.001)
+    assert machine.ahead_s <= log_lines.LEAD_STEPS * STEP_S
+    assert machine.idle_s < 0.01, "the bound leaves the device busy"
+
+
+def test_planted_the_hosts_clock_gives_a_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was reported before: the host's wait, however busy the device is meanwhile."""
+    monkeypatch.setattr(log_lines, "LEAD_STEPS", 1000)
+    monkeypatch.setattr(log_lines, "min", lambda host_waited_s, _: host_waited_s, raising=False)
+    assert measure(STEP_S / 1.05)[1] > 20 and measure(STEP_S / 0.83)[1] > 20
