@@ -52,7 +52,7 @@ measure() {
 
 cl_train=("$PYTHON" -m cl_train)
 if [ "$dry_run" = true ]; then
-    device=cpu size=32 batch=4 half=auto others="fp32 bf16" compile=false cores=1 per_class=4
+    device=cpu size=32 batch=4 half=auto others=bf16 compile=false cores=1 per_class=4
     resnet50=tests.networks:small small=tests.networks:small zoo=squeezenet1_1
     steps=(max_steps=14 log_every=2 warmup_steps=4) seconds=1 compiled=() pytest=(--collect-only)
 else

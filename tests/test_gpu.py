@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from cl_train.config.schema import FUSED_OPTIMIZERS, AugmentConfig, Config, DataConfig
+from cl_train.config.schema import FUSED_OPTIMIZERS, Config
 from cl_train.config.validation import load
 from cl_train.data import device as transfer
-from cl_train.data.build import build_data
 from cl_train.data.collate import channels_last_collate
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch
 from cl_train.memory_format.layout import classify
@@ -295,15 +294,3 @@ def test_a_run_on_jpegs(train: Callable[..., Run], words: str, steps: int, toler
     plain, changed = train(*shared), train(*shared, *words.split())
     assert changed.losses[:steps] == pytest.approx(plain.losses[:steps], rel=tolerance)
     assert changed.summary["val"]["images"] == 21 and changed.exit_code == 0
-
-
-def test_data_of_the_sample_reaches_the_device(image_folder: Path) -> None:
-    cfg = DataConfig(name="folder", root=str(image_folder), image_size=32, workers=0)
-    data = build_data(cfg, AugmentConfig(), batch_size=16, seed=0, dist=SINGLE)
-    try:
-        form = DeviceFormat(SINGLE.device, torch.float16, torch.channels_last)
-        batches = list(data.train(0, form))
-        assert {tuple(batch.images.stride()) for batch in batches} == {(3072, 1, 96, 3)}
-        assert all(batch.images.is_cuda and batch.images.dtype == torch.float16 for batch in batches)
-    finally:
-        data.close()
