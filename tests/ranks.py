@@ -10,6 +10,7 @@ from typing import Any
 from tests.faults.forkserver import ForkServer, Run
 from tests.processes import LIMIT_S
 
+RUN_SCRIPT = "tests.faults.forkserver:run_script"
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
     *("data=folder", "data.image_size=32", "data.workers=0", "device=cpu", "precision=fp32", "log_every=1"),

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
+from tests.ranks import ENVIRONMENT, ROOT, RUN_SCRIPT, TINY, fork_two_ranks, losses
 
 pytestmark = pytest.mark.slow
 SETTINGS = (*TINY, "batch_size=16", "global_batch_size=32", "evaluate_every=-1", "rank_timeout_s=300")
@@ -73,7 +73,7 @@ def test_killed_nodes_without_a_shared_folder_resume_exactly(
     assert len(losses(killed.run)) == 9
     (killed.gate / "open").touch()
     script = [str(ROOT / "train.py"), [*SETTINGS, *words, f"hydra.run.dir={undisturbed}"]]
-    fork_two_ranks(fork_server, tmp_path, "forkserver:run_script", *script, GATE=str(killed.gate), LOCAL_WORLD_SIZE="1")
+    fork_two_ranks(fork_server, tmp_path, RUN_SCRIPT, *script, GATE=str(killed.gate), LOCAL_WORLD_SIZE="1")
     resumed = Nodes(tmp_path / "killed", *words, "resume=auto")
     assert resumed.wait() == [0, 0], resumed.log()
     assert "resumed from" in resumed.log()

@@ -17,7 +17,7 @@ import pytest
 from cl_train.comparison.sweep_plan import problem_of, read_sweep
 from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
+from tests.ranks import ENVIRONMENT, ROOT, RUN_SCRIPT, TINY, fork_two_ranks, losses
 
 pytestmark = [
     pytest.mark.slow,
@@ -147,7 +147,7 @@ def test_a_requeued_job_resumes_exactly(
     (gate / "open").touch()
     # One rank per node: as many threads as there, and so the same sums.
     script = [str(ROOT / "train.py"), [*INTERRUPTED, f"data.root={image_folder}", f"hydra.run.dir={undisturbed}"]]
-    fork_two_ranks(fork_server, tmp_path, "forkserver:run_script", *script, GATE=str(gate), LOCAL_WORLD_SIZE="1")
+    fork_two_ranks(fork_server, tmp_path, RUN_SCRIPT, *script, GATE=str(gate), LOCAL_WORLD_SIZE="1")
     wait_until(lambda: is_completed(folder))
     assert "resumed from" in (folder / "log").read_text()
     assert losses(folder / "run") == losses(undisturbed)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 import re
 import tempfile
 import time
@@ -10,44 +9,37 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import tiny
-from forkserver import ForkServer, Run
+import pytest
 
 from cl_train.system.checkpoints import CheckpointStore
+from tests.conftest import write_images
+from tests.faults import tiny
+from tests.faults.forkserver import ForkServer, Run
 from tests.processes import free_ports, wait_until
 
 
 @dataclass
 class Outcome:
-    """The tries of one row. As a context manager it measures the time. The row passes if nothing was `lost`."""
+    """The tries of one row. The row passes if nothing was `lost`."""
 
-    seed: int = 1
     tried: int = 0
     lost: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-
-    def __enter__(self) -> "Outcome":
-        self._started = time.monotonic()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds = time.monotonic() - self._started
+    random: Random = field(default_factory=partial(Random, 1))
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """One more try, which is lost by the first assertion in the block that fails."""
+        """One more try, which is lost by the first assertion in the block that fails, or by an exception."""
         self.tried += 1
         try:
             yield
-        except AssertionError as error:
-            self.lost.append(str(error))
+        except (Exception, pytest.fail.Exception) as error:
+            self.lost.append(f"{type(error).__name__}: {error}")
 
     def numbers_until(self, count: int) -> Iterator[int]:
         """Of rounds, until `count` more were tries: some runs end before their fault."""
@@ -55,19 +47,6 @@ class Outcome:
         for number in range(10 * count + 10):
             if self.tried < tried + count:
                 yield number
-
-    def slowest(self, what: str, seconds: float) -> None:
-        """Keep the largest of all times given for `what`."""
-        key = f"slowest {what}, ms"
-        self.counts[key] = max(self.counts[key], int(1000 * seconds))
-
-    @property
-    def survived(self) -> int:
-        return self.tried - len(self.lost)
-
-    @property
-    def passes(self) -> bool:
-        return self.tried > 0 and not self.lost
 
 
 @dataclass
@@ -79,7 +58,8 @@ class Bench:
     patience: float = 1.0  # factor of the times within which a program must end: more than 1 on a busy machine
 
     def __post_init__(self) -> None:
-        self.images = tiny.write_images(self.folder / "images")
+        self.images = self.folder / "images"
+        write_images(self.images, {"train": 17, "val": 5})  # 51 and 15: neither divides by the batch of 8
         self._numbers, self._references = itertools.count(), dict[str, Path]()
         self.seconds = 0.0  # that the last undisturbed run took
 
@@ -93,7 +73,7 @@ class Bench:
     ) -> Run:
         """train.py after the function `hook` of plants.py, whose parameters are `plant`."""
         planted = {f"PLANT_{name}": str(value) for name, value in (plant or {}).items()}
-        words, hook = tiny.words(self.images, run, **settings), hook and f"plants:{hook}"
+        words, hook = tiny.words(self.images, run, **settings), hook and f"tests.faults.plants:{hook}"
         return self.server.start(words, self.new_log(), (environment or {}) | planted, hook)
 
     def start_ranks(self, run: Path, world: int, *planted: Any, **settings: Any) -> list[Run]:
@@ -135,9 +115,6 @@ class Bench:
         ours, theirs = tiny.records(run), tiny.records(reference)
         unexpected = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
         assert ours == theirs, f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {unexpected}"
-
-    def limit_s(self, seconds: float) -> float:
-        return self.patience * seconds
 
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 
 import cl_train.data.transforms
@@ -23,6 +22,7 @@ import cl_train.system.files
 import cl_train.training.build
 import cl_train.training.setup
 import cl_train.training.state
+from tests.faults import tiny
 from tests.processes import is_signal_received, wait_until
 
 

@@ -1,4 +1,4 @@
-"""A run small enough to be killed a hundred times: models, images, and the command line of train.py."""
+"""A run small enough to be killed a hundred times: its command line, models that fail, and what it leaves."""
 
 import json
 import os
@@ -8,37 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from cl_train.system.checkpoints import CheckpointStore, load
+from tests.networks import dropout
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CLASSES = ("ant", "bee", "cat")
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 STEPS = STEPS_PER_EPOCH * EPOCHS
 # What a record says about time (and how many images were timed); everything else must be equal.
 CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wait_pct", "warmup", "peak_memory_gib"}
-
-
-def model(num_classes: int) -> nn.Module:
-    """Convolutions, BatchNorm (buffers), dropout (random numbers): all that a checkpoint must carry."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
-        *(nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=2), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(16, num_classes)),
-    )
-
-
-def plain_model(num_classes: int) -> nn.Module:
-    """No BatchNorm and no dropout: what it learns does not depend on how a global batch is shared out."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, num_classes)),
-    )
 
 
 class Failing(nn.Module):
@@ -46,7 +26,7 @@ class Failing(nn.Module):
 
     def __init__(self, num_classes: int, how: str) -> None:
         super().__init__()
-        self.body, self.how = model(num_classes), how
+        self.body, self.how = dropout(num_classes), how
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if os.path.exists(os.environ.get("PLANT_BROKEN", "")):
@@ -66,7 +46,7 @@ class Slow(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.body = model(num_classes)
+        self.body = dropout(num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         time.sleep(int(os.environ.get("PLANT_MS" if self.training else "PLANT_EVAL_MS", 0)) / 1000)
@@ -77,33 +57,18 @@ class Slow(nn.Module):
         return self.body(images)
 
 
-slow_model = Slow
-raising_model = partial(Failing, how="raise")
-killed_model = partial(Failing, how="kill")
-out_of_memory_model = partial(Failing, how="memory")
-
-
-def write_images(root: Path, per_class: int = 17, val_per_class: int = 5) -> Path:
-    """`root/train` and `root/val`, 51 and 15 images: neither divides by the batch of 8."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", per_class), ("val", val_per_class)):
-        for label, name in enumerate(CLASSES):
-            folder = root / split / name
-            folder.mkdir(parents=True, exist_ok=True)
-            for number in range(count):
-                pixels = random.integers(0, 255, (40, 48, 3), dtype=np.uint8)
-                pixels[:, :, label] //= 4
-                Image.fromarray(pixels).save(folder / f"{number:03d}.JPEG")
-    return root
+raising = partial(Failing, how="raise")
+killed = partial(Failing, how="kill")
+out_of_memory = partial(Failing, how="memory")
 
 
 def words(images: Path, run: Path, **settings: Any) -> list[str]:
     """The command line of a tiny run; `settings` with `__` for the dot of a key."""
     values: dict[str, Any] = {
-        "model": "tiny:model", "data": "folder", "data.root": f"'{images}'", "data.image_size": 32, "data.workers": 0,
-        "batch_size": 8, "epochs": EPOCHS, "precision": "fp32", "device": "cpu", "ema_decay": 0.9, "log_every": 2,
-        "warmup_steps": 2, "optim.lr": 0.5, "checkpoint.every_steps": 1, "checkpoint.keep": 3, "resume": "auto",
-        "hydra.run.dir": f"'{run}'",
+        "model": "tests.networks:dropout", "data": "folder", "data.root": f"'{images}'", "data.image_size": 32,
+        "data.workers": 0, "batch_size": 8, "epochs": EPOCHS, "precision": "fp32", "device": "cpu", "ema_decay": 0.9,
+        "log_every": 2, "warmup_steps": 2, "optim.lr": 0.5, "checkpoint.every_steps": 1, "checkpoint.keep": 3,
+        "resume": "auto", "hydra.run.dir": f"'{run}'",
     }  # fmt: skip
     values |= {key.replace("__", "."): value for key, value in settings.items()}
     return [f"{key}={value}" for key, value in values.items() if value is not None]
@@ -151,10 +116,7 @@ def is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def check_loadable(run: Path, checkpoints: str = "checkpoints") -> None:
+def check_loadable(run: Path) -> None:
     """Only whole checkpoints may have their names."""
-    for path in sorted((run / checkpoints).glob("*.pt")):
-        try:
-            load(path)
-        except RuntimeError as error:
-            raise AssertionError(str(error)) from None
+    for path in (run / "checkpoints").glob("*.pt"):
+        load(path)

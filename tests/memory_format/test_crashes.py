@@ -179,7 +179,7 @@ def test_commands_survive_a_model_that_aborts_in_channels_last(
     if words[0] == "train":
         words = [*words, f"hydra.run.dir={tmp_path}"]
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONWARNINGS": "ignore"}
-    done = fork_server.call("forkserver:run_command", [words], tmp_path / "log", environment)
+    done = fork_server.call("tests.faults.forkserver:run_command", [words], tmp_path / "log", environment)
     assert done.wait() == code, done.output()
     assert message in done.output() and "Traceback" not in done.output()
     if words[0] == "train":

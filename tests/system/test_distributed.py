@@ -26,7 +26,7 @@ from tests.conftest import Run, write_images
 from tests.faults.forkserver import ForkServer
 from tests.networks import without_batchnorm
 from tests.processes import LIMIT_S
-from tests.ranks import ROOT, TINY, fork_two_ranks, launch
+from tests.ranks import ROOT, RUN_SCRIPT, TINY, fork_two_ranks, launch
 
 CPU = torch.device("cpu")
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -199,7 +199,7 @@ def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_s
     two = launch(2, "train.py", *TINY, *words)
     assert two.returncode == 0, two.stdout + two.stderr
     words = [*TINY, f"hydra.run.dir={tmp_path}/accumulated", "batch_size=8", "global_batch_size=32", *shared]
-    fork_two_ranks(fork_server, tmp_path, "forkserver:run_script", str(ROOT / "train.py"), words)
+    fork_two_ranks(fork_server, tmp_path, RUN_SCRIPT, str(ROOT / "train.py"), words)
     expected, *others = (Run(tmp_path / name, 0).checkpoint()["model"] for name in ("one", "two", "accumulated"))
     for weights in others:
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
