@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from cl_train.config.command_line import GROUPS, CommandLine, Composed, compose, group_choices, words_of
-from cl_train.config.schema import LAYOUT_NAMES, ConfigError
-from cl_train.config.validation import train_help
+from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
+from cl_train.config.validation import command_help
 from cl_train.system.files import safe_name
 from cl_train.system.processes import adopt_srun, read_launch
 
@@ -37,12 +37,14 @@ USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkou
 def main(words: list[str]) -> int:
     """Check the command line as a whole, then start the run or the sweep. Returns the exit code."""
     if {"-h", "--help"} & set(words):
-        print(train_help(USAGE, __doc__ or "", {group: group_choices(group) for group in GROUPS}))
+        choices = [f"{group}={'|'.join(group_choices(group))}" for group in GROUPS]
+        print(command_help(USAGE, __doc__ or "", {"settings": Config}, choices))
         return 0
     line = CommandLine.parse(words)
     runs = _compose(line)
     if line.printed:
-        print(runs[0].text(line.printed), end="")
+        raw = runs[0].raw
+        print(OmegaConf.to_yaml(OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])), end="")
         return 0
     if line.multirun:
         from cl_train.comparison.sweep import run_sweep

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
-from cl_train.config.validation import flatten, load, parse_yaml, setting_fields, show, suggest, to_mapping
+from cl_train.config.validation import flatten, load, parse_yaml, setting_fields, show, suggest
 
 GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
 MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "only_group", "compare_by")  # and those of `launcher`
@@ -53,7 +53,7 @@ class CommandLine:
 
     words: tuple[str, ...]  # key=value
     multirun: bool = False
-    printed: str | None = None  # --cfg: print these settings, do not run
+    printed: bool = False  # --cfg job: print the settings, do not run
     config_dir: Path | None = None  # holds more files of the groups
 
     @classmethod
@@ -61,7 +61,7 @@ class CommandLine:
         """Raises ConfigError: an option that this program does not have."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-m", "--multirun", action="store_true")
-        parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+        parser.add_argument("-c", "--cfg", choices=("job",))
         parser.add_argument("--config-dir", type=lambda text: Path(text or os.devnull).expanduser().absolute())
         try:
             options, settings = parser.parse_known_args(words)
@@ -75,7 +75,7 @@ class CommandLine:
             raise ConfigError("-m cannot be combined with --cfg")
         if options.config_dir and not options.config_dir.is_dir():
             raise ConfigError(f"--config-dir {options.config_dir}: no such folder; it holds experiment/NAME.yaml, ...")
-        return cls(tuple(settings), options.multirun, options.cfg, options.config_dir)
+        return cls(tuple(settings), options.multirun, options.cfg is not None, options.config_dir)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -99,11 +99,6 @@ class Composed:
         except OmegaConfBaseException as error:
             name = OmegaConf.to_container(self.raw.hydra)[kind]["dir"]  # type: ignore[index, call-overload]
             raise ConfigError(f"hydra.{kind}.dir={name}: {str(error).splitlines()[0]}") from None
-
-    def text(self, part: str) -> str:
-        """What `--cfg` prints: the settings as YAML."""
-        keys = [str(key) for key in self.raw if part == "all" or (key == "hydra") == (part == "hydra")]
-        return OmegaConf.to_yaml(OmegaConf.masked_copy(self.raw, keys))
 
 
 def check_command_line(words: Sequence[str]) -> list[Config]:
@@ -324,7 +319,7 @@ def _compose_files(words: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     defaults = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
     given = loader._compose_config_from_defaults_list(defaults.defaults, files)
     # Plain values, because Hydra would stop at the first wrong type of a typed node, and `load` reports all.
-    raw = OmegaConf.unsafe_merge(to_mapping(Config()), given)
+    raw = OmegaConf.unsafe_merge(asdict(Config()), given)
     assert isinstance(raw, DictConfig)
     OmegaConf.set_struct(raw, True)
     loader._apply_overrides_to_config(defaults.config_overrides, raw)

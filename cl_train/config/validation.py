@@ -229,15 +229,6 @@ def _value_of(text: str) -> Any:
         return text
 
 
-def to_mapping(cfg: object) -> dict[str, Any]:
-    """The settings as nested plain values, as `config.yaml` has them."""
-    return dataclasses.asdict(cfg)  # type: ignore[call-overload]  # any dataclass instance
-
-
-def to_yaml(cfg: object) -> str:
-    return yaml.safe_dump(to_mapping(cfg), sort_keys=False)
-
-
 def user_function(setting: str, name: str) -> Callable[..., Any]:
     """The function `package.module:function`, also of a module in the working folder. Raises ConfigError."""
     module_name, _, function_name = name.partition(":")
@@ -266,42 +257,30 @@ def optional_module(module: str, setting: str) -> types.ModuleType:
         raise ConfigError(f"{setting}: {package} is not installed; pip install {package}") from None
 
 
-def command_help(usage: str, doc: str, settings: Mapping[str, type]) -> str:
+def command_help(usage: str, doc: str, settings: Mapping[str, type], choices: Sequence[str] = ()) -> str:
     """The help page of a command.
 
     Args:
         doc: the docstring of its module: a summary, a blank line, then examples and notes.
-        settings: dataclasses of settings by the title of their section.
+        settings: dataclasses of settings by the title of their section; dataclasses in them have their own sections.
+        choices: the groups of settings, one line each.
     """
-    return _page(usage, doc, {title: setting_fields(schema).values() for title, schema in settings.items()})
-
-
-def train_help(usage: str, doc: str, groups: Mapping[str, list[str]]) -> str:
-    """The help page of train.py: the choices of the groups, then the settings by group."""
-    choices = [f"\n  {group}={'|'.join(names)}" for group, names in groups.items()]
-    sections: dict[str, list[Setting]] = {f"groups of settings (conf/<group>/<choice>.yaml){''.join(choices)}": []}
-    for setting in setting_fields(Config).values():
-        group = setting.key.rpartition(".")[0]
-        title = f"{group}: {Config.__annotations__[group].__doc__}" if group else "settings"
-        if setting.key not in CHOSEN_BY_GROUP:
-            sections.setdefault(title, []).append(setting)
-    return _page(usage, doc, sections)
-
-
-def _page(usage: str, doc: str, sections: Mapping[str, Iterable[Setting]]) -> str:
-    summary, _, examples = doc.strip().partition("\n\n")
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
-    indent = " " * 34  # of the meanings
-    texts = []
-    for title, settings in sections.items():
-        rows = [title]
-        for item in settings:
+    indent = "\n" + " " * 34  # of the meanings
+    sections = {"groups of settings (conf/<group>/<choice>.yaml)": [f"  {line}" for line in choices]} if choices else {}
+    for title, schema in settings.items():
+        for key, item in setting_fields(schema).items():
+            group = key.rpartition(".")[0]
+            section = f"{group}: {schema.__annotations__[group].__doc__}" if group in schema.__annotations__ else title
             required = ", required" if item.metadata["required"] else ""
             default = "..." if required else "" if item.default == [] else show(item.default)
-            name = f"  {item.key}={default}"
-            first = name.ljust(len(indent)) if len(name) < len(indent) else f"{name}\n{indent}"
+            name = f"  {key}={default}"
+            first = f"{name:34}" if len(name) < 34 else name + indent
             meaning = f"{item.metadata['help']} [{kind_of(item)}{required}]"
-            rows.append(first + f"\n{indent}".join(textwrap.wrap(meaning, width - 34, break_on_hyphens=False)))
-        texts.append("\n".join(rows))
+            if key not in CHOSEN_BY_GROUP:
+                lines = textwrap.wrap(meaning, width - 34, break_on_hyphens=False)
+                sections.setdefault(section, []).append(first + indent.join(lines))
+    summary, _, examples = doc.strip().partition("\n\n")
+    texts = ["\n".join([title, *rows]) for title, rows in sections.items()]
     summary = textwrap.fill(" ".join(summary.split()), width)
     return "\n\n".join([f"usage: {usage}", summary, *texts, f"examples:\n{examples.rstrip()}"])

@@ -5,7 +5,6 @@ renamed: a `.pt` file is always whole. `torch.load` verifies no checksum, so eve
 """
 
 import argparse
-import errno
 import logging
 import os
 import pickle
@@ -16,6 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +31,6 @@ FORMAT_VERSION = 1
 MAX_MINUTES_WITHOUT_CHECKPOINT = 30.0
 
 _STEP_FILE = re.compile(r"step-(\d+)\.pt")
-_ZIP_BEGIN = b"PK\x03\x04"
 _DOS_FOLDER = 0x10  # torch returns uninitialised memory for a member with this attribute
 _MAX_VALUES = 1_000_000  # containers, tensors and plain values
 _MAX_GROWTH = 8  # bytes of all tensors per byte of the file: weights may be shared between a few names
@@ -44,15 +43,14 @@ class CheckpointError(RuntimeError):
 def read_torch_file(path: Path) -> Any:
     """Load a file of `torch.save` to the CPU. No code in it runs, and its size bounds the memory used.
 
-    Raises CheckpointError, with a message of one line: the file is missing, damaged, compressed or a program
-    (TorchScript); it needs more than tensors and plain types; it has tensors that are larger than the file, or that are
-    sparse, quantised or on the meta device.
+    Raises CheckpointError, in one line: the file is missing, damaged, compressed or a program (TorchScript), or has
+    more than dense tensors and plain types.
     """
     try:
         if path.exists() and not path.is_file():  # opening a FIFO would block
             raise ValueError("not a regular file")
         with path.open("rb") as file, warnings.catch_warnings():
-            if file.read(len(_ZIP_BEGIN)) == _ZIP_BEGIN:
+            if file.read(4) == b"PK\x03\x04":
                 _check_archive(file)
             file.seek(0)
             warnings.simplefilter("ignore")  # deprecated formats are either read or refused without a warning
@@ -128,13 +126,9 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 def _sync_folder(folder: Path) -> None:
     """Make a rename durable. Some network file systems cannot sync a folder, which is not an error."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with suppress(OSError):
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def snapshot(tree: Any, where: str = "state") -> Any:
@@ -159,7 +153,6 @@ class CheckpointStore:
 
     def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
         self.folder, self.keep, self.background = Path(folder), keep, background
-        self.last_saved: Path | None = None
         self._unwritten: dict[int, dict[str, Any]] = {}  # states on the host, by step; at most the best and the last
         self._best: int | None = None  # the unwritten step that will be `best.pt`
         self._failing_since: float | None = None  # time of the first failed write in a row
@@ -171,25 +164,22 @@ class CheckpointStore:
         self.wait()
         if best:
             self._best = step
-        older_best = {known: kept for known, kept in self._unwritten.items() if known == self._best and known < step}
+        older_best = {known: kept for known, kept in self._unwritten.items() if known == self._best}
         self._unwritten = {**older_best, step: snapshot(state)}
         self._writing = self._executor.submit(self._write)
         if not self.background:
             self.wait()
 
-    def mark_best(self, step: int) -> bool:
-        """Make `best.pt` the checkpoint of `step`; false if that step was not saved."""
+    def mark_best(self, step: int) -> None:
+        """Make `best.pt` the checkpoint of `step`, the last that was saved."""
         self.wait()
         if step in self._unwritten:
             self._unwritten, self._best = {step: self._unwritten[step]}, step
-            return True
+            return
         try:
             self._link_best(step)
-        except FileNotFoundError:
-            return False
         except OSError as error:
             log.warning("%s was not written: %s", self.folder / "best.pt", error)
-        return True
 
     def wait(self) -> None:
         """Wait until the current write has ended. Raises CheckpointError if none has succeeded for too long."""
@@ -205,9 +195,8 @@ class CheckpointStore:
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> CheckpointError:
-        path, last = self._path(max(self._unwritten)), self.last_saved or "none"
-        advice = f"the last good one of this process: {last}; free some space and use resume=auto"
-        return CheckpointError(f"no checkpoint could be written for too long: {path}: {error}; {advice}")
+        what = f"no checkpoint could be written for too long: {self._path(max(self._unwritten))}: {error}"
+        return CheckpointError(f"{what}; free some space and use resume=auto")
 
     def _write(self) -> None:
         """In the thread; what it raises ends the run."""
@@ -222,12 +211,10 @@ class CheckpointStore:
             log.log(level, text, self._path(max(self._unwritten)), error, MAX_MINUTES_WITHOUT_CHECKPOINT)
 
     def _write_all(self) -> None:
-        while self._unwritten:
-            step = min(self._unwritten)
-            if self.last_saved is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                for path in self.folder.glob(".*.pt.tmp-*"):  # of a killed process: a run folder has one writer
-                    path.unlink(missing_ok=True)
+        for step in sorted(self._unwritten):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob(".*.pt.tmp-*"):  # of a killed process: a run folder has one writer
+                path.unlink()
             write(self._path(step), self._unwritten[step])
             if step == self._best:
                 self._link_best(step)
@@ -238,11 +225,10 @@ class CheckpointStore:
                 log.warning("%s is later than the checkpoint just written: renamed to %s", path, target.name)
             for old in sorted(saved)[: -self.keep]:
                 saved[old].unlink(missing_ok=True)
-            self.last_saved = self._path(step)
             del self._unwritten[step]
         if self._failing_since is not None:
             self._failing_since = None
-            log.warning("checkpoints are written again: %s", self.last_saved)
+            log.warning("checkpoints are written again")
 
     def _link_best(self, step: int) -> None:
         """Make `best.pt` the same file as that of `step`, atomically; a copy if the file system has no hard links."""
@@ -267,7 +253,8 @@ class CheckpointStore:
         None if there is no checkpoint. Raises CheckpointError if none of several is whole.
         """
         skipped: list[str] = []
-        for path in [*(path for _, path in sorted(self._steps().items(), reverse=True)), *self.folder.glob("best.pt")]:
+        newest_first = [path for _, path in sorted(self._steps().items(), reverse=True)]
+        for path in [*newest_first, *self.folder.glob("best.pt")]:
             try:
                 return path, load(path), skipped
             except CheckpointError as error:

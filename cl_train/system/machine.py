@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,7 @@ import torch
 import torchvision
 from torch.profiler import ProfilerActivity, profile
 
-from cl_train.config.validation import to_mapping
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
-_CGROUP = Path("/sys/fs/cgroup")
 # Parts of messages, in lower case, of errors that have no type of their own.
 _OUT_OF_MEMORY = (
     "out of memory",  # CUDA's runtime and driver, also when a CUDA graph is instantiated; NCCL
@@ -48,7 +47,7 @@ def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, A
     return {
         "schema_version": 1,
         "command": shlex.join(sys.argv),
-        "settings": to_mapping(settings),
+        "settings": asdict(settings),
         "device_name": device_name(device),
         "environment": describe_environment(device),
         **results,
@@ -63,11 +62,10 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    try:
-        names = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("model name", 1)[1:]
-    except OSError:
-        names = []
-    return names[0].partition("\n")[0].lstrip("\t :") if names else platform.processor() or platform.machine()
+    with suppress(OSError, IndexError):  # processors other than x86 have no "model name"
+        names = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("model name", 1)
+        return names[1].partition("\n")[0].lstrip("\t :")
+    return platform.processor() or platform.machine()
 
 
 def git_state() -> dict[str, str | bool | None]:
@@ -89,18 +87,14 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    try:
-        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no limit ("max"), or another layout of the control groups
-        return free
-    cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return max(0, min(free, limit - used + cache))
+    free: int | None = None
+    with suppress(OSError, ValueError, IndexError):  # not Linux; no limit ("max"), or other control groups
+        free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0])
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+        free = max(0, min(free, limit - used + cache))
+    return free
 
 
 def peak_memory_of_step_gib(

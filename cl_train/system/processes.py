@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn, TypeVar
@@ -47,17 +48,13 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     if (rank, world_size) == (None, None) or ((rank, world_size) == ("0", "1") and "MASTER_ADDR" not in environment):
         return None
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    wrong = [name for name in numbers if not environment.get(name, "").isdecimal()]
-    wrong += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR"]
-    if not wrong:
+    if all(environment.get(name, "").isdecimal() for name in numbers) and environment.get("MASTER_ADDR"):
         launch = Launch(*(int(environment[name]) for name in numbers[:3]))
         if launch.local_rank <= launch.rank < launch.world_size:
             return launch
-    found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in wrong or numbers[:3])
-    raise ConfigError(
-        f"the environment has {found}: start with torchrun or srun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train "
-        "in one process"
-    )
+    found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in (*numbers, "MASTER_ADDR"))
+    advice = "start with torchrun or srun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
+    raise ConfigError(f"the environment has {found}: {advice}")
 
 
 def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
@@ -176,7 +173,7 @@ def _start_worker() -> None:
 
 
 class MachineLoad:
-    """Measures, from construction on, the load on this process's cores, except its own and its descendants' work."""
+    """The load on this process's cores, from construction on, except its own and its descendants' work."""
 
     def __init__(self) -> None:
         self._cores = {f"cpu{core}" for core in _usable_cores()}
@@ -206,12 +203,10 @@ def own_cpu_s() -> float:
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError):  # it has just ended
             fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-        ticks[int(entry.parent.name)] = sum(map(int, fields[11:15]))  # own and waited children's utime and stime
+            children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+            ticks[int(entry.parent.name)] = sum(map(int, fields[11:15]))  # own and waited children's utime and stime
     total, pending = 0, [os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()]
     while pending:
         pid = pending.pop()

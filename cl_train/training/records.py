@@ -13,17 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 import torch
+import yaml
 from tqdm import tqdm
 
 from cl_train.config.schema import Config
-from cl_train.config.validation import flatten, to_mapping, to_yaml
+from cl_train.config.validation import flatten
 from cl_train.data.loader import BadImageError
 from cl_train.data.workers import WorkerError
 from cl_train.step.cuda_graph import RecordingError
@@ -60,10 +61,10 @@ class Records:
         before = [record for record in read_records(folder) if 0 < record["step"] <= step]
         self._earlier = [r for r in before if r["step"] < step or is_evaluated or r["kind"] == "train"]
         write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in self._earlier))
-        write_text(folder / "config.yaml", to_yaml(cfg))
+        write_text(folder / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False))
         group = folder.parent.name if (folder.parent / "sweep.json").is_file() else None
         start = {"kind": "start", "step": step, "folder": str(folder), "group": group}
-        trackers.send({**start, "config": dict(flatten(to_mapping(cfg)))})
+        trackers.send({**start, "config": dict(flatten(asdict(cfg)))})
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append a training window, or the evaluation of this step."""

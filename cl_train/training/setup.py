@@ -9,7 +9,7 @@ import os
 import random
 import socket
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import flatten, to_mapping, user_function
+from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.data.transforms import image_augment
@@ -138,7 +138,7 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
     """Raises ConfigError: the ranks differ. With different layouts DDP's broadcast, which copies bytes in storage
     order, has already permuted the weights (NVIDIA/physicsnemo#1614)."""
-    facts = dict(flatten(to_mapping(cfg))) | {"data": data.fingerprint, "layout": layout_digest(state.model)}
+    facts = dict(flatten(asdict(cfg))) | {"data": data.fingerprint, "layout": layout_digest(state.model)}
     facts |= {"step": progress.step, "epoch": progress.epoch}
     for of_machine in ("root", "workers", "prefetch", "dataset"):
         facts.pop(f"data.{of_machine}", None)
@@ -178,7 +178,7 @@ def checkpoint_metadata(cfg: Config, facts: dict[str, Any], data: Data) -> dict[
         **Preprocessing.of(cfg.data).to_dict(),
         "data_fingerprint": data.fingerprint,
         "versions": {name: facts["environment"][name] for name in ("torch", "torchvision", "python")},
-        "config": to_mapping(cfg),
+        "config": asdict(cfg),
     }
 
 

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cl_train.comparison.pairs import compare_pair, compare_runs, read_run
 from cl_train.comparison.report import compare_folders
 from cl_train.config.command_line import check_command_line, group_choices
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import flatten, to_mapping, to_yaml
+from cl_train.config.validation import flatten
 from tests.comparison.run_folders import Folder, folder_of, run_of
 
 Change = dict[str, Any] | Callable[[Folder, Folder], object]
@@ -184,7 +185,7 @@ def test_crafted_pair(number: int, tmp_path: Path, tables_only: None, capsys: py
 
 def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
     folder = folder_of(100.0)
-    folder.config = to_yaml(Config())  # the program's own
+    folder.config = yaml.safe_dump(asdict(Config()), sort_keys=False)  # the program's own
     run = read_run(folder.write(tmp_path / "run"))
     assert len(run.images_per_s) == len(run.steps) == 12, "the warm-up window is left out"
     assert min(run.images_per_s) > 99 and run.losses[10] == 3.0 and len(run.losses) == 13
@@ -266,7 +267,7 @@ def test_other_keys_can_be_compared(
 def test_choices_of_a_group_can_be_compared_by_its_name(group: str, tmp_path: Path) -> None:
     """What the files of the group change is accepted."""
     configs = [check_command_line([f"{group}={choice}"])[0] for choice in group_choices(group)]
-    runs = [replace(run_of(tmp_path), settings=dict(flatten(to_mapping(cfg)))) for cfg in configs]
+    runs = [replace(run_of(tmp_path), settings=dict(flatten(asdict(cfg)))) for cfg in configs]
     pairs = compare_runs(runs, by=f"{group}.name")
     assert len(pairs) == len(runs) - 1 > 2 and {pair.verdict for pair in pairs} == {"inconclusive"}
 

@@ -13,7 +13,7 @@ from cl_train.cli import main
 from cl_train.commands import COMMANDS, train
 from cl_train.commands.completion import candidates
 from cl_train.config.schema import Config, ConfigError, setting
-from cl_train.config.validation import command_help, is_setting, setting_fields, settings_from_arguments, train_help
+from cl_train.config.validation import command_help, is_setting, setting_fields, settings_from_arguments
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def test_help_states_name_default_meaning_type_and_range() -> None:
 
 
 def test_help_hides_what_a_group_sets_and_rounds() -> None:
-    text = train_help("", "", {})
+    text = command_help("", "", {"settings": Config})
     assert "  data.name=" not in text and "optim.lr=0.1" in text and "augment.crop_ratio_max=1.333333333\n" in text
 
 

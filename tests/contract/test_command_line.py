@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from cl_train.cli import main
 from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices, split_sweep
 from cl_train.config.schema import OPTIMIZERS, Config, ConfigError, OptimConfig
-from cl_train.config.validation import load, setting_fields, settings_from_arguments, to_mapping
+from cl_train.config.validation import load, setting_fields, settings_from_arguments
 from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
 
@@ -175,7 +176,7 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 def test_a_typo_in_a_file_of_conf_is_found(tmp_path: Path) -> None:
-    values = to_mapping(Config())
+    values = asdict(Config())
     values["optim"]["momentun"] = 0.9
     with pytest.raises(ConfigError, match=r"unknown setting 'optim.momentun'; did you mean optim.momentum"):
         load(values)

@@ -4,13 +4,14 @@ The recorder of these tests runs on the CPU; `test_gpu.py` has the CUDA graph it
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 
 from cl_train.config.schema import FUSED_OPTIMIZERS, ConfigError
-from cl_train.config.validation import load, to_mapping
+from cl_train.config.validation import load
 from cl_train.data.device import Batch
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
@@ -155,4 +156,4 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_recorded_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(settings)
-    assert to_mapping(load({"cuda_graph": True}))["cuda_graph"] == "true", "it may be written as a boolean"
+    assert asdict(load({"cuda_graph": True}))["cuda_graph"] == "true", "it may be written as a boolean"

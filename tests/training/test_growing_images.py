@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from cl_train.comparison.pairs import compare_pair, read_run
 from cl_train.config.schema import Config
-from cl_train.config.validation import load, to_mapping
+from cl_train.config.validation import load
 from tests.conftest import Run
 from tests.faults.forkserver import ForkServer
 
@@ -29,7 +30,7 @@ def train_to_the_end(values: dict[str, Any], folder: str) -> None:
 def forked(server: ForkServer, cfg: Config, folder: Path, kill_at: str) -> int | None:
     """Train in another process, which kills itself at `kill_at`; returns its exit code, negative for a signal."""
     folder.mkdir(exist_ok=True)
-    function, arguments = "tests.training.test_growing_images:train_to_the_end", [to_mapping(cfg), str(folder)]
+    function, arguments = "tests.training.test_growing_images:train_to_the_end", [asdict(cfg), str(folder)]
     return server.call(function, arguments, folder.with_suffix(".log"), {"KILL_AT": kill_at}).wait()
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ import torch
 import yaml
 
 from cl_train.config.schema import Config, ConfigError
-from cl_train.config.validation import load, to_mapping
+from cl_train.config.validation import load
 from cl_train.training.log_lines import LogLines, check_bad_steps
 from cl_train.training.setup import check_runs
 from cl_train.training.state import TrainingFault
@@ -45,7 +46,7 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
     assert [record["step"] for record in done.records("val")] == [3, 6]
     assert done.losses[-1] < done.losses[0]
     saved = yaml.safe_load((done.folder / "config.yaml").read_text())
-    assert to_mapping(load(saved)) == saved
+    assert asdict(load(saved)) == saved
     assert {path.name for path in (done.folder / "checkpoints").glob("*.pt")} >= {"step-00000006.pt", "best.pt"}
     best = max(done.records("val"), key=lambda record: record["top1"])
     assert summary["best"] == {"top1": best["top1"], "epoch": best["epoch"]}
