@@ -27,7 +27,7 @@ from cl_train.comparison.report import compare_folders
 from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, plan_sweep, problem_of, write_end
 from cl_train.config.command_line import check_command_line, quoted
 from cl_train.config.schema import Config, ConfigError
-from cl_train.system.files import LockHeld, lock_file
+from cl_train.system.files import lock_file
 from cl_train.system.processes import STOP_SIGNALS, end_with_parent, read_launch
 
 PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
@@ -73,20 +73,17 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) ->
         raise ConfigError(f"Slurm still has jobs of this sweep ({', '.join(ids)}): wait for them, or scancel them")
     sweep.folder.mkdir(parents=True, exist_ok=True)
     folder, count = shlex.quote(str(sweep.folder)), sum(map(len, groups))
-    try:
-        with lock_file(sweep.folder / ".sweep.lock"):
-            sweep.save()
-            print(f"sweep of {len(sweep.jobs)} jobs, {count} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
-            if sweep.launcher.name == "local":
-                signum = LocalJobs(sweep.folder, groups, slots).run()
-            elif groups:
-                signum = _submit(sweep, [group[0].group for group in groups])
-            if sweep.launcher.name == "slurm" and (signum or not sweep.launcher.wait):
-                print(f"the Slurm jobs continue; cl-train compare {folder} reports what has ended")
-                return 128 + signum if signum else 0
-            compare_folders([sweep.folder])
-    except LockHeld as holder:
-        raise ConfigError(f"another process runs the sweep in {sweep.folder} ({holder}): stop it first") from None
+    with lock_file(sweep.folder / ".sweep.lock"):
+        sweep.save()
+        print(f"sweep of {len(sweep.jobs)} jobs, {count} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
+        if sweep.launcher.name == "local":
+            signum = LocalJobs(sweep.folder, groups, slots).run()
+        elif groups:
+            signum = _submit(sweep, [group[0].group for group in groups])
+        if sweep.launcher.name == "slurm" and (signum or not sweep.launcher.wait):
+            print(f"the Slurm jobs continue; cl-train compare {folder} reports what has ended")
+            return 128 + signum if signum else 0
+        compare_folders([sweep.folder])
     has_missing = bool(sweep.missing_groups())
     if has_missing:
         print(f"python train.py -m resume_sweep={folder} runs what is missing", flush=True)

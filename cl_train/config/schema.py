@@ -32,6 +32,7 @@ OVERWRITE_HELP = "replace an existing file, or write into a folder that holds ot
 # Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if optim=timm.
 CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name", "launcher.name")
 AUTO_BATCH_SIZE = 0  # batch_size=auto, until `resolve_batch_size` has found the number
+_AUTO = {"auto": AUTO_BATCH_SIZE}
 
 
 class ConfigError(ValueError):
@@ -197,9 +198,7 @@ class Config:
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     model: str = setting("resnet18", MODEL_HELP)
     weights: str | None = loss_setting(None, "pretrained weights by name (DEFAULT, IMAGENET1K_V2, ...) or a file")
-    batch_size: int = setting(
-        32, "images per device and micro-step; auto = the fastest that fits", minimum=1, words={"auto": AUTO_BATCH_SIZE}
-    )
+    batch_size: int = setting(32, "images per device and micro-step; auto = the fastest", minimum=1, words=_AUTO)
     epochs: int = loss_setting(5, "passes over the training images", minimum=1)
     max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", minimum=1)
     seed: int = loss_setting(0, "seed of weights, image order, augmentation, dropout", minimum=0, maximum=2**32 - 1)
@@ -208,17 +207,13 @@ class Config:
 
     compile_mode: str = setting("default", "mode of torch.compile", choices=COMPILE_MODES)
     cuda_graph: str = setting("false", "one CUDA graph per step; auto = where it is possible", choices=BOOL_OR_AUTO)
-    conversion: str = setting(
-        "full", "what is converted: all, convolutions, `select`, or all others", choices=CONVERSIONS
-    )
+    conversion: str = setting("full", "converts all, convolutions, `select`, all but `select`", choices=CONVERSIONS)
     select: list[str] = setting([], "conversion=select, mixed: names of modules (shell patterns)")
     accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
     global_batch_size: int | None = setting(None, "images of a step of all processes; sets accumulate_steps", minimum=1)
     freeze: list[str] = setting([], "parts that are not trained, such as layer1*; backbone = all but the classifier")
     loss: str = loss_setting("cross_entropy", "cross_entropy, bce or your package.module:function(logits, targets)")
-    bce_threshold: float | None = loss_setting(
-        None, "loss=bce: targets above it become 1, others 0; null = mixed and smoothed targets", minimum=0, maximum=1
-    )
+    bce_threshold: float | None = loss_setting(None, "loss=bce: targets above it are 1, others 0", minimum=0, maximum=1)
     label_smoothing: float = setting(0.0, "label smoothing of the loss", minimum=0, maximum=0.999)
     drop_path: float | None = setting(None, "stochastic depth; null = the model's default", minimum=0, maximum=0.999)
     ema_decay: float = setting(0.0, "decay of the moving average of the weights; 0 = off", minimum=0, maximum=1)

@@ -76,11 +76,10 @@ def _check_kernels(device: torch.device) -> None:
     built = [(match[1], (int(match[2]), int(match[3]))) for match in matches]
     runs = any(version <= capability and (kind == "compute" or version[0] == capability[0]) for kind, version in built)
     if built and not runs:  # without `built`, torch is not for NVIDIA's GPUs and knows what it supports
-        is_later = capability > max(version for _, version in built)
-        remedy = "a newer torch" if is_later else "torch's build for CUDA 12.6, which still supports Volta"
         raise ConfigError(
             f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and torch "
-            f"{torch.__version__} has kernels for {', '.join(names)} only: install {remedy}, or use device=cpu"
+            f"{torch.__version__} has kernels for {', '.join(names)} only: install a newer torch, for a GPU older than "
+            "these its build for CUDA 12.6, or use device=cpu"
         )
 
 
@@ -134,7 +133,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
 
 def _store_prefix(name: str) -> str:
-    """Keys that no previous attempt or run has used; after a node has joined torchrun counts no restart, but ranks."""
+    """Keys that no earlier attempt or run has used; after a node has joined torchrun counts no restart, but ranks."""
     return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ['WORLD_SIZE']}-{_groups}"
 
 

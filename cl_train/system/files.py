@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import sys
 import tempfile
@@ -132,6 +133,8 @@ def _created(
         except OSError as error:
             raise ConfigError(f"{setting} cannot be written: {error.strerror or error}; choose another place") from None
         yield
+    except LockHeld:  # the folders are another run's
+        raise
     except after:
         for folder in missing:
             with suppress(OSError):  # somebody else has put a file there
@@ -153,32 +156,25 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
     elsewhere, lock, checkpoints = "choose another hydra.run.dir=FOLDER", folder / ".lock", folder / "checkpoints"
     removable = (lock.name, checkpoints.name, "train.log")
-    try:
-        with _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError), ExitStack() as stack:
-            try:
-                stack.enter_context(lock_file(lock))
-                checkpoints.mkdir(exist_ok=True)
-                tempfile.TemporaryFile(dir=checkpoints).close()
-            except OSError as error:
-                raise ConfigError(f"{error.filename or folder}: {error.strerror}; {elsewhere}") from None
-            _check_records(folder, resume, overwrite, elsewhere)
-            yield
-    except LockHeld as holder:
-        raise ConfigError(f"another run writes to {folder} ({holder}): stop it, or {elsewhere}") from None
-
-
-def _check_records(folder: Path, resume: str | None, overwrite: bool, elsewhere: str) -> None:
-    results, logs = ([path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS))
-    for path in results + logs:
-        if path.exists() and not path.is_file():  # a FIFO would block the run, a folder would fail it at its end
-            raise ConfigError(f"{path} is not a regular file: move it away, or {elsewhere}")
-        if overwrite:
-            path.unlink()
-    if not (overwrite or continues(resume, folder)) and any(path.stat().st_size for path in results):
-        raise ConfigError(
-            f"{folder} holds the results of an earlier run, or files of the same names: continue it with "
-            f"resume=auto, {elsewhere}, or delete them with overwrite=true"
-        )
+    with _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError), ExitStack() as stack:
+        try:
+            stack.enter_context(lock_file(lock))
+            checkpoints.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=checkpoints).close()
+        except OSError as error:
+            raise ConfigError(f"{error.filename or folder}: {error.strerror}; {elsewhere}") from None
+        results, logs = ([path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS))
+        for path in results + logs:
+            if path.exists() and not path.is_file():  # a FIFO would block the run, a folder would fail it at its end
+                raise ConfigError(f"{path} is not a regular file: move it away, or {elsewhere}")
+            if overwrite:
+                path.unlink()
+        if not (overwrite or continues(resume, folder)) and any(path.stat().st_size for path in results):
+            raise ConfigError(
+                f"{folder} holds the results of an earlier run, or files of the same names: continue it with "
+                f"resume=auto, {elsewhere}, or delete them with overwrite=true"
+            )
+        yield
 
 
 def continues(resume: str | None, folder: Path) -> bool:
@@ -190,11 +186,10 @@ def continues(resume: str | None, folder: Path) -> bool:
 
 def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
     """Warn without space for the `keep` last checkpoints, the best and the next one; ConfigError without any space."""
-    disk = os.statvfs(folder)
-    free_bytes, count = disk.f_bavail * disk.f_frsize, keep + 2
+    free_bytes, count = shutil.disk_usage(folder).free, keep + 2
     sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free for checkpoints of {checkpoint_bytes / 2**20:,.1f} MiB"
-    if free_bytes < checkpoint_bytes or (disk.f_files and not disk.f_favail):
-        raise ConfigError(f"{sizes}: free some space or inodes (df -i), or choose another hydra.run.dir=FOLDER")
+    if free_bytes < checkpoint_bytes:
+        raise ConfigError(f"{sizes}: free some space, or choose another hydra.run.dir=FOLDER")
     if free_bytes < count * checkpoint_bytes:
         log.warning("%s, of which up to %d exist at a time: free some space or lower checkpoint.keep", sizes, count)
 
@@ -245,8 +240,8 @@ class AppendFile:
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 
-class LockHeld(RuntimeError):
-    """The message names the holder: `process 4711 on host since 2025-01-31 12:00:00`."""
+class LockHeld(ConfigError):
+    """Names the holder: `process 4711 on host since 2025-01-31 12:00:00`."""
 
 
 @contextmanager
@@ -254,22 +249,22 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
     """Hold a lock on the file `path`, which stays. It excludes other processes, not other threads of this one.
 
     A POSIX record lock: the kernel releases it when the process that acquired it ends for any reason, and forked
-    children, which may outlive it, do not inherit it. If it is held, raise LockHeld, or with a `waiting_for` wait, and
-    report on stderr once a minute for what. Raises OSError if the file cannot be written or locked.
+    children, which may outlive it, do not inherit it. If it is held, raise LockHeld, or with a `waiting_for` say so on
+    stderr and wait. Raises OSError if the file cannot be written or locked.
     """
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0) as file:
-        message_at = 0.0
+        holder = ""
         while True:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
-                holder = os.pread(file.fileno(), 4096, 0).decode(errors="replace") or "another process"
+                before, holder = holder, os.pread(file.fileno(), 4096, 0).decode(errors="replace") or "another process"
             if waiting_for is None:
-                raise LockHeld(holder)
-            if time.monotonic() >= message_at:
+                folder = Path(path).parent
+                raise LockHeld(f"another run writes to {folder} ({holder}): stop it, or choose another hydra.run.dir")
+            if holder != before:
                 print(f"waiting for {waiting_for}: locked by {holder} ({path})", file=sys.stderr, flush=True)
-                message_at = time.monotonic() + 60
             time.sleep(0.2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode())
