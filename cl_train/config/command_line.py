@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from hydra import version
@@ -57,7 +57,7 @@ class CommandLine:
     config_dir: Path | None = None  # holds more files of the groups
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> "CommandLine":
+    def parse(cls, words: Sequence[str]) -> Self:
         """Raises ConfigError: an option that this program does not have."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-m", "--multirun", action="store_true")

@@ -84,9 +84,11 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
             problems.append(f"unknown setting '{key}'{suggest(key, known)}")
             continue
         try:
-            checked[key] = _checked(value, known[key])
-        except ConfigError as error:
-            problems += error.problems
+            checked[key] = _converted(value, known[key], known[key].list_depth)
+        except (ValueError, OverflowError):
+            text = (str(value) if isinstance(value, float) else show(value))[:80]  # 1.0, which is no whole number
+            near = suggest(text, known[key].metadata["choices"] or ())
+            problems.append(f"{key}={text}: expected {kind_of(known[key])}{near}")
     if problems:
         raise ConfigError(problems)
     built: T = _built(schema, checked)
@@ -117,28 +119,19 @@ def flatten(
             yield key, value
 
 
-def _checked(value: Any, setting: Setting) -> Any:
-    """`value`, as YAML or Hydra reads it, in the setting's type and within its range. Raises ConfigError."""
-    words, choices = setting.metadata["words"] or {}, setting.metadata["choices"] or ()
-    if isinstance(value, str) and value in words:
-        return words[value]
+def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
+    """`value`, as YAML or Hydra reads it, in the setting's type: text as numbers (YAML reads 1e-3 as text), numbers as
+    text. Raises ValueError, OverflowError: it is of another type or out of range."""
+    kind, limits = setting.base_type, setting.metadata
     if value is None and setting.optional:
         return None
-    if isinstance(value, bool) and choices:  # YAML reads channels_last=true as a boolean
-        value = show(value)
-    try:
-        return _converted(value, setting, setting.list_depth)
-    except (ValueError, OverflowError):
-        text = (str(value) if isinstance(value, float) else show(value))[:80]  # 1.0, which is no whole number
-        raise ConfigError(f"{setting.key}={text}: expected {kind_of(setting)}{suggest(text, choices)}") from None
-
-
-def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
-    """`value` in the setting's type; text is read as numbers (YAML reads 1e-3 as text), numbers as text."""
     if list_depth:
         items = value if isinstance(value, list | tuple) else [value]
         return [_converted(item, setting, list_depth - 1) for item in items]
-    kind, limits = setting.base_type, setting.metadata
+    if isinstance(value, str) and value in (limits["words"] or ()):
+        return limits["words"][value]
+    if isinstance(value, bool) and limits["choices"]:  # YAML reads channels_last=true as a boolean
+        value = show(value)
     if kind is bool and value in (0, 1):
         return bool(value)
     is_plain = isinstance(value, int | float | str) and not isinstance(value, bool)

@@ -85,9 +85,9 @@ def _output_of(command: list[str]) -> str | None:
 def available_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU with torch's reserve; on a CPU what Linux has without swapping in a container's limit."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free: int | None = None
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = None
     with suppress(OSError, ValueError, IndexError):  # not Linux; no limit ("max"), or other control groups
         free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0])
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
