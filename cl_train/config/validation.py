@@ -14,7 +14,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,13 +107,11 @@ def _built(schema: Any, checked: Mapping[str, Any], prefix: str = "") -> Any:
     return schema(**values)
 
 
-def flatten(
-    values: Mapping[Any, Any], known: Mapping[str, Any] | None = None, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[Any, Any], known: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of nested settings by their full keys; a mapping whose key is `known` is a leaf."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in (known or ()):
+        if isinstance(value, Mapping) and key not in known:
             yield from flatten(value, known, f"{key}.")
         else:
             yield key, value

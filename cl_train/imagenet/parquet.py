@@ -70,7 +70,8 @@ def _files(root: Path, workers: int | None) -> list[_File]:
             raise ConfigError(f"'{root}' has {len(paths)} of {int(expected[1])} {split} files")
         row = 0
         read = partial(_read_file, split)
-        for number, file in enumerate(map_in_processes(read, paths, workers, description=f"{split} labels")):
+        labels = map_in_processes(read, paths, workers, description=f"{split} labels", unit="file")
+        for number, file in enumerate(labels):
             files.append(replace(file, shard=shard_name(root, split, number), first_row=row))
             row += len(file.labels)
     if not files:

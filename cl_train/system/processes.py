@@ -134,12 +134,7 @@ def end_with_torchrun() -> None:
 
 
 def map_in_processes(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    workers: int | None,
-    *,
-    description: str,
-    unit: str = "file",
+    function: Callable[[Item], Result], items: Sequence[Item], workers: int | None, *, description: str, unit: str
 ) -> Iterator[Result]:
     """`function` of each item, in order, in `workers` forked processes (None: as many as cores), with a progress bar.
 
