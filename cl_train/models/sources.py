@@ -6,7 +6,6 @@ import copy
 import io
 import logging
 import math
-import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -86,12 +85,10 @@ def build_model(
         raise
     except Exception as error:  # the user's own code; an image size that a transformer cannot divide; no network
         reason = explain_failure(error)
-        if drop_path is not None and re.search("argument '(drop_path|stochastic_depth_prob)", str(error)):
-            reason = f"drop_path={drop_path}: it has no adjustable drop path"
-        elif zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
+        if zoo_weights is not None and (isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)):
             reason = f"weights={zoo_weights} cannot be downloaded ({reason}); copy the file and give weights=FILE"
-        size = f" for images of {image_size} px" if image_size else ""
-        raise ConfigError(f"model={name} cannot be built{size}: {reason}") from error
+        what = f"model={name} cannot be built" + (f" with drop_path={drop_path}" if drop_path is not None else "")
+        raise ConfigError(f"{what}{f' for images of {image_size} px' if image_size else ''}: {reason}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     is_new = zoo_weights is not None and num_classes != zoo_classes(name, zoo_weights)[0]
@@ -249,16 +246,17 @@ def follow_published_preprocessing(data: DataConfig, model: str, weights: str, g
 
 
 def log_preprocessing(data: DataConfig, model: str, weights: str, *, evaluate_only: bool) -> None:
-    """Log the preprocessing of the weights; a warning if the settings (of training: mean and std) differ from it."""
+    """Log a warning if the settings (of training: mean and std) are not those that the weights were published with."""
     published, used = published_preprocessing(model, weights), Preprocessing.of(data).settings()
     settings = published.settings() if published else {}
-    relevant = set(settings) if evaluate_only else {"mean", "std"}
-    differing = {name: value for name, value in settings.items() if value != used[name] and name in relevant}
-    words = " ".join(f"data.{name}={show(value)}" for name, value in (differing or settings).items())
+    differing = [
+        name
+        for name in (settings if evaluate_only else ("mean", "std"))
+        if settings.get(name, used[name]) != used[name]
+    ]
     if differing:
+        words = " ".join(f"data.{name}={show(settings[name])}" for name in differing)
         log.warning("weights=%s were published with other settings: %s", weights, words)
-    elif settings and evaluate_only:
-        log.info("weights=%s: the published preprocessing, %s", weights, words)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

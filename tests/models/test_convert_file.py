@@ -147,16 +147,14 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Pa
 
 @pytest.mark.slow
 def test_the_command(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, target = str(files["checkpoint"]), tmp_path / "c.pt"
+    source, target, linear = str(files["checkpoint"]), tmp_path / "c.pt", tmp_path / "linear.pth"
     target.write_bytes(b"precious")
     for words, named in ((f"out={target}", "overwrite=true"), ("memory_format=contiguous", "(?s)out=.*memory_format")):
         with pytest.raises(ConfigError, match=named):
             main([source, words])
     assert target.read_bytes() == b"precious"
     assert main([source, f"out={target}", "input=2,3,32,32", "overwrite=true"]) == 0
-    assert read_weights(target).card.memory_format == "channels_last"
-    torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "linear.pth")
-    linear = tmp_path / "linear.pth"
+    torch.save(nn.Linear(3, 4).state_dict(), linear)
     for path, out, said in ((files["state dict"], "w.pth", "model=<name>"), (linear, "none.pth", "not converted")):
         assert main([str(path), f"out={tmp_path / out}"]) == 1 and said in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "w.pth", "linear.pth"}
@@ -277,31 +275,6 @@ def test_an_entry_and_a_prefix_by_option(tmp_path: Path) -> None:
     for options, problem in (({"entry": "emma"}, "did you mean ema"), ({"prefix": "neck."}, "prefix=neck")):
         with pytest.raises(ConfigError, match=problem):
             read_weights(path, **options)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self, args: argparse.Namespace) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.model = small(3)
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return self.model(torch.randn(2, 3, 32, 32)).sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **dict.fromkeys(off, False))
-    trainer.fit(Module(argparse.Namespace(lr=0.1)), [0])
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    own = {"model": "tests.networks:small", "input": IMAGES}
-    done, is_proved = convert_file(tmp_path / "last.ckpt", tmp_path / "w.pth", **own, prefix="model.")
-    assert is_proved and "state_dict" in done
 
 
 def test_a_missing_prefix_is_suggested(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import struct
-import tarfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,12 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.commands import audit, convert
 from cl_train.config.schema import ConfigError
 from cl_train.models.convert_file import NotConverted, convert_file
 from cl_train.models.sources import load_weights_file
 from cl_train.system import checkpoints
-from tests.faults.forkserver import ForkServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MAX_GROWTH_BYTES = 512 << 20  # of the process, by all files together; each of the bombs would take gigabytes
@@ -121,22 +118,9 @@ class Planted:
         torch.save({"a": self.touch}, buffer)
         return buffer.getvalue()
 
-    def safetensors(self, header: Any, length: int | None = None, data: bytes = b"") -> Path:
+    def safetensors(self, header: Any, length: int | None = None) -> Path:
         text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        return self.raw("w.safetensors", struct.pack("<Q", len(text) if length is None else length) + text + data)
-
-    def tensor(self, dtype: str, shape: list[int], offsets: list[int], names: str = "a") -> Path:
-        header = {name: {"dtype": dtype, "shape": shape, "data_offsets": offsets} for name in names}
-        return self.safetensors(header, data=bytes(8))
-
-    def tar(self) -> Path:
-        with tarfile.open(self.folder / "old.tar", "w") as archive:
-            for name in ("storages", "tensors", "pickle"):
-                content = pickle.dumps(self.touch)
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-        return self.folder / "old.tar"
+        return self.raw("w.safetensors", struct.pack("<Q", length or len(text)) + text)
 
     def deflated(self) -> Path:
         source, path = self.saved("large.pth", {"weight": torch.zeros(64 << 20)}), self.folder / "deflated.pth"
@@ -167,10 +151,8 @@ class Planted:
 FILES: dict[str, Callable[[Planted], Path]] = {
     "pickle": lambda p: p.raw("pickle.pth", pickle.dumps({"a": p.touch})),
     "pickle in a zip": lambda p: p.pickle_zip("zip.pth", {"a": p.touch}),
-    "pickle under state_dict": lambda p: p.pickle_zip("wrapped.pth", {"state_dict": {"a": p.touch}}),
     "torch.save of an object": lambda p: p.raw("object.pth", p.unsafe()),
     "legacy format of an object": lambda p: p.saved("l.pth", {"a": p.touch}, _use_new_zipfile_serialization=False),
-    "legacy tar format": Planted.tar,
     "pickle named safetensors": lambda p: p.raw("pickle.safetensors", pickle.dumps(p.touch)),
     "exported program": Planted.exported,
     "exported program named pth": lambda p: p.rewritten(p.exported(), "renamed.pth", {}),
@@ -190,7 +172,6 @@ FILES: dict[str, Callable[[Planted], Path]] = {
         p.state_dict(), "data.pth", {"data.pkl": pickle.dumps(p.touch, protocol=2)}
     ),
     "member names that climb": lambda p: p.rewritten(p.state_dict(), "climb.pth", {"../../../executed": b"x"}),
-    "absolute member names": lambda p: p.rewritten(p.state_dict(), "absolute.pth", {str(p.executed): b"x"}),
     "nested zip": lambda p: p.rewritten(p.state_dict(), "nested.pth", {"data/0": p.unsafe()}),
     "deflated zeros": Planted.deflated,
     "zip without members": lambda p: p.raw("empty.pth", b"PK\x05\x06" + bytes(18)),
@@ -202,13 +183,10 @@ FILES: dict[str, Callable[[Planted], Path]] = {
     "checkpoint of odd values": lambda p: p.checkpoint({"model": [1, 2], "facts": 3}),
     "metadata of odd values": Planted.odd_metadata,
     "safetensors header too long": lambda p: p.safetensors({}, 1 << 62),
-    "safetensors header of 0": lambda p: p.safetensors(b"", 0),
-    "safetensors without JSON": lambda p: p.safetensors(b"{" * 64),
     "safetensors deep JSON": lambda p: p.safetensors(b"[" * 100_000),
-    "safetensors of a list": lambda p: p.safetensors([1, 2]),
-    "safetensors with a huge shape": lambda p: p.tensor("F32", [1 << 40], [0, 1 << 42]),
-    "safetensors with overlap": lambda p: p.tensor("U8", [8], [0, 8], names="ab"),
-    "safetensors of negative offsets": lambda p: p.tensor("U8", [8], [-8, 0]),
+    "safetensors with a huge shape": lambda p: p.safetensors(
+        {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+    ),
 }
 
 
@@ -256,16 +234,3 @@ def test_trusted_programs_are_not_unpickled(name: str, tmp_path: Path) -> None:
         convert_file(FILES[name](planted), tmp_path / "out.pt2", trust=True)
     assert not planted.executed.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-
-
-@pytest.mark.slow
-def test_the_commands_refuse_with_one_line(tmp_path: Path, fork_server: ForkServer) -> None:
-    path = Planted(tmp_path).scripted()
-    words = ["model=resnet18", f"weights={path}"]
-    for command, arguments in ((audit, words), (convert, [str(path), f"out={tmp_path}/o.pt"])):
-        with pytest.raises(ConfigError, match="trust=true"):
-            command.main(arguments)
-    refused = fork_server.start([*words, f"hydra.run.dir={tmp_path}/run"], tmp_path / "log")
-    assert refused.wait() == 2 and "trust=true" in refused.output(), refused.output()
-    assert "Traceback" not in refused.output()
-    assert not (tmp_path / "executed").exists()
