@@ -1,14 +1,13 @@
 """An output folder that repeated calls with the same settings complete: a file with its final name is whole."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import ConfigError
-from cl_train.system.files import lock_file, output_folder, write_json
+from cl_train.system.files import lock_file, output_folder, replacing, write_json
 
 SETTINGS, _LOCK = ".settings.json", ".settings.lock"
 
@@ -38,6 +37,5 @@ def resumable_folder(
 def write_image(path: Path, data: bytes) -> None:
     """Write under a temporary name, which a repeated call uses again, and rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    with replacing(path, path.with_name(f".{path.name}.part")) as temporary:
+        temporary.write_bytes(data)

@@ -16,7 +16,7 @@ from cl_train.data.folder import VAL_NAMES, read_folder
 from cl_train.data.shards import MANIFEST, index_shard
 from cl_train.data.source import Indices, Split
 from cl_train.imagenet.resumable import resumable_folder
-from cl_train.system.files import write_json
+from cl_train.system.files import replacing, write_json
 from cl_train.system.processes import map_in_processes
 
 Sample = tuple[str, int, bytes]  # name without suffix, label, encoded image
@@ -90,9 +90,8 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
             return len(index_shard(str(path)))
         except ConfigError as error:
             raise RuntimeError(f"{error}; delete the shard") from None
-    temporary = path.with_name(f".{path.name}.part")
-    count = 0
-    with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
+    count, partial_path = 0, path.with_name(f".{path.name}.part")
+    with replacing(path, partial_path), tarfile.open(partial_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for name, label, data in samples:
             suffix = "png" if data.startswith(PNG_MAGIC) else "jpg"
             for member_name, content in ((f"{name}.{suffix}", data), (f"{name}.cls", b"%d" % label)):
@@ -100,5 +99,4 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
             count += 1
-    os.replace(temporary, path)
     return count

@@ -57,14 +57,9 @@ class OutOfMemory(Crash, MemoryError):
 
 def known_issues(model: nn.Module) -> str:
     """What is known to crash in channels_last on a CPU; empty for most models. The model is not run."""
-    small = [
-        (name or "the model", module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d) and module.groups == 1 and module.in_channels < 16
-    ]
-    found = [
-        name for name, module in small if max(module.kernel_size) == 1 < max(module.stride) and not any(module.padding)
-    ]
+    convolutions = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    small = [(name or "the model", conv) for name, conv in convolutions if conv.groups == 1 and conv.in_channels < 16]
+    found = [name for name, conv in small if max(conv.kernel_size) == 1 < max(conv.stride) and not any(conv.padding)]
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return f"{', '.join(found[:2])}{more}: {ONEDNN_CRASH}" if found else ""
 

@@ -1,4 +1,4 @@
-"""The memory format of a tensor, of a model's parameters, and of state dicts, and its name in settings and records.
+"""The memory format of a tensor and of a model's parameters, and its name in settings and records.
 
 A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride < W-stride < H-stride
 < N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, the contiguous and the
@@ -7,7 +7,7 @@ torch calls the second one `channels_last_3d`.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -122,23 +122,3 @@ def layout_digest(model: nn.Module) -> str:
         for name, tensor in named_tensors(model).items()
     ]
     return hashlib.sha256(repr(layouts).encode()).hexdigest()
-
-
-def to_contiguous_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a state dict with every tensor contiguous; tied tensors stay tied, and other values are kept.
-
-    Files hold contiguous tensors only, so that equal weights are equal bytes and safetensors accepts them.
-    """
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def contiguous(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            return value
-        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        if value.numel() == 0 or key not in copies:
-            plain = to_memory_format(value.detach(), torch.contiguous_format)
-            is_slice = plain.untyped_storage().nbytes() != plain.nbytes
-            copies[key] = plain.clone() if is_slice else plain  # torch.save writes the whole storage of a slice
-        return copies[key]
-
-    return {name: contiguous(value) for name, value in state.items()}

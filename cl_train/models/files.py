@@ -29,9 +29,9 @@ from cl_train.config.validation import from_mapping, optional_module, suggest
 from cl_train.data.decode import Pixels
 from cl_train.data.device import DeviceFormat, Normalise
 from cl_train.data.transforms import ImageTransform, default_val_resize
-from cl_train.memory_format.layout import memory_format_of, named_tensors, to_contiguous_state
+from cl_train.memory_format.layout import memory_format_of, named_tensors
 from cl_train.memory_format.model_call import failure_explained
-from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file
+from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file, snapshot
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "ONNX", "zoo"]
 
@@ -228,15 +228,18 @@ def write_weights(saved: SavedModel, path: Path) -> None:
     A file of torch.save is a plain state dict of contiguous tensors: equal weights are equal bytes. A program keeps its
     strides.
     """
-    texts = saved.card.to_strings()
-    if path.suffix == ".safetensors":
+    texts, is_safetensors = saved.card.to_strings(), path.suffix == ".safetensors"
+    if saved.program is None or is_safetensors:
+        state = {
+            name: snapshot(v) if getattr(v, "layout", None) == torch.strided else v for name, v in saved.state.items()
+        }
+    if is_safetensors:
         if len(saved.tensors) < len(saved.state):
             raise ConfigError(f"{path.suffix} cannot hold the extra state of a module; write a .pth file")
-        untied = {name: value.clone() for name, value in to_contiguous_state(saved.tensors).items()}
         safetensors = optional_module("safetensors.torch", f"out=*{path.suffix}")
-        safetensors.save_file(untied, path, metadata={"format": "pt", **texts})
+        safetensors.save_file(state, path, metadata={"format": "pt", **texts})
     elif saved.program is None:
-        state = OrderedDict(to_contiguous_state(saved.state))
+        state = OrderedDict(state)
         state._metadata = OrderedDict({"": {"version": 1, **saved.card.to_dict()}})  # type: ignore[attr-defined]
         torch.save(state, path)
     else:

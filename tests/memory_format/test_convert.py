@@ -16,13 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert, has_borders
-from cl_train.memory_format.layout import (
-    classify,
-    layout_digest,
-    model_memory_format,
-    to_contiguous_state,
-    to_memory_format,
-)
+from cl_train.memory_format.layout import classify, layout_digest, model_memory_format, to_memory_format
 
 CHANNELS_LAST = torch.channels_last
 
@@ -299,15 +293,3 @@ def test_three_dimensional_convolutions() -> None:
     assert model[2].weight.stride() == (27, 1, 9, 3)
     assert report.ambiguous == ["1.weight"]
     assert model_memory_format(model) == "channels_last"
-
-
-def test_contiguous_state_is_contiguous_equal_tied_and_small() -> None:
-    model = small_model()
-    model[3].weight.data = torch.randn(64, 8, 1, 1)[:8]  # a slice of a larger storage
-    convert(model)
-    plain = to_contiguous_state({**model.state_dict(), "tied": model[0].weight, "_extra_state": 3})
-    assert plain["0.weight"].stride() == (27, 9, 3, 1)
-    assert plain["3.weight"].stride() == (8, 1, 1, 1)
-    assert plain["3.weight"].untyped_storage().nbytes() == 8 * 8 * 4
-    assert plain["tied"] is plain["0.weight"] and plain["_extra_state"] == 3
-    assert torch.equal(plain["tied"], model[0].weight)
