@@ -10,7 +10,7 @@ from cl_train.config.schema import AugmentConfig, Config, DataConfig, LauncherCo
 
 def combination_problems(cfg: Config) -> Iterator[str]:
     """One line per problem."""
-    has_class_folders = cfg.data.name in schema.CLASS_FOLDERS
+    has_class_folders = schema.DATA_SETS[cfg.data.name].has_class_folders
     needs = [  # a setting, whether it has an effect, and what the user would have to write for it
         ("label_smoothing", cfg.loss in schema.LOSSES, "loss=cross_entropy"),
         ("patience", cfg.evaluate_every > 0, "evaluate_every=1"),
@@ -45,8 +45,8 @@ def combination_problems(cfg: Config) -> Iterator[str]:
 
 def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Iterator[str]:
     val_size = data.val_size or data.image_size
-    if data.root is None and schema.DATA_SETS[data.name]:
-        yield f"data={data.name} needs data.root=FOLDER with {schema.DATA_SETS[data.name]}"
+    if data.root is None and (content := schema.DATA_SETS[data.name].root):
+        yield f"data={data.name} needs data.root=FOLDER with {content}"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"
     if data.name == "dataset" and data.size_schedule:

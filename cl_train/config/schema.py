@@ -7,14 +7,30 @@ train.py's words. To add a setting, add a line here, read it in `training/` and 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 _CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
-_SHARDS = "*-train-*.tar and *-val-*.tar, or a brace pattern of tar files"
-CLASS_FOLDERS = ("folder", "imagenet", "imagenette", "sample")  # data sets read as <class>/* folders
-# What data.root must hold; None: it may be left out.
-DATA_SETS = {"sample": None, "imagenet": _CLASSES, "folder": _CLASSES, "shards": _SHARDS}
-DATA_SETS |= dict.fromkeys(("dataset", "imagenette", "synthetic"))
+_SHARDS = "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files"
+
+
+class DataSet(NamedTuple):
+    """`read`: function of cl_train.data, (root, cfg, training=) -> ImageSource; its name, as this module imports no
+    torch. `root`: what data.root must hold; None = it may be left out."""
+
+    read: str
+    root: str | None = None
+    has_class_folders: bool = True
+
+
+DATA_SETS = {
+    "sample": DataSet("sample:read_sample"),
+    "imagenet": DataSet("images:read_folder", _CLASSES),
+    "folder": DataSet("images:read_folder", _CLASSES),
+    "shards": DataSet("tar_shards:read_shards", _SHARDS, has_class_folders=False),
+    "dataset": DataSet("user_dataset:read_datasets", has_class_folders=False),
+    "imagenette": DataSet("sample:read_imagenette"),
+    "synthetic": DataSet("", has_class_folders=False),  # no images
+}
 POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm")
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 # torch's optimizers, with the settings that not all of them read. A fused kernel skips an update on the device.
@@ -74,8 +90,8 @@ class DataConfig:
     """Where images come from and how they are loaded."""
 
     name: str = setting("sample", "the data set", choices=DATA_SETS)
-    root: str | None = setting(None, "folder of train/<class>/* and val/<class>/*; shards: folder or pattern of tars")
-    shuffle: str = setting("full", "data=shards: permute all images, or shard after shard", choices=("full", "shards"))
+    root: str | None = setting(None, "folder of train/<class>/* and val/<class>/*, or what the data set expects")
+    shuffle: str = setting("full", "permute all images, or shard after shard", choices=("full", "shards"))
     dataset: str | None = setting(None, "data=dataset: package.module:function, called with (split, size)")
     val_split: str | None = setting(None, "folder of the validation images; null = val, valid, validation or test")
     val_fraction: float | None = setting(None, "share of the training images used for validation", above=0, maximum=0.9)

@@ -1,6 +1,7 @@
 """From the `data` settings to both splits of a data set as batches on the device: images, or synthetic data."""
 
 import logging
+import pkgutil
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,17 +12,14 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
-from cl_train.data.decode import Pixels
+from cl_train.config.schema import DATA_SETS, AugmentConfig, ConfigError, DataConfig
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
-from cl_train.data.folder import read_folder, read_images
+from cl_train.data.images import ImageSource, Indices, Pixels, Split, read_images
 from cl_train.data.loader import BadImages, HostLoader, Reader, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
-from cl_train.data.sample import FIRST_RUN, ensure_imagenette, ensure_sample
-from cl_train.data.shards import ShardSplit, read_shards
-from cl_train.data.source import ImageSource, Indices, Split
+from cl_train.data.tar_shards import ShardSplit
 from cl_train.data.transforms import ImageReader, ImageTransform, label_mix
-from cl_train.data.user_dataset import DatasetReader, StreamReader, load_datasets
+from cl_train.data.user_dataset import DatasetReader, StreamReader
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 
@@ -85,10 +83,11 @@ class ImageData:
             kind = StreamReader if isinstance(images, IterableDataset) else DatasetReader
             reader = kind(images, self.num_classes, sizes.image_sizes[-1], transform, cfg.worker_timeout_s, dist)
         shards = images.by_shard() if cfg.shuffle == "shards" and isinstance(images, ShardSplit) else None
+        count, global_batch_size = len(reader), self._batch_size * dist.world_size
 
-        def order(epoch: int) -> Indices:
-            indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, len(reader))
-            return repeated(indices, repeats, self._batch_size * dist.world_size)
+        def order(epoch: int) -> Indices:  # without `self`, which holds the loader: the memory is freed with it
+            indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, count)
+            return repeated(indices, repeats, global_batch_size)
 
         return HostLoader(reader, sizes, self._batch_size, cfg, dist, self.bad_images, order if training else None)
 
@@ -200,18 +199,10 @@ def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int,
 
 
 def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
-    """A new source of images is a branch here."""
+    """What the reader of `DATA_SETS` finds."""
     root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()
-    if cfg.name == "dataset":
-        return load_datasets(cfg.dataset, cfg.image_size, cfg.val_size or cfg.image_size)
-    if cfg.name == "shards":
-        source = read_shards(root, training=training)
-    else:
-        if cfg.name == "imagenette":
-            root = ensure_imagenette(root, download=cfg.download)
-        elif cfg.name == "sample" and cfg.root is None:
-            ensure_sample(root, FIRST_RUN)
-        source = read_folder(root, cfg, training=training)
+    read = pkgutil.resolve_name(f"cl_train.data.{DATA_SETS[cfg.name].read}")
+    source: ImageSource = read(root, cfg, training=training)
     for note in source.notes if dist.is_main else ():
         log.info("%s", note)
     return source

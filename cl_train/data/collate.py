@@ -106,9 +106,5 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if get_worker_info() is None:  # NumPy asks for huge pages, which fault in faster
         return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
-    try:
-        memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
-    except RuntimeError as error:
-        advice = "enlarge it (docker run --shm-size=8g), or use fewer workers or smaller batches"
-        raise RuntimeError(f"{size / 2**20:.0f} MiB do not fit into /dev/shm ({error}): {advice}") from error
+    memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
     return memory.view(dtype).view(shape)

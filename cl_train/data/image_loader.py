@@ -13,7 +13,7 @@ from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
 from cl_train.data.build import ImageData
 from cl_train.data.device import DeviceFormat, Normalise, to_device
-from cl_train.data.folder import EXTENSIONS
+from cl_train.data.images import EXTENSIONS
 from cl_train.system.distributed import Dist
 
 

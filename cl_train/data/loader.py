@@ -1,7 +1,12 @@
 """The loader of one split: from sample indices to NHWC batches in shared memory, which workers fill in place.
 
-Batch `number` lies in slot `number % slots`: no pixel is pickled or copied between processes. The workers of an
-IterableDataset fill rows from their own streams; whole batches are then made from what they found.
+Batch `number` lies in slot `number % slots`: no pixel is pickled or copied between processes. A batch is divided into
+tasks, each of at least 8 rows, which a worker fills. Example: batches of 32 images, 4 workers, data.prefetch=3. A batch
+is 4 tasks, and each worker has 3 tasks in advance: 3 slots are being filled or wait. On CUDA 2 more are still read by
+copies under way to the GPU, and 1 is the batch that was requested: 6 slots. On a CPU nothing is copied, so that the
+workers get 5 tasks each in advance: 6 slots again.
+
+The workers of an IterableDataset fill rows from their own streams; whole batches are then made from what they found.
 """
 
 import contextlib
@@ -12,7 +17,6 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +25,12 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data.decode import BadImage
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
+from cl_train.data.images import BadImage, Indices
 from cl_train.data.order import SizeSchedule, rank_share
-from cl_train.data.source import Indices
 from cl_train.data.transforms import ImageReader
 from cl_train.data.user_dataset import DatasetReader, StreamEnd, StreamReader
-from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, shared, time_limit
+from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, shared
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
@@ -89,8 +92,8 @@ class _Task(NamedTuple):
     indices: Sequence[int]
 
 
-class _Filled(NamedTuple):
-    """What a worker found for a task."""
+class _Done(NamedTuple):
+    """What a worker found for a task; the pixels and labels are in the slot."""
 
     number: int
     rows: int
@@ -121,18 +124,16 @@ class HostLoader:
         self._bad_images, self._order, self.samples = bad_images, order, len(reader)
         most = min(_MAX_WORKERS, cores_of_process(dist.world_size))
         self.workers = most if cfg.workers is None else cfg.workers
-        self.is_stream, count = isinstance(reader, StreamReader), max(1, self.workers)
+        self.is_stream, processes = isinstance(reader, StreamReader), max(1, self.workers)
         least = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
         self._parts = max(1, min(batch_size // least, self.workers))  # tasks of a batch
-        # When a batch is requested, copies of earlier ones to the GPU still read their slots; on a CPU the workers may
-        # fill as many slots instead.
         copied = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0
-        filled = cfg.prefetch + COPIES_UNDER_WAY - copied
-        self._queued = max(1, filled * self._parts // count)  # tasks of a worker
+        ahead = cfg.prefetch + COPIES_UNDER_WAY - copied
+        self._queued = max(1, ahead * self._parts // processes)  # tasks of a worker
         self._slot_count = -(-self._queued * self.workers // self._parts) + copied + 1
         self._slots: tuple[Tensor, Tensor] | None = None  # pixels, NHWC, with room for the largest; targets
         self._pinned: list[Tensor] = []
-        self._times = shared((count, len(WorkerTimes._fields)), torch.float64).numpy()
+        self._times = shared((processes, len(WorkerTimes._fields)), torch.float64).numpy()
         self._workers: Workers | None = None
         self._user: tuple[threading.Thread, int] | None = None  # thread and process
         self._check_resources()
@@ -145,13 +146,13 @@ class HostLoader:
             raise ConfigError(f"{what}: raise it (ulimit -n {need}), or lower data.workers")
         pixels = self.sizes.image_sizes[-1] ** 2 * 3
         batches = self._slot_count * self.batch_size * pixels * self.reader.dtype.itemsize
-        order_bytes, free = 0 if self.is_stream else 16 * self.samples, available_bytes(torch.device("cpu"))
-        if free is not None and batches + order_bytes > free:  # the size of /dev/shm does not matter
-            fewer = f"lower batch_size or data.prefetch={self._cfg.prefetch}"
-            remedy = fewer if batches >= order_bytes else "is the length of the data set right?"
+        order, free = 0 if self.is_stream else 16 * self.samples, available_bytes(torch.device("cpu"))
+        if free is not None and batches + order > free:  # the size of /dev/shm does not matter
+            batches_gib, order_gib, free_gib = (count / 2**30 for count in (batches, order, free))
             raise ConfigError(
-                f"the loader's batches need {batches / 2**30:.1f} GiB of memory, the order of {self.samples} samples"
-                f" {order_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: {remedy}"
+                f"the loader's batches need {batches_gib:.1f} GiB of memory, the order of {self.samples} samples"
+                f" {order_gib:.1f} GiB, and {free_gib:.1f} GiB are free: lower batch_size or"
+                f" data.prefetch={self._cfg.prefetch}, or is the length of the data set wrong?"
             )
 
     @property
@@ -174,7 +175,7 @@ class HostLoader:
             raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
         self._user = user
         try:
-            yield from self._of_stream(epoch, first_batch) if self.is_stream else self._filled(epoch, first_batch)
+            yield from self._of_stream(epoch, first_batch) if self.is_stream else self._in_order(epoch, first_batch)
         finally:
             self._user = None
 
@@ -192,7 +193,7 @@ class HostLoader:
             label_type = torch.float32 if reader.label_shape else torch.int64
             pixels = shared((slots, size * self.sizes.image_sizes[-1] ** 2 * 3), reader.dtype)
             self._slots = pixels, shared((slots, size, *reader.label_shape), label_type)
-            self._workers = Workers(self._fill, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
+            self._workers = Workers(self._work, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
         assert self._slots is not None
         for memory in self._slots if self._dist.device.type == "cuda" and not self._pinned else ():
             if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
@@ -202,22 +203,21 @@ class HostLoader:
                     torch.zeros(1, device="cuda")
         return self._workers
 
-    def _batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
-        """The slot of batch `number`: images [rows that fit, 3, image_size, image_size] in channels_last, targets."""
+    def _slot(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
+        """Of batch `number`: images [rows that fit, 3, image_size, image_size] in channels_last, targets."""
         assert self._slots is not None
         pixels, targets = (memory[number % self._slot_count] for memory in self._slots)
         shape = (len(pixels) // (image_size**2 * 3), image_size, image_size, 3)
         return pixels[: math.prod(shape)].view(shape).permute(0, 3, 1, 2), targets
 
-    def _fill(self, iteration: int, task: _Task) -> _Filled:
-        """Read the samples of a task into their rows, in a worker."""
+    def _work(self, iteration: int, task: _Task) -> _Done:
+        """In a worker: read the samples of a task into their rows."""
         info, reader, workers = get_worker_info(), self.reader, self._workers
         assert workers is not None
-        filled = _Filled(task.number, len(task.indices), info.id if info else 0, [], [], is_end=False)
-        reader.times, progress = self._times[filled.worker], workers.progress[filled.worker]
-        images, labels = self._batch(task.number, task.image_size)
+        done = _Done(task.number, len(task.indices), info.id if info else 0, [], [], is_end=False)
+        reader.times, progress = self._times[done.worker], workers.progress[done.worker]
+        images, labels = self._slot(task.number, task.image_size)
         targets = labels.numpy()  # writing a number into a tensor takes ten times as long
-        limited = contextlib.nullcontext if info else partial(time_limit, self._cfg.worker_timeout_s)
         indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order else 1
         if isinstance(reader, StreamReader):
             indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize  # it has no length
@@ -230,19 +230,19 @@ class HostLoader:
                     progress[SAMPLE] = used
                     progress[BEGUN] += 1
                     try:
-                        with limited():
-                            targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
+                        targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
                         break
                     except BadImage as bad:
-                        filled.bad.append((reader.name(used), str(bad), used == index % count))
+                        done.bad.append((reader.name(used), str(bad), used == index % count))
                 else:
-                    filled.missing.append(row)
+                    done.missing.append(row)
         except StreamEnd:
-            if used > index and row > task.first_row:  # the last samples were bad: the one before takes their place
+            is_substitute, has_row_before = used != index, row > task.first_row
+            if is_substitute and has_row_before:  # the last samples were bad: the one before takes their place
                 images[row], targets[row], row = images[row - 1], targets[row - 1], row + 1
-            filled.missing.extend(range(row, task.first_row + len(indices)))
-            return filled._replace(is_end=True)
-        return filled
+            done.missing.extend(range(row, task.first_row + len(indices)))
+            return done._replace(is_end=True)
+        return done
 
     def _tasks(self, epoch: int, first_batch: int) -> Iterator[_Task]:
         """The tasks of this rank's batches; those of a stream have no end, and only their number of samples matters."""
@@ -263,8 +263,8 @@ class HostLoader:
                 yield _Task(number, first_row, epoch, size, part.tolist())
                 first_row += len(part)
 
-    def _filled(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
-        """The batches, without rows for which there is no sample."""
+    def _in_order(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
+        """The batches whose tasks are done, without rows for which there is no sample."""
         ended = set[int]()
         results = self._start().results(self._tasks(epoch, first_batch))
         while parts := list(itertools.islice(results, self._parts)):
@@ -272,7 +272,7 @@ class HostLoader:
                 self._bad_images.add(name, reason, skipped=skipped)
             ended |= {part.worker for part in parts if part.is_end}
             number, rows = parts[0].number, sum(part.rows for part in parts)
-            images, targets = self._batch(number, self.sizes.image_size_at(epoch))
+            images, targets = self._slot(number, self.sizes.image_size_at(epoch))
             if missing := {row for part in parts for row in part.missing}:
                 if self._order and not self.is_stream:
                     raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
@@ -287,7 +287,7 @@ class HostLoader:
         """In training whole batches, from incomplete ones too; those before `first_batch` are read again. Otherwise all
         samples, as many as the length says at most."""
         size, count, number, seen, rest = self.batch_size, self.batch_count(), 0, 0, list[RawBatch]()
-        for batch in self._filled(epoch, 0):
+        for batch in self._in_order(epoch, 0):
             if self._order is None:
                 seen += len(batch.targets)
                 if seen > self.samples:
@@ -317,35 +317,28 @@ class HostLoader:
             )
 
 
-# --- where its time goes ----------------------------------------------------------------------------------------------
-
-_WAIT_PCT = 10.0  # below, nothing is said
-_STORAGE_SHARE = 0.4  # of the workers' busy time
-_IDLE_PCT = 15
-
-
 def bottleneck_advice(
     times: WorkerTimes, *, workers: int, cores: int, seconds: float, data_wait_pct: float
 ) -> str | None:
     """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None. The
     step waited for `data_wait_pct` of a window of `seconds`, in which the workers took `times`."""
-    if data_wait_pct <= _WAIT_PCT or seconds <= 0:
+    if data_wait_pct <= 10 or seconds <= 0:
         return None
     waits = f"the step waits for data {data_wait_pct:.0f} % of its time"
     if times.images == 0:
         return f"{waits}; data.workers={workers}, and this process has {cores} cores"
     busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
     idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
+    file_ms, sample_ms = 1e3 * times.read_s / times.images, 1e3 * times.dataset_s / times.images
     rate = f"{times.images / busy_s:.0f} images/s per worker"
-    if times.read_s > _STORAGE_SHARE * busy_s:
-        read_ms = 1e3 * times.read_s / times.images
-        cause = f"storage: reading a file takes {read_ms:.1f} ms; use a local disk or a smaller copy of the data"
-    elif workers > 0 and idle_pct > _IDLE_PCT:
+    if times.read_s > 0.4 * busy_s:
+        cause = f"storage: reading a file takes {file_ms:.1f} ms; use a local disk or a smaller copy of the data"
+    elif workers > 0 and idle_pct > 15:
         cause = f"the number of prepared batches: workers are idle {idle_pct:.0f} % of the time; raise data.prefetch"
     elif workers < cores:
         cause = f"too few workers: {max(1, workers)} of {cores} cores ({rate}); use data.workers={cores}"
     elif times.dataset_s > busy_s / 2:
-        cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
+        cause = f"your Dataset: __getitem__ takes {sample_ms:.1f} ms"
     else:
         share = f"{100 * times.decode_s / busy_s:.0f} % of the workers' time"
         cause = f"decoding: {share} ({rate}); use a smaller copy (prepare_imagenet resize)"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cl_train.data.source import Indices
+from cl_train.data.images import Indices
 
 # The last counter word separates the streams, so that no two purposes share a number.
 _ORDER, _SAMPLE, _BATCH, _SHARDS = 1, 2, 3, 4

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from cl_train.config.schema import ConfigError
-from cl_train.data.decode import Pixels
+from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.data.images import ImageSource, Pixels, read_folder
 from cl_train.system.files import lock_file
 from cl_train.system.processes import map_in_processes
 
@@ -145,23 +145,27 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
     return folder
 
 
-def ensure_imagenette(root: Path, *, download: bool) -> Path:
-    """The folder with train/ and val/ of Imagenette, ten easy classes of ImageNet at 320 pixels: `root` itself, or the
-    archive's folder in it, which `download` fetches (326 MB) through torchvision. Raises ConfigError: it is missing."""
+def read_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
+    """Of `data.root` if it is given, else generated in `root`."""
+    return read_folder(root if cfg.root else ensure_sample(root, FIRST_RUN), cfg, training=training)
+
+
+def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
+    """Ten easy classes of ImageNet at 320 pixels, in `root` itself or in the archive's folder there, which
+    data.download=true fetches (326 MB) through torchvision. Raises ConfigError: it is missing."""
     unpacked = root / "imagenette2-320"
-    for folder in (root, unpacked):
-        if (folder / "train").is_dir():
-            return folder
-    if not download:
+    found = next((folder for folder in (root, unpacked) if (folder / "train").is_dir()), None)
+    if found is None and not cfg.download:
         raise ConfigError(
             f"no Imagenette in '{root}'; data.download=true fetches it (326 MB), or give data.root=FOLDER"
         )
-    from torchvision.datasets import Imagenette
+    if found is None:
+        from torchvision.datasets import Imagenette
 
-    root.mkdir(parents=True, exist_ok=True)
-    with lock_file(root / ".lock", waiting_for="Imagenette"):
-        try:
-            Imagenette(str(root), split="train", size="320px", download=not (unpacked / "train").is_dir())
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"Imagenette could not be fetched into '{root}': {error}") from None
-    return unpacked
+        root.mkdir(parents=True, exist_ok=True)
+        with lock_file(root / ".lock", waiting_for="Imagenette"):
+            try:
+                Imagenette(str(root), split="train", size="320px", download=not (unpacked / "train").is_dir())
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(f"Imagenette could not be fetched into '{root}': {error}") from None
+    return read_folder(found or unpacked, cfg, training=training)

@@ -19,10 +19,9 @@ from torchvision.transforms import v2
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import optional_module
-from cl_train.data.decode import Encoded, Pixels, formats_of
 from cl_train.data.device import MixLabels
+from cl_train.data.images import Encoded, Pixels, Split, formats_of
 from cl_train.data.order import SampleGenerator, batch_generator
-from cl_train.data.source import Split
 from cl_train.system.distributed import Dist
 
 _ATTEMPTS = 10

@@ -20,10 +20,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.config.validation import user_function
-from cl_train.data.decode import BadImage, Pixels
-from cl_train.data.source import ImageSource
+from cl_train.data.images import BadImage, ImageSource, Pixels
 from cl_train.data.transforms import ImageTransform, seeded_everywhere
 from cl_train.data.workers import WorkerError, Workers
 from cl_train.system.distributed import Dist
@@ -33,23 +32,23 @@ _MOST_CLASSES = 1_000_000
 _SHOWN = 300  # characters of a message of the user's code
 
 
-def load_datasets(name: str | None, image_size: int, val_size: int) -> ImageSource:
+def read_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """What the user's function returns for ("train", image_size) and ("val", val_size). Raises ConfigError."""
-    assert name is not None, "config/rules.py requires data.dataset"
-    function, built = user_function("data.dataset", name), list[Any]()
-    for split, size in (("train", image_size), ("val", val_size)):
+    assert cfg.dataset is not None, "config/rules.py requires data.dataset"
+    function, built = user_function("data.dataset", cfg.dataset), list[Any]()
+    for split, size in (("train", cfg.image_size), ("val", cfg.val_size or cfg.image_size)):
         try:
             built.append(function(split, size))
             count = len(built[-1])
             classes = _class_names(built[0])
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"data.dataset={name}: ({split!r}, {size}) must return a Dataset with a length, and the one for 'train'"
-                f" `classes` (names) or `num_classes`: {_reason(error)}"
+                f"data.dataset={cfg.dataset}: ({split!r}, {size}) must return a Dataset with a length, and the one for"
+                f" 'train' `classes` (names) or `num_classes`: {_reason(error)}"
             ) from error
         if count == 0:
-            raise ConfigError(f"data.dataset={name}: the {split} dataset is empty")
-    return ImageSource(classes, built[0], built[1], f"{name}-{len(built[0])}-{len(built[1])}")
+            raise ConfigError(f"data.dataset={cfg.dataset}: the {split} dataset is empty")
+    return ImageSource(classes, built[0], built[1], f"{cfg.dataset}-{len(built[0])}-{len(built[1])}")
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:

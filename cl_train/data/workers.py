@@ -4,6 +4,7 @@ A message about a dead or hung worker names the sample that it began last, and w
 training process handles. The workers live until `close`.
 """
 
+import itertools
 import math
 import mmap
 import multiprocessing
@@ -14,8 +15,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain, count, repeat
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -28,7 +27,7 @@ from torch.utils.data._utils import signal_handling
 _POLL_S = 1.0
 _CLOSE_S = 2.0
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ITERATIONS = count(1)
+_ITERATIONS = itertools.count(1)
 BEGUN, SAMPLE, PID = range(3)  # columns of the progress array
 
 
@@ -44,7 +43,7 @@ def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Workers(Dataset[Any]):
-    """Runs tasks in `count` processes; results come back in the order of the tasks. 0 = in the caller.
+    """Runs tasks in `pool_size` processes; results come back in the order of the tasks. 0 = in the caller.
 
     All iterations (calls of `results`) go through one DataLoader, whose sampler has no end: it yields the tasks of the
     running iteration, then empty ones. Each worker gets `queued` tasks in advance.
@@ -55,14 +54,21 @@ class Workers(Dataset[Any]):
     """
 
     def __init__(
-        self, work: Callable[..., Any], count: int, timeout_s: float, name_of: Callable[[int], str], queued: int = 1
+        self, work: Callable[..., Any], pool_size: int, timeout_s: float, name_of: Callable[[int], str], queued: int = 1
     ) -> None:
-        self._work, self._count, self._queued, self._timeout_s, self._name_of = work, count, queued, timeout_s, name_of
-        self.iteration, self.progress = shared((1,), torch.int64).numpy(), shared((count or 1, 3), torch.int64).numpy()
-        self._tasks: Iterator[tuple[int, Any]] = repeat((0, None))
+        self._work, self._name_of, self._timeout_s, self._pool_size, self._queued = (
+            work,
+            name_of,
+            timeout_s,
+            pool_size,
+            queued,
+        )
+        self.iteration = shared((1,), torch.int64).numpy()
+        self.progress = shared((max(1, pool_size), 3), torch.int64).numpy()
+        self._tasks: Iterator[tuple[int, Any]] = itertools.repeat((0, None))
         self._received: Iterator[tuple[int, Any]] | None = None
         self.processes: list[BaseProcess] = []
-        self._taken = 0  # results: the next task goes to worker `_taken % count`
+        self._taken = 0  # results: the next task goes to worker `_taken % pool_size`
         # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
         util.Finalize(self, _kill, (self.processes,), exitpriority=10)
 
@@ -70,14 +76,14 @@ class Workers(Dataset[Any]):
         """The result of each task. Ends an earlier iteration. Raises WorkerError; RuntimeError: another one has
         begun."""
         self.iteration[0] = 0  # workers leave what an abandoned iteration prepared in advance
-        self._tasks = repeat((0, None))
+        self._tasks = itertools.repeat((0, None))
         number = next(_ITERATIONS)
         try:
             if self._received is not None:  # results that are on their way; then worker 0 is the next again
-                for _ in range(self._count * self._queued + -self._taken % max(1, self._count)):
+                for _ in range(self._pool_size * self._queued + -self._taken % max(1, self._pool_size)):
                     self._next_result()
             self.iteration[0] = number
-            self._tasks = zip(repeat(number), chain(tasks, repeat(None)))
+            self._tasks = zip(itertools.repeat(number), itertools.chain(tasks, itertools.repeat(None)))
             while self.iteration[0] == number:
                 iteration, result = self._next_result()
                 if isinstance(result, WorkerError):
@@ -145,8 +151,8 @@ class Workers(Dataset[Any]):
         # DataLoader draws a seed for its workers; a separate generator keeps the training's random numbers unchanged.
         options: dict[str, Any] = {"generator": torch.Generator(), "batch_size": None, "collate_fn": lambda done: done}
         options["sampler"] = iter(lambda: next(self._tasks), None)  # of the iteration that is running
-        if self._count:
-            options |= {"num_workers": self._count, "prefetch_factor": self._queued, "timeout": _POLL_S}
+        if self._pool_size:
+            options |= {"num_workers": self._pool_size, "prefetch_factor": self._queued, "timeout": _POLL_S}
             options |= {"multiprocessing_context": "fork", "worker_init_fn": self._begin_worker}
         self._taken, before = 0, set(multiprocessing.active_children())
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
@@ -160,13 +166,13 @@ class Workers(Dataset[Any]):
             for frame, _ in traceback.walk_tb(error.__traceback__):  # else the unfinished iterator prints a traceback
                 vars(frame.f_locals.get("self", self))["_shutdown"] = True
             raise WorkerError(
-                f"cannot start {self._count} loader workers: {error}. Free memory, /dev/shm (docker run --shm-size=1g),"
-                " processes or open files (ulimit -n), or lower data.workers"
+                f"cannot start {self._pool_size} loader workers: {error}. Free memory, /dev/shm (docker run"
+                " --shm-size=1g), processes or open files (ulimit -n), or lower data.workers"
             ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             self.processes[:] = [child for child in multiprocessing.active_children() if child not in before]
-        if self._count:
+        if self._pool_size:
             # torch's SIGCHLD handler would raise in the middle of a training step, without the sample's name. It still
             # watches the workers of other DataLoaders. torch has no public function for this.
             signal_handling._remove_worker_pids(id(received))
@@ -178,25 +184,6 @@ class Workers(Dataset[Any]):
         for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
             signal.signal(name, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Without workers: TimeoutError after so long. Only the main thread has signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"reading it takes longer than data.worker_timeout_s={seconds:g}")
-
-    earlier = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
 
 
 def _kill(processes: list[BaseProcess]) -> None:

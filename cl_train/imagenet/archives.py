@@ -18,7 +18,7 @@ from typing import IO, cast
 from tqdm import tqdm
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.shards import open_tar, read_member, regular_files
+from cl_train.data.tar_shards import open_tar, read_member, regular_files
 from cl_train.imagenet.resumable import SETTINGS, resumable_folder, write_image
 
 _PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it

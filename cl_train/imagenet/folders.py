@@ -14,9 +14,7 @@ import numpy as np
 import simplejpeg
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
-from cl_train.data.folder import EXTENSIONS, files_below
-from cl_train.data.source import listed
+from cl_train.data.images import EXTENSIONS, JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, files_below, listed, read_file
 from cl_train.imagenet.resumable import resumable_folder, write_image
 from cl_train.system.processes import map_in_processes
 

@@ -26,8 +26,8 @@ from torch import nn
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import from_mapping, optional_module, suggest
-from cl_train.data.decode import Pixels
 from cl_train.data.device import DeviceFormat, Normalise
+from cl_train.data.images import Pixels
 from cl_train.data.transforms import ImageTransform, default_val_resize
 from cl_train.memory_format.layout import memory_format_of, named_tensors
 from cl_train.memory_format.model_call import failure_explained

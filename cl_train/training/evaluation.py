@@ -18,8 +18,8 @@ from PIL import Image
 from torch import nn
 
 from cl_train.data.build import Data, ImageData
-from cl_train.data.decode import BadImage
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.data.images import BadImage
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.step.train_step import labels_and_top5, logits_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.decode import BadImage, Encoded
-from cl_train.data.shards import MANIFEST, read_shards
+from cl_train.data.images import BadImage, Encoded
+from cl_train.data.tar_shards import MANIFEST, read_shards
 from tests.data.image_folders import jpeg
 
 WNIDS = ("n01440764", "n01443537", "n02102040")
@@ -123,7 +123,7 @@ def silent_losses(root: Path) -> list[str]:
         for (name, content), (_, label) in zip(members[::2], members[1::2], strict=True)
     }
     try:
-        with patch("cl_train.data.source.cache_folder", lambda: root / "cache"):
+        with patch("cl_train.data.images.cache_folder", lambda: root / "cache"):
             source = read_shards(root, workers=1)
     except ConfigError as error:
         return [] if str(root) in str(error) else [f"the message does not name the shard: {error}"]

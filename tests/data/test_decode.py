@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cl_train.data.decode import MAX_PIXELS, BadImage, Encoded, formats_of, read_file
+from cl_train.data.images import MAX_PIXELS, BadImage, Encoded, formats_of, read_file
 from tests.data.image_folders import encoded, jpeg, noise
 
 PICTURE = noise(40, 60)
@@ -64,9 +64,9 @@ def test_broken_images_are_refused_with_a_reason(tmp_path, name):
 
 
 def test_the_limit_of_pixels_is_the_one_that_is_checked(monkeypatch):
-    monkeypatch.setattr("cl_train.data.decode.MAX_PIXELS", 40 * 60)
+    monkeypatch.setattr("cl_train.data.images.MAX_PIXELS", 40 * 60)
     Encoded(encoded(PICTURE))
-    monkeypatch.setattr("cl_train.data.decode.MAX_PIXELS", 40 * 60 - 1)
+    monkeypatch.setattr("cl_train.data.images.MAX_PIXELS", 40 * 60 - 1)
     with pytest.raises(BadImage, match="60 x 40 pixels"):
         Encoded(encoded(PICTURE))
     assert MAX_PIXELS < 2**31 / 3, "the sizes of decoded images fit in 31 bits"
@@ -84,7 +84,7 @@ def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):
     data = bytearray(jpeg())
     data[data.index(b"\xff\xc0") + 11] = 0x14
     assert Encoded(bytes(data)).needs_pillow
-    monkeypatch.setattr("cl_train.data.decode._rgb", lambda image: {}["missing"])
+    monkeypatch.setattr("cl_train.data.images._rgb", lambda image: {}["missing"])
     with pytest.raises(BadImage, match="missing"):
         Encoded(GOOD["PNG P"]).decode()
 

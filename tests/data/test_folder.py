@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data import folder
-from cl_train.data.folder import read_folder
+from cl_train.data import images
+from cl_train.data.images import read_folder
 from cl_train.system.files import cache_folder
 from tests.data.image_folders import folder_data, jpeg, write_folder
 
@@ -183,7 +183,7 @@ def stored():
 def root(tmp_path, monkeypatch):
     """A folder whose times lie in the past; small folders are stored too, in a cache of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(folder, "_CACHED_FROM", 1)
+    monkeypatch.setattr(images, "_CACHED_FROM", 1)
     root = write_folder(tmp_path / "data", train=6, val=4)
     (root / "train" / "class_0" / "notes.txt").write_text("")
     age(root)
@@ -193,13 +193,13 @@ def root(tmp_path, monkeypatch):
 @pytest.fixture
 def listings(monkeypatch):
     """The folders of classes that were listed."""
-    listed, plain = [], folder._list
+    listed, plain = [], images._list
 
     def listing(base, *arguments):
         listed.append(base.name)
         return plain(base, *arguments)
 
-    monkeypatch.setattr(folder, "_list", listing)
+    monkeypatch.setattr(images, "_list", listing)
     return listed
 
 
@@ -258,6 +258,6 @@ def test_a_broken_list_is_replaced(root, listings):
 def test_a_folder_that_changed_just_now_is_not_stored(root, monkeypatch, seconds, lists):
     (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
     now_ns = (root / "train" / "class_0").stat().st_mtime_ns + seconds * 10**9
-    monkeypatch.setattr(folder, "time", SimpleNamespace(time_ns=lambda: now_ns))
+    monkeypatch.setattr(images, "time", SimpleNamespace(time_ns=lambda: now_ns))
     read_folder(root)
     assert len(stored()) == lists

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torchvision
 
-from cl_train.config.schema import ConfigError
-from cl_train.data.decode import Encoded
-from cl_train.data.folder import read_folder
-from cl_train.data.sample import FIRST_RUN, PATTERNS, SampleSpec, ensure_imagenette, ensure_sample, write_sample
+from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.data.images import Encoded, read_folder
+from cl_train.data.sample import FIRST_RUN, PATTERNS, SampleSpec, ensure_sample, read_imagenette, write_sample
+from tests.data.image_folders import write_folder
 from tests.processes import LIMIT_S
 
 SMALL = SampleSpec(train_per_class=12, val_per_class=4, scale=0.25)
@@ -85,12 +85,12 @@ def test_the_mean_colour_says_nothing_about_the_class(cache_home):
 
 
 def test_imagenette_is_found_or_fetched_by_torchvision(tmp_path, monkeypatch):
-    (tmp_path / "a" / "train").mkdir(parents=True)
-    (tmp_path / "b" / "imagenette2-320" / "train").mkdir(parents=True)
-    assert ensure_imagenette(tmp_path / "a", download=False) == tmp_path / "a"
-    assert ensure_imagenette(tmp_path / "b", download=False) == tmp_path / "b" / "imagenette2-320"
+    for below in ("a", "b/imagenette2-320"):
+        write_folder(tmp_path / below, train=2, val=2)
+        source = read_imagenette(tmp_path / below[0], DataConfig(), training=True)
+        assert source.train.name(0) == str(tmp_path / below / "train/class_0/0000.jpg")
     with pytest.raises(ConfigError, match=r"data\.download=true fetches it"):
-        ensure_imagenette(tmp_path, download=False)
+        read_imagenette(tmp_path, DataConfig(), training=True)
     asked = []
 
     def fetch(root, split, size, download):
@@ -99,5 +99,5 @@ def test_imagenette_is_found_or_fetched_by_torchvision(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torchvision.datasets, "Imagenette", fetch)
     with pytest.raises(ConfigError, match=r"could not be fetched into .*: no network"):
-        ensure_imagenette(tmp_path / "new", download=True)
+        read_imagenette(tmp_path / "new", DataConfig(download=True), training=True)
     assert asked == [(str(tmp_path / "new"), "320px", True)]

@@ -1,15 +1,14 @@
 """Tar shards: order, labels, index, patterns, damage."""
 
 import os
-import time
 
 import numpy as np
 import pytest
 
 from cl_train.config.schema import ConfigError
-from cl_train.data import shards as shards_module
-from cl_train.data.decode import BadImage
-from cl_train.data.shards import expand_braces, read_shards
+from cl_train.data import tar_shards
+from cl_train.data.images import BadImage
+from cl_train.data.tar_shards import read_shards
 from tests.data.tar_shards import WNIDS, silent_losses, sound_shards, write
 
 
@@ -49,7 +48,7 @@ def test_the_index_is_kept_until_a_shard_changes(tmp_path, monkeypatch):
     root = write(tmp_path / "s", sound_shards())
     first = read_shards(root, workers=1)
     with monkeypatch.context() as patched:
-        patched.setattr(shards_module, "index_shard", lambda *_, **__: pytest.fail("indexed again"))
+        patched.setattr(tar_shards, "index_shard", lambda *_, **__: pytest.fail("indexed again"))
         again = read_shards(root, workers=1)
     assert again.fingerprint == first.fingerprint and again.classes == first.classes
     assert again.train.read(5) == first.train.read(5) and again.val.name(3) == first.val.name(3)
@@ -76,27 +75,11 @@ def test_labels_from_json_and_classes_without_wordnet_ids(tmp_path):
     assert source.classes == ("0", "1", "2") and np.bincount(source.train.labels).tolist() == [6, 6, 6]
 
 
-def test_brace_patterns(tmp_path):
-    assert list(expand_braces("a{00..02}b{x,y}")) == [f"a0{n}b{c}" for n in range(3) for c in "xy"]
-    assert list(expand_braces("{a-{1..2},b}.tar")) == ["a-1.tar", "a-2.tar", "b.tar"]
-    for literal in ("{a", "a}", "a,b", "{a{b}"):
-        assert list(expand_braces(literal)) == [literal.replace("{b}", "b")]
+def test_a_shell_pattern_takes_some_shards(tmp_path):
     root = write(tmp_path / "s", sound_shards(), manifest=False)
-    assert len(read_shards(f"{root}/im-{{train-{{0000..0001}},val-0000}}.tar", workers=1).train) == 12
-    for pattern, words in (
-        ("{train-{0000..0003},val-0000}", r"im-train-0003\.tar"),
-        ("{train-{0000..0001}", "not exist"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            read_shards(f"{root}/im-{pattern}.tar", workers=1)
-
-
-@pytest.mark.parametrize("pattern", ["{0..3000000}", "{0..99999}{0..99999}", "{" * 3 + "0..999999999" + "}" * 3])
-def test_a_pattern_of_millions_is_refused_at_once(tmp_path, pattern):
-    started = time.monotonic()
-    with pytest.raises(ConfigError, match="more than 100,000 shards"):
-        read_shards(f"{tmp_path}/x-train-{pattern}.tar")
-    assert time.monotonic() - started < 5
+    assert len(read_shards(f"{root}/im-*-000[02].tar", workers=1).train) == 12
+    with pytest.raises(ConfigError, match="no val shards"):
+        read_shards(f"{tmp_path}/*/im-train*.tar", workers=1)
 
 
 def test_other_tar_files_are_noted_and_no_shards_are_errors(tmp_path):

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as F
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data import transforms
-from cl_train.data.folder import read_folder
+from cl_train.data.images import read_folder
 from cl_train.data.order import SampleGenerator
 from cl_train.data.transforms import (
     ImageReader,

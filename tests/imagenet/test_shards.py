@@ -9,8 +9,8 @@ import torch
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.build import build_data
 from cl_train.data.device import DeviceFormat
-from cl_train.data.folder import read_folder
-from cl_train.data.shards import ShardSplit, read_shards
+from cl_train.data.images import read_folder
+from cl_train.data.tar_shards import ShardSplit, read_shards
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.distributed import Dist
 from cl_train.system.processes import map_in_processes

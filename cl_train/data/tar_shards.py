@@ -18,15 +18,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
-from cl_train.config.schema import ConfigError
-from cl_train.data.decode import BadImage
-from cl_train.data.source import ImageSource, Indices, Split, fingerprint, listed, load_index, packed, save_index
+from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.data.images import (
+    BadImage,
+    ImageSource,
+    Indices,
+    Split,
+    fingerprint,
+    listed,
+    load_index,
+    packed,
+    save_index,
+)
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
@@ -34,7 +42,6 @@ _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 _SPLIT_NAME = re.compile(r"(?:.*[-_.])?(train|val|valid|validation)(?:[-_.].*)?\.\w+")
 _WORDNET_ID = re.compile(r"(?:.*/)?(n\d{8})[_/]")
 _MAX_LABEL = 1_000_000
-_MAX_SHARDS = 100_000
 _MAX_MEMBER_BYTES = 64 * 2**20  # the largest image of ImageNet has 16 MB
 
 
@@ -68,9 +75,11 @@ class ShardSplit(Split):
         return tuple(np.split(order, np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))[:-1]))
 
 
-def read_shards(root: str | Path, workers: int | None = None, *, training: bool = True) -> ImageSource:
-    """Index the shards of a folder or a brace pattern, `/data/im-{train-{0000..1023},val-{00..63}}.tar`, in `workers`
-    processes, or take the index from the user's cache. Without `training` the val shards may stand for both.
+def read_shards(
+    root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None
+) -> ImageSource:
+    """Index the shards of a folder or a shell pattern, `/data/*/im-*.tar`, in `workers` processes, or take the index
+    from the user's cache. Without `training` the val shards may stand for both.
     Raises ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels."""
     shards, notes = _find_shards(str(root), training)
     files = [*shards["train"], *shards["val"]]
@@ -92,38 +101,20 @@ def split_of(file_name: str) -> str:
     return _SPLITS[match[1]] if match else ""
 
 
-def expand_braces(pattern: str) -> Iterator[str]:
-    """`a-{00..02}.tar` and `{x,y}.tar`, nested, as the shell expands them."""
-    group = re.search(r"\{((?:[^{}]|\{[^{}]*\})*)\}", pattern)  # with groups of one level inside
-    if group is None:
-        yield pattern
-        return
-    words: Iterator[str] = iter(re.split(r",(?![^{]*\})", group[1]))  # at commas outside of inner groups
-    if span := re.fullmatch(r"(\d+)\.\.(\d+)", group[1]):
-        words = (f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1))
-    for word in words:
-        yield from expand_braces(pattern[: group.start()] + word + pattern[group.end() :])
-
-
 def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """Absolute paths of the train and val shards, sorted, and a note on other tar files."""
-    explicit = "{" in root or root.endswith(".tar")
-    found = islice(expand_braces(root), _MAX_SHARDS + 1) if explicit else glob.iglob(f"{glob.escape(root)}/*.tar")
-    paths = sorted(set(found))
-    if len(paths) > _MAX_SHARDS:
-        raise ConfigError(f"data.root={root}: more than {_MAX_SHARDS:,} shards")
-    if absent := [path for path in paths if not os.path.isfile(path)]:
-        raise ConfigError(f"data.root={root}: {len(absent)} of {len(paths)} shards do not exist: {listed(absent)}")
+    is_pattern = root.endswith(".tar")
     shards: dict[str, list[str]] = {"train": [], "val": [], "": []}
     series: dict[tuple[str, str], set[int]] = {}  # a missing number of im-train-000000.tar, ... is a missing shard
-    for path in map(os.path.abspath, paths):
+    for path in map(os.path.abspath, sorted(glob.glob(root if is_pattern else f"{glob.escape(root)}/*.tar"))):
         split = split_of(os.path.basename(path))
         shards[split].append(path)
-        if split and not explicit and (match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path)):
+        if split and not is_pattern and (match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path)):
             series.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if not training:
         shards["train"] = shards["train"] or shards["val"]
-    problems = [f"data.root={root}: no {name} shards (*-{name}-*.tar)" for name in ("train", "val") if not shards[name]]
+    where = f"data.root={root} (a folder, or a shell pattern such as /data/*/im-*.tar)"
+    problems = [f"{where}: no {name} shards (*-{name}-*.tar)" for name in ("train", "val") if not shards[name]]
     for (start, end), numbers in series.items():
         if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
             problems.append(f"{start}N{end}: shards are missing, N = {listed(lost)}")

@@ -1,0 +1,385 @@
+"""Encoded images: the list of a split's images, folders of them, their bytes, and their pixels. Imports no torch.
+
+simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. Files that it refuses or warns about (CMYK and YCCK, PNGs named
+.JPEG, stray bytes between markers) are decoded by Pillow, which therefore determines which images are bad. EXIF
+orientation is ignored, as in torchvision, TensorFlow and the published accuracies.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+import time
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, AnyStr, NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image
+
+from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.system.files import cache_folder, replacing
+
+Indices = npt.NDArray[np.int64]
+Pixels = npt.NDArray[np.uint8]
+Result = TypeVar("Result")
+
+VAL_NAMES = ("val", "valid", "validation", "test")
+EXTENSIONS = (".jpg", ".jpeg", ".png")
+FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
+FORMATS |= dict.fromkeys((".tif", ".tiff"), "TIFF")
+JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
+MAX_FILE_BYTES = 256 * 2**20
+_DEFAULT_FORMATS = ("JPEG", "PNG")  # the formats that Pillow may parse: fewer parsers, fewer vulnerabilities
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device"}
+_CACHED_FROM = 50_000  # images; listing fewer takes less than a second
+_SETTLED_NS = 2_000_000_000  # a folder that changed this shortly ago may change again without a new modification time
+_NAMED = 5  # names in a message; a folder can hold a thousand
+
+
+class BadImage(Exception):
+    """A sample cannot be decoded. The message is the reason, without the file's name."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The encoded images of one split, in a fixed order. Subclasses implement `read`.
+
+    `names` holds the encoded names one after the other, each from its `starts`; `labels` are from 0. Arrays, because a
+    forked worker that reads a list of a million Python objects copies its memory page by page.
+    """
+
+    names: npt.NDArray[np.uint8]
+    starts: Indices
+    labels: Indices
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        """The name of image `index` in messages: a path, or a path and a member."""
+        return os.fsdecode(self.names[self.starts[index] : self.starts[index + 1]].tobytes())
+
+    def read(self, index: int) -> bytes:
+        """The encoded file of image `index`. Raises BadImage if it cannot be read."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Both splits of a data set; `classes` in the order of the labels. `fingerprint`: of the list of images, not of
+    the files' contents. `notes`: remarks for the user, one sentence each."""
+
+    classes: tuple[str, ...]
+    train: Any  # Split, or the user's Dataset
+    val: Any
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+
+
+def packed(names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Indices]:
+    """`names` and `starts` of a `Split`."""
+    return np.frombuffer(b"".join(names), np.uint8), np.cumsum([0, *map(len, names)], dtype=np.int64)
+
+
+def fingerprint(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str]) -> str:
+    """Of the classes, and of each split's attributes `arrays`."""
+    digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
+    for split in splits:
+        for name in arrays:
+            digest.update(getattr(split, name).data)
+    return digest.hexdigest()[:16]
+
+
+def listed(names: Sequence[object]) -> str:
+    """For messages: the first few, and the number of the others."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(map(str, names[:_NAMED])) + more if names else "nothing"
+
+
+# --- folders: root/train/<class>/* and root/val/<class>/*, or one folder of classes that is split in two --------------
+
+
+@dataclass(frozen=True)
+class FolderSplit(Split):
+    """The images of one split, sorted by class and name. Their names are paths relative to `folder`."""
+
+    folder: Path
+
+    def name(self, index: int) -> str:
+        return os.path.join(self.folder, super().name(index))
+
+    def read(self, index: int) -> bytes:
+        return read_file(self.name(index))
+
+
+def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
+    """List the images below `root`, or take the list from the user's cache folder. Raises ConfigError: a folder that is
+    missing or cannot be read, no classes, different classes in the splits, or classes without images."""
+    cfg = cfg or DataConfig()
+    layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions, *([] if training else ["evaluation"]))
+    key = f"folder {root.resolve()}{layout}"
+    try:
+        base, val = _split_folders(root, cfg, training)
+        splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
+        return load_index(key, *splits) or _index(base, val, cfg, key)
+    except OSError as error:
+        _unreadable(error)
+
+
+def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> FolderSplit:
+    """All images below `root`, or below its folder of validation images if it has one, sorted by name. An image below
+    the folder of a class has its label, others -100. Raises ConfigError: no images."""
+    folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
+    suffixes, top = tuple(os.fsencode(extension.lower()) for extension in extensions), os.fsencode(folder)
+    paths = (os.path.join(below, name) for below, names in files_below(top) for name in names)
+    names = sorted(os.path.relpath(path, top) for path in paths if path.lower().endswith(suffixes))
+    if not names:
+        raise ConfigError(f"data.root '{root}' has no images ({', '.join(extensions)}) in it or in a folder below")
+    label_of = {os.fsencode(name): label for label, name in enumerate(classes)}
+    labels = [label_of.get(name.partition(b"/")[0], -100) for name in names]
+    return FolderSplit(*packed(names), np.array(labels, np.int64), folder)
+
+
+def files_below(folder: AnyStr) -> Iterator[tuple[AnyStr, list[AnyStr]]]:
+    """`folder` and each folder below it, with the names of its files. Raises ConfigError if one cannot be read."""
+    for below, _, names in os.walk(folder, onerror=_unreadable):
+        yield below, names
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
+
+
+def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
+    """The folders that hold the classes of both splits; the same folder if it is to be split, or without training."""
+    if re.match(r"\w+:/", str(root)):
+        raise ConfigError(f"data.root '{root}' is a URL, and data is read from the file system: copy or mount it")
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise ConfigError(f"data.root '{root}' {what}; give the folder that holds train/ and val/, or try data=sample")
+    train, val_names = root / "train", [cfg.val_split] if cfg.val_split else VAL_NAMES
+    val = next((root / name for name in val_names if (root / name).is_dir()), None)
+    if cfg.val_fraction is not None:
+        if val is not None and train.is_dir():
+            raise ConfigError(f"'{val}' exists: use it without data.val_fraction, or move it away")
+        return (train, train) if train.is_dir() else (root, root)
+    if val is not None and (train.is_dir() or not training):
+        return train if training else val, val
+    lacking = ["'train'"] if training and not train.is_dir() else []
+    if val is None:
+        lacking.append(" or ".join(f"'{name}'" for name in val_names))
+    found = listed(sorted(os.listdir(root)))
+    raise ConfigError(
+        f"data.root '{root}' has no folder {' and no folder '.join(lacking)}. Found: {found}. Classes without a split:"
+        " data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
+    )
+
+
+def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
+    settled_ns = time.time_ns() - _SETTLED_NS
+    classes = _class_names(base)
+    if (others := _class_names(val)) != classes:
+        pairs = ((base, set(classes) - set(others)), (val, set(others) - set(classes)))
+        parts = [f"only in {folder.name}: {listed(sorted(names))}" for folder, names in pairs if names]
+        raise ConfigError(f"'{base}' and '{val}' have different classes; {'; '.join(parts)}")
+    listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
+    images = listings[base][0], listings[val][0]
+    if cfg.val_fraction is not None:
+        images = _divide(images[0], cfg.val_fraction)
+    train, held_out = _split(images[0], base), _split(images[1], val)
+    notes = tuple(note for _, _, note in listings.values() if note)
+    found = fingerprint(classes, (train, held_out), ("names", "starts", "labels"))
+    source = ImageSource(tuple(classes), train, held_out, found, notes)
+    if len(train) + len(held_out) >= _CACHED_FROM:
+        save_index(key, source, [folder for _, folders, _ in listings.values() for folder in folders], settled_ns)
+    return source
+
+
+def _class_names(folder: Path) -> list[str]:
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    classes = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    if not classes:
+        found = listed([entry.name for entry in entries])
+        advice = "ImageNet's validation images are sorted into classes by cl-train prepare_imagenet"
+        raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {found}. {advice}")
+    return classes
+
+
+def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[bytes]], list[bytes], str]:
+    """The image files of each class, relative to `folder`; the folders that were read; a note on ignored files. FIFOs
+    and dangling links with the name of an image are listed as well: the reader reports them."""
+    top, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
+    images, folders, ignored, note = list[list[bytes]](), [top], list[str](), ""
+    for class_name in classes:
+        of_class = list[bytes]()
+        for below, names in files_below(os.path.join(top, os.fsencode(class_name))):
+            folders.append(below)
+            prefix = below[len(top) + 1 :] + b"/"
+            for name in names:
+                if name.lower().endswith(suffixes):
+                    of_class.append(prefix + name)
+                elif not name.startswith(b"."):
+                    ignored.append(os.fsdecode(prefix + name))
+        images.append(sorted(of_class))
+    if ignored:
+        kinds = Counter(os.path.splitext(path)[1].lower() for path in ignored)
+        shown = listed([f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()])
+        readable = sorted(kinds.keys() & FORMATS.keys())
+        advice = f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them" if readable else ""
+        note = f"{len(ignored)} files in '{folder}' are ignored ({shown}), such as '{ignored[0]}'{advice}"
+    least = 1 if cfg.val_fraction is None else 2
+    if empty := [name for name, files in zip(classes, images, strict=True) if len(files) < least]:
+        what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(cfg.extensions)})"
+        raise ConfigError(f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {note}")
+    return images, folders, note
+
+
+def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[bytes]], list[list[bytes]]]:
+    """Per class, the share with the smallest hashes of their names: adding a file moves at most one other."""
+    train, val = [], []
+    for names in files:
+        count = min(len(names) - 1, max(1, round(len(names) * val_fraction)))
+        chosen = set(sorted(names, key=lambda name: hashlib.sha256(name).digest())[:count])
+        train.append([name for name in names if name not in chosen])
+        val.append([name for name in names if name in chosen])
+    return train, val
+
+
+def _split(files: list[list[bytes]], folder: Path) -> FolderSplit:
+    labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
+    return FolderSplit(*packed([name for of_class in files for name in of_class]), labels, folder)
+
+
+# --- stored lists: listing a million files can take minutes -----------------------------------------------------------
+
+
+def _stored_at(key: str) -> Path:
+    return cache_folder() / f"index-{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.npz"
+
+
+def _status(paths: Sequence[str | bytes]) -> list[list[int]]:
+    """Size and time of the last modification in ns: while they remain the same, a stored list is valid."""
+    return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, paths)]
+
+
+def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
+    """Not if a file or folder in `made_from` was modified later than `unchanged_since_ns`, or the cache cannot be
+    written: the index is then made again at the next start."""
+    path = _stored_at(key)
+    with contextlib.suppress(OSError):
+        status = _status(made_from)
+        if max(modified_ns for _, modified_ns in status) > unchanged_since_ns:
+            return
+        header = {name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}
+        header |= {"made_from": list(map(os.fsdecode, made_from)), "status": status}
+        arrays = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
+        for name in ("train", "val"):
+            values = vars(getattr(source, name)).items()
+            arrays |= {f"{name}/{key}": value for key, value in values if isinstance(value, np.ndarray)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+
+def load_index(key: str, train: Callable[..., Split], val: Callable[..., Split]) -> ImageSource | None:
+    """The stored source, with splits that `train` and `val` make of their arrays; None: there is no valid one."""
+    try:
+        with open(_stored_at(key), "rb") as file, np.load(file, allow_pickle=False) as stored:
+            header = json.loads(stored["header"].tobytes())
+            if header["status"] != _status(header["made_from"]):
+                return None
+            first, second = (
+                make(**{name.split("/")[1]: stored[name] for name in stored.files if name.startswith(split)})
+                for split, make in (("train/", train), ("val/", val))
+            )
+            return ImageSource(tuple(header["classes"]), first, second, header["fingerprint"], tuple(header["notes"]))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # TypeError: an array is missing
+        return None
+
+
+# --- bytes and pixels -------------------------------------------------------------------------------------------------
+
+
+def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
+    """Pillow's names of the formats with these extensions. Raises ConfigError for unknown ones."""
+    if not extensions or any(extension.lower() not in FORMATS for extension in extensions):
+        raise ConfigError(f"data.extensions={list(extensions)}: use some of {', '.join(FORMATS)}")
+    return tuple(dict.fromkeys(FORMATS[extension.lower()] for extension in extensions))
+
+
+def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
+    """The whole file, or its `first` bytes. Raises BadImage: not a regular, readable file of a possible size."""
+    try:  # non-blocking: opening a FIFO without a writer would block forever
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise BadImage(f"not a regular file but {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}")
+            if status.st_size == 0:
+                raise BadImage("the file is empty")
+            if status.st_size > MAX_FILE_BYTES:
+                raise BadImage(f"{status.st_size} bytes, more than the limit of {MAX_FILE_BYTES}")
+            return file.read(first)
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from None
+
+
+class Encoded:
+    """An image of `height` x `width` whose header has been read and checked; its pixels are not decoded yet.
+    `needs_pillow`: simplejpeg is known not to decode this file."""
+
+    def __init__(self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS) -> None:
+        """`decoder`: simplejpeg, or pillow for all files. `formats`: Pillow's names of those that are accepted. Raises
+        BadImage: the header cannot be read, or the image is too large."""
+        self._data, self._formats = data, formats
+        self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
+        if not self.needs_pillow:
+            try:
+                self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=True)
+                self.needs_pillow = colours in ("CMYK", "YCCK")
+            except Exception:  # not only ValueError: a wrong sampling factor is a KeyError
+                self.needs_pillow = True
+        if self.needs_pillow:
+            self.width, self.height = self._with_pillow(lambda image: image.size)
+        if not 0 < self.height * self.width <= MAX_PIXELS:
+            raise BadImage(f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}")
+
+    def decode(self, scratch: Pixels | None = None) -> Pixels:
+        """The pixels, uint8 [height, width, 3], perhaps in the flat buffer `scratch`. Raises BadImage."""
+        if not self.needs_pillow:
+            size = self.height * self.width * 3
+            buffer = scratch[:size] if scratch is not None and scratch.size >= size else None
+            with contextlib.suppress(Exception):  # strict: libjpeg's warnings are errors too; then Pillow decodes
+                pixels: Pixels = simplejpeg.decode_jpeg(self._data, "RGB", buffer=buffer, strict=True)
+                return pixels
+            self.needs_pillow = True
+        return self._with_pillow(_rgb)
+
+    def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
+        """`use` of Pillow's image, without its warnings ("(Possibly) corrupt EXIF data": the pixels are fine)."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return use(Image.open(io.BytesIO(self._data), formats=self._formats))
+        except Exception as error:  # corrupt files raise many exception types
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            unknown = "cannot identify image file" in text
+            raise BadImage(f"not a {' or '.join(self._formats)} file" if unknown else text) from None
+
+
+def _rgb(image: Image.Image) -> Pixels:
+    if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip at 255, not scale
+        grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    return np.array(image.convert("RGB"))
