@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cl_train.data.images import EXTENSIONS
 from cl_train.system.distributed import Dist
 
 
-class ImageLoader:
+class ImageLoader(AbstractContextManager["ImageLoader"]):
     """Iterates over the batches of one split; created by `image_loader`. `classes`: their names, in the order of the
     labels. `bad_images`: names and reasons of the images that could not be read so far."""
 
@@ -48,9 +49,6 @@ class ImageLoader:
     def close(self) -> None:
         """End the workers. A later iteration starts new ones."""
         self._loader.close()
-
-    def __enter__(self) -> "ImageLoader":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

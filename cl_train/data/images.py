@@ -42,7 +42,6 @@ JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
 _DEFAULT_FORMATS = ("JPEG", "PNG")  # the formats that Pillow may parse: fewer parsers, fewer vulnerabilities
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device"}
 _CACHED_FROM = 50_000  # images; listing fewer takes less than a second
 _SETTLED_NS = 2_000_000_000  # a folder that changed this shortly ago may change again without a new modification time
 _NAMED = 5  # names in a message; a folder can hold a thousand
@@ -93,13 +92,13 @@ def packed(names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Indices]:
     return np.frombuffer(b"".join(names), np.uint8), np.cumsum([0, *map(len, names)], dtype=np.int64)
 
 
-def fingerprint(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str]) -> str:
+def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str]) -> str:
     """Of the classes, and of each split's attributes `arrays`."""
-    digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
+    found = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
     for split in splits:
         for name in arrays:
-            digest.update(getattr(split, name).data)
-    return digest.hexdigest()[:16]
+            found.update(getattr(split, name).data)
+    return found.hexdigest()[:16]
 
 
 def listed(names: Sequence[object]) -> str:
@@ -200,7 +199,7 @@ def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
         images = _divide(images[0], cfg.val_fraction)
     train, held_out = _split(images[0], base), _split(images[1], val)
     notes = tuple(note for _, _, note in listings.values() if note)
-    found = fingerprint(classes, (train, held_out), ("names", "starts", "labels"))
+    found = digest(classes, (train, held_out), ("names", "starts", "labels"))
     source = ImageSource(tuple(classes), train, held_out, found, notes)
     if len(train) + len(held_out) >= _CACHED_FROM:
         save_index(key, source, [folder for _, folders, _ in listings.values() for folder in folders], settled_ns)
@@ -325,7 +324,7 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise BadImage(f"not a regular file but {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}")
+                raise BadImage("not a regular file, but a device, a FIFO or a folder")
             if status.st_size == 0:
                 raise BadImage("the file is empty")
             if status.st_size > MAX_FILE_BYTES:

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import math
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ Reader = ImageReader | DatasetReader  # of the samples of one split; each worker
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
-_FILES = 8, 32  # per worker of both splits (each has a queue and two pipes), and for everything else
 
 
 class WorkerTimes(NamedTuple):
@@ -119,7 +117,7 @@ class HostLoader:
     ) -> None:
         """`order`: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
         whose bad samples are replaced by the following ones; None = evaluation: each sample once, without bad ones.
-        Raises ConfigError: the memory, or the limit of open files, is too small."""
+        Raises ConfigError: the memory is too small."""
         self.reader, self.sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order, self.samples = bad_images, order, len(reader)
         most = min(_MAX_WORKERS, cores_of_process(dist.world_size))
@@ -136,14 +134,9 @@ class HostLoader:
         self._times = shared((processes, len(WorkerTimes._fields)), torch.float64).numpy()
         self._workers: Workers | None = None
         self._user: tuple[threading.Thread, int] | None = None  # thread and process
-        self._check_resources()
+        self._check_memory()
 
-    def _check_resources(self) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        need = len(os.listdir("/proc/self/fd")) + _FILES[0] * self.workers + _FILES[1]
-        if self.workers and limit != resource.RLIM_INFINITY and need > limit:
-            what = f"data.workers={self.workers} needs {need} open files, and the limit is {limit}"
-            raise ConfigError(f"{what}: raise it (ulimit -n {need}), or lower data.workers")
+    def _check_memory(self) -> None:
         pixels = self.sizes.image_sizes[-1] ** 2 * 3
         batches = self._slot_count * self.batch_size * pixels * self.reader.dtype.itemsize
         order, free = 0 if self.is_stream else 16 * self.samples, available_bytes(torch.device("cpu"))

@@ -24,17 +24,7 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data.images import (
-    BadImage,
-    ImageSource,
-    Indices,
-    Split,
-    fingerprint,
-    listed,
-    load_index,
-    packed,
-    save_index,
-)
+from cl_train.data.images import BadImage, ImageSource, Indices, Split, digest, listed, load_index, packed, save_index
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
@@ -145,7 +135,7 @@ def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | N
     classes = _checked_classes(contents, manifest)
     if shards["train"] != shards["val"] and (lacking := sorted(set(range(len(classes))) - set(train.labels.tolist()))):
         raise ConfigError(f"no training image has label {listed(lacking)}; labels start at 0")
-    return ImageSource(classes, train, val, fingerprint(classes, (train, val), ("names", "labels", "sizes")))
+    return ImageSource(classes, train, val, digest(classes, (train, val), ("names", "labels", "sizes")))
 
 
 def index_shard(path: str) -> list[_Image]:
@@ -205,12 +195,14 @@ def _checked_classes(contents: dict[str, list[_Image]], manifest: Path | None) -
             wordnet = _WORDNET_ID.match(image.name)
             name = image.name.rpartition("/")[0] if manifest else wordnet[1] if wordnet else ""
             samples.setdefault((image.label, name), f"{path}/{image.name}")
-    first = {label: name for label, name in reversed(samples)}
-    classes, problems = [first.get(label, "") for label in range(max(first) + 1)], list[str]()
+    problems = list[str]()
     if manifest is not None:
         classes, problems = _read_manifest(manifest, contents)
-    elif not all(name for _, name in samples):
-        return tuple(map(str, range(len(classes))))
+    elif all(name for _, name in samples):
+        first = {label: name for label, name in reversed(samples)}
+        classes = [first.get(label, "") for label in range(max(first) + 1)]
+    else:
+        return tuple(map(str, range(max(samples)[0] + 1)))
     known = {name: label for label, name in reversed(list(enumerate(classes)))}
     wrong = [f"{sample} has label {label}" for (label, name), sample in samples.items() if known.get(name) != label]
     if wrong:

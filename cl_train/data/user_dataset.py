@@ -54,8 +54,6 @@ def read_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource
 def _class_names(dataset: Any) -> tuple[str, ...]:
     names: Any = getattr(dataset, "classes", None)
     count: Any = getattr(dataset, "num_classes", None)
-    if names is None and count is None:
-        raise ValueError("it has neither `classes` nor `num_classes`")
     if names is None:
         if isinstance(count, bool) or not 1 <= operator.index(count) <= _MOST_CLASSES:
             raise ValueError(f"`num_classes` is {count}, not a number from 1 to {_MOST_CLASSES}")
@@ -186,30 +184,22 @@ class StreamReader(DatasetReader):
 
 
 def checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
-    """uint8 [H, W, 3] of an image that needs transforms, or a tensor that can be copied into `row`. Raises TypeError or
-    ValueError: the image is anything else."""
-    if isinstance(image, Image.Image):
-        if image.mode[0] in "IF":
-            raise TypeError(f"a PIL image of mode {image.mode} has more than 8 bits per channel; scale it to 8 bits")
-        image = np.array(image.convert("RGB"))
-    elif isinstance(image, Tensor) and (image.dtype == torch.uint8 or image.is_floating_point()):
-        if image.device.type != "cpu" or image.layout != torch.strided:
-            raise TypeError(f"a tensor must be dense and on the CPU, not {image.layout} on {image.device}")
-        if image.shape == row.shape and image.is_floating_point() == row.is_floating_point():
+    """uint8 [H, W, 3] of an image that needs transforms, or a tensor that can be copied into `row`. Raises TypeError:
+    the image is anything else."""
+    pixels = image
+    if isinstance(image, Image.Image) and image.mode[0] not in "IF":  # those have more than 8 bits per channel
+        pixels = np.array(image.convert("RGB"))
+    elif isinstance(image, Tensor) and image.device.type == "cpu" and image.layout == torch.strided:
+        is_of_row = image.shape == row.shape and image.is_floating_point() == row.is_floating_point()
+        if is_of_row and (image.dtype == torch.uint8 or image.is_floating_point()):
             return image.detach()
-        if image.is_floating_point():
-            raise ValueError(f"{_described(image)} instead of {_described(row)}")
-        image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise TypeError(
-            "the image must be a PIL image, a uint8 array [H, W, 3], or a uint8 or floating-point tensor [3, H, W], not"
-            f" {_described(image)}"
-        )
-    if image.size == 0:
-        raise ValueError(f"the image has {image.shape[1]} x {image.shape[0]} pixels")
-    if row.is_floating_point():
-        raise ValueError(f"8-bit pixels instead of {_described(row)}, as in the first sample")
-    return np.require(image, requirements=["C", "W"])
+        pixels = image.permute(1, 2, 0).numpy() if image.ndim == 3 and image.dtype == torch.uint8 else image
+    is_picture = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.size > 0
+    if not is_picture or pixels.shape[2] != 3 or row.is_floating_point():
+        kinds = "a PIL image of 8 bits per channel, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W]"
+        expected = f"{_described(row)}, as the first sample" if row.is_floating_point() else kinds
+        raise TypeError(f"the image must be {expected}, not {_described(image)}")
+    return np.require(pixels, requirements=["C", "W"])
 
 
 def checked_label(label: Any, classes: int) -> Label:
@@ -230,8 +220,12 @@ def checked_label(label: Any, classes: int) -> Label:
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, Tensor) and (value.device.type != "cpu" or value.layout != torch.strided):
+        return f"a tensor {value.layout} on {value.device}"
     if isinstance(value, Tensor | np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, Image.Image):
+        return f"a PIL image of mode {value.mode}, {value.width} x {value.height} pixels"
     return f"{type(value).__name__} {value!r:.40}"
 
 

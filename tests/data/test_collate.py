@@ -122,13 +122,3 @@ def test_what_cannot_be_collated_is_refused_with_its_index_and_both_forms(sample
     with pytest.raises(ValueError, match="cannot collate") as caught:
         channels_last_collate(samples)
     assert all(word in str(caught.value) for word in words)
-
-
-@pytest.mark.slow  # torch waits 5 s for the worker
-def test_a_full_shm_is_named(monkeypatch):
-    def full(size):
-        raise RuntimeError("No space left on device (28)")
-
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
-    with pytest.raises(RuntimeError, match=r"/dev/shm.*shm-size"):
-        list(DataLoader(arrays(2), 2, collate_fn=channels_last_collate, num_workers=1))

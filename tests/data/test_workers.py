@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from cl_train.config.schema import ConfigError
 from cl_train.data import workers as data_workers
 from cl_train.data.transforms import ImageReader
 from cl_train.data.workers import WorkerError, Workers
@@ -110,13 +109,6 @@ def test_workers_that_cannot_all_be_started_are_ended(root, monkeypatch, capsys)
     wait_until(lambda: have_ended(started))
     gc.collect()
     assert capsys.readouterr().err == ""
-
-
-def test_too_few_open_files_for_the_workers_are_refused_at_once(root, monkeypatch):
-    monkeypatch.setattr("cl_train.data.loader.resource.getrlimit", lambda _: (48, 4096))
-    with pytest.raises(ConfigError, match="ulimit -n"):
-        folder_data(root, workers=6)
-    assert folder_data(root, workers=0).train_images == 53
 
 
 def test_workers_ignore_the_signals_that_the_parent_handles(root, workers):

@@ -91,7 +91,7 @@ IMAGES = {
     "planar array": (lambda size: np.zeros((3, size, size), np.uint8), r"\[3, 16, 16\]"),
     "grey array": (lambda size: np.zeros((size, size), np.uint8), r"\[16, 16\]"),
     "object array": (lambda size: np.array([None]), "object"),
-    "empty array": (lambda size: np.zeros((0, 4, 3), np.uint8), "4 x 0 pixels"),
+    "empty array": (lambda size: np.zeros((0, 4, 3), np.uint8), r"\[0, 4, 3\]"),
     **{str(t): (lambda size, t=t: torch.ones((3, size, size), dtype=t), str(t)) for t in INTEGERS},
     **{f"{c} channels": (lambda size, c=c: torch.zeros(c, size, size), rf"\[{c}, 16, 16\]") for c in (1, 4)},
 }
