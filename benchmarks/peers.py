@@ -6,13 +6,12 @@
 
 overhead: training on synthetic data against a bare forward-backward-step loop with the same model, on one fixed batch.
 The ratio is bare step time / cl_train's step time, the median over the rounds: 1 means no overhead.
-loader: cl_train's loader, torchvision's reference, and timm's (if it is installed), on the same files.
+loader: `cl-train loader_benchmark` with timm's loader, on the same files.
 collate: channels_last_collate against copying the same bytes, at once (`block_copy`) or image by image, and against
 default_collate with `.to(channels_last)`. All write to new memory, on one thread.
 """
 
 import contextlib
-import importlib
 import io
 import json
 import math
@@ -31,11 +30,10 @@ from torch.utils.data import default_collate
 
 from cl_train.cli import exit_code
 from cl_train.commands import print_result
-from cl_train.comparison import suite
 from cl_train.comparison.statistics import alternate
-from cl_train.comparison.suite import Pipeline
+from cl_train.comparison.suite import Pipeline, benchmark_loaders
 from cl_train.config.schema import OVERWRITE_HELP, ConfigError, LoaderBenchmarkSettings, setting
-from cl_train.config.validation import load
+from cl_train.config.validation import load, optional_module
 from cl_train.data.collate import channels_last_collate
 from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, resolve_precision
@@ -117,25 +115,14 @@ def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
 # --- the loader -------------------------------------------------------------------------------------------------------
 
 
-def loader(settings: LoaderBenchmarkSettings) -> Result:
-    settings = suite.with_defaults(settings)
-    workers, missing = settings.workers[-1], dict[str, str]()
-    pipelines = [suite.torchvision_reference(settings, workers), suite.ours(settings, workers)]
-    try:
-        pipelines.append(timm(settings, workers))
-    except Exception as error:  # also a broken installation
-        missing["timm"] = f"does not start: {(str(error) or type(error).__name__).splitlines()[0]}"
-    result, table = suite.measure_pipelines(pipelines, settings)
-    return result | {"missing": missing}, table
-
-
 def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     """timm's training loader: uint8 batches from its fast_collate, the input of its GPU prefetcher."""
-    data, collate = importlib.import_module("timm.data"), importlib.import_module("timm.data.loader").fast_collate
+    data, loader = (optional_module(name, "peers loader") for name in ("timm.data", "timm.data.loader"))
     images = data.create_loader(
         data.create_dataset("", f"{settings.root}/train", is_training=True),
         (3, settings.image_size, settings.image_size), settings.batch_size, is_training=True, use_prefetcher=False,
-        collate_fn=collate, num_workers=workers, persistent_workers=True, color_jitter=0.0, device=torch.device("cpu"),
+        collate_fn=loader.fast_collate, num_workers=workers, persistent_workers=True, color_jitter=0.0,
+        device=torch.device("cpu"),
     )  # fmt: skip
     # uint8 [3, H, W] instead of ToTensor and Normalize, as in timm's transform for its prefetcher
     images.dataset.transform.transforms[-2:] = [lambda image: np.rollaxis(np.array(image, dtype=np.uint8), 2)]
@@ -171,15 +158,12 @@ def collate(settings: PeerSettings) -> Result:
 
 
 def main(words: list[str]) -> int:
-    match words[:1]:
-        case ["overhead"]:
-            print_result(PeerSettings, words[1:], overhead)
-        case ["loader"]:
-            print_result(LoaderBenchmarkSettings, words[1:], loader)
-        case ["collate"]:
-            print_result(PeerSettings, words[1:], collate)
-        case _:
-            raise ConfigError("name what to measure: overhead, loader or collate")
+    if words[:1] == ["loader"]:
+        print_result(LoaderBenchmarkSettings, words[1:], lambda settings: benchmark_loaders(settings, timm))
+    elif words[:1] in (["overhead"], ["collate"]):
+        print_result(PeerSettings, words[1:], overhead if words[0] == "overhead" else collate)
+    else:
+        raise ConfigError("name what to measure: overhead, loader or collate")
     return 0
 
 

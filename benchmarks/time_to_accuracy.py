@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 
 from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import settings_from_arguments
+from cl_train.config.validation import optional_module, settings_from_arguments
 from cl_train.data.sample import ensure_sample
 from cl_train.system.files import write_json
 from cl_train.system.machine import measured
@@ -255,8 +254,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main(words: list[str]) -> int:
     """Returns 0 if all runs were completed, else 1."""
     settings = settings_from_arguments(Settings, words)
-    if settings.chart and find_spec("matplotlib") is None:
-        raise ConfigError("chart=FILE needs matplotlib: pip install -e .[plot]")
+    if settings.chart:
+        optional_module("matplotlib", "chart=FILE")
     for path in filter(None, (settings.out, settings.chart)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     for result in measure(settings):

@@ -29,7 +29,7 @@ from cl_train.memory_format.crashes import crash_safe
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, images_in, refuse_lazy
 from cl_train.memory_format.model_call import (
     call_model,
-    explain_failure,
+    failure_explained,
     mean_square,
     output_tensors,
     random_state_restored,
@@ -357,14 +357,32 @@ def _benchmark(
     model: nn.Module, workload: Workload, layouts: Sequence[Layout], target_ci: float, time_limit_s: float
 ) -> Comparison:
     """Raises ConfigError: the model fails or crashes, but for a lack of memory."""
-    try:
-        with measurement_state(workload):
-            return _compare([TimedModel(model, layout, workload) for layout in layouts], target_ci, time_limit_s)
-    except Exception as error:  # a user's model may raise any exception
-        if isinstance(error, ConfigError) or is_out_of_memory(error):
-            raise
-        remedy = "if it takes another input, give batch or image_size"
-        raise ConfigError(f"the model cannot be measured: {explain_failure(error)}; {remedy}") from error
+    remedy = "if it takes another input, give batch or image_size"
+    explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
+    with explained, measurement_state(workload):
+        timed = [TimedModel(model, layout, workload) for layout in layouts]
+        steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
+        load = MachineLoad()
+        # The median step of a block: interruptions on a shared machine are not caused by the layout.
+        blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
+        done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s)
+        others_pct = load.others_pct()
+        is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
+        speeds: list[LayoutSpeed] = []
+        for one, ratio, times_s in zip(timed, done.speed_ratios(), done.blocks, strict=True):
+            verdict = "not_comparable" if speeds and is_too_busy else verdict_of(ratio)
+            step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
+            rate, peak_gib = workload.batch_size / step_s, one.peak_memory_gib(timed)
+            speeds.append(LayoutSpeed(one.layout.name, rate, 1000 * step_s, peak_gib, ratio, verdict))
+        used = None
+        if not workload.compile:
+            best = max(one.images_per_s for one in speeds)
+            gflop = flops_of(timed[0].forward) / workload.batch_size / 1e9
+            used = utilisation(gflop, best, workload.precision, workload.device, training=workload.mode == "train")
+        return Comparison(
+            tuple(speeds), workload.precision.name, workload.batch_size, workload.batch_size, done.rounds, done.seconds,
+            done.stopped_by, others_pct, used,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -376,30 +394,6 @@ def measurement_state(workload: Workload) -> Iterator[None]:
     autotune = not torch.are_deterministic_algorithms_enabled()
     with random_state_restored(workload.device), kernel_selection(tf32=workload.precision.tf32, autotune=autotune):
         yield
-
-
-def _compare(timed: list[TimedModel], target_ci: float, time_limit_s: float) -> Comparison:
-    steps = max(1, min(100, round(BLOCK_S / max(model.warm_up() for model in timed))))
-    load = MachineLoad()
-    # The median step of a block: interruptions on a shared machine are not caused by the layout.
-    blocks = [lambda model=model: median(model.block_times_s(steps)) for model in timed]
-    done = alternate(blocks, target_ci=target_ci, time_limit_s=time_limit_s)
-    workload, others_pct = timed[0].workload, load.others_pct()
-    is_too_busy = workload.device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
-    speeds: list[LayoutSpeed] = []
-    for one, ratio, times_s in zip(timed, done.speed_ratios(), done.blocks, strict=True):
-        verdict = "not_comparable" if speeds and is_too_busy else verdict_of(ratio)
-        step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
-        rate, peak_gib = workload.batch_size / step_s, one.peak_memory_gib(timed)
-        speeds.append(LayoutSpeed(one.layout.name, rate, 1000 * step_s, peak_gib, ratio, verdict))
-    used = None
-    if not workload.compile:
-        gflop, best = flops_of(timed[0].forward) / workload.batch_size / 1e9, max(one.images_per_s for one in speeds)
-        used = utilisation(gflop, best, workload.precision, workload.device, training=workload.mode == "train")
-    return Comparison(
-        tuple(speeds), workload.precision.name, workload.batch_size, workload.batch_size, done.rounds, done.seconds,
-        done.stopped_by, others_pct, used,
-    )  # fmt: skip
 
 
 # --- channels_last=auto -----------------------------------------------------------------------------------------------

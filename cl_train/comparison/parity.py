@@ -55,8 +55,8 @@ MOST_ELEMENTS = 2**16  # recorded per tensor, to bound memory; a wrong layout ch
 EVAL = " in eval mode"
 MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # the values of `training`
 
-# Samples of the tensors of a step with their names, in the order in which they were computed. Kinds: "forward" ("input
-# of X", "output of X"), "results" ("result 0", "loss"), "gradients", "statistics"; "eval forward", "eval results".
+# Samples of the tensors of a step by name, in the order of computation. Kinds: "forward" ("input of X", "output of X"),
+# "results" ("result 0", "loss"), "gradients", "statistics"; "eval forward", "eval results".
 Samples = list[tuple[str, torch.Tensor]]
 Record = dict[str, Samples]
 Step = Callable[..., Record]  # of a layout, and a dtype
@@ -85,16 +85,12 @@ class Check:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The outcome of `check_parity`.
+    """The outcome of `check_parity`."""
 
-    `passed` is None if the check is inconclusive, with the reason in `note`. `first_divergence`, None when all agree,
-    names the module that received what the reference received and returned something else, or channels_last's error.
-    """
-
-    passed: bool | None
+    passed: bool | None  # None: inconclusive, for the reason in `note`
     precision: str
     batch: str  # what the model ran on, such as "[4, 3, 96, 96]"
-    first_divergence: str | None = None
+    first_divergence: str | None = None  # the module whose input agrees and whose output does not, or an error's text
     worst: Check | None = None  # by error / allowed error
     failed: list[Check] = field(default_factory=list)
     note: str = ""
@@ -135,20 +131,18 @@ def check_parity(
     mode: str = "both",
     seed: int = 0,
 ) -> ParityReport:
-    """Compare `model` in both layouts: module outputs, results, gradients and BatchNorm statistics of one step.
+    """Compare copies of `model` in both layouts: outputs, results, gradients and BatchNorm statistics of one step.
 
-    Copies run, one at a time: `model` and all random generators are unchanged. Dropout and other random operators
-    draw equal numbers in all runs (see `EqualRandomness`). A crash in channels_last is a difference.
+    Dropout and other random operators draw equal numbers in all runs. A crash in channels_last is a difference.
 
     Args:
         model: fp32, in any layout, on any device.
-        batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
+        batch, device: as in `compare_layouts`.
         image_size: side of RGB images in pixels, or the shape of one input; at most 96 px where the model takes that.
         batch_size: default: 4.
         loss: scalar of the model's output; default: a sum with fixed random weights over all its tensors.
         output: the part of the output to compare, such as "out" or "0"; default: all of it.
         precision: what the two layouts compute in besides float64.
-        device: default: where the model is.
         conversion: "full" or "conv", as in `memory_format.convert`.
         mode: "train" (training mode, with backward), "infer" (eval mode, forward only) or "both".
         seed: of the images and of the model's random numbers.
@@ -252,7 +246,16 @@ def _compare(
         if names != called:
             unexpected = next((one for one, two in zip(called, names, strict=False) if one != two), "the last tensor")
             return [*checks, Check(f"order of calls at {unexpected}", where, 0.0, math.inf, 0.0)]
-        plain_errors, errors = (_errors(record[kind], expected, kind) for record in (plain, converted))
+        # Gradients that are zero in theory (a bias before BatchNorm) are rounding errors: the norm of a tensor of
+        # typical elements is added to that of each gradient.
+        all_gradients = (
+            torch.cat([true for _, true in expected]) if kind == "gradients" and expected else torch.zeros(1)
+        )
+        element = float(all_gradients.square().mean().sqrt())
+        plain_errors, errors = (
+            [_error(found, true, element) for (_, found), (_, true) in zip(record[kind], expected, strict=True)]
+            for record in (plain, converted)
+        )
         typical = statistics.median(plain_errors) if plain_errors else 0.0
         checks += [
             Check(name, where, plain_error, error, limit(kind, max(plain_error, typical)))
@@ -261,41 +264,32 @@ def _compare(
     return checks
 
 
-def _errors(found: Samples, expected: Samples, kind: str) -> list[float]:
-    """L2 distances / L2 norms; infinite where the shapes differ or only one is not finite.
-
-    Gradients that are zero in theory (a bias before BatchNorm) are rounding errors: the norm of a tensor of typical
-    elements is added to that of each gradient.
-    """
-    typical = 0.0
-    if kind == "gradients" and expected:
-        typical = float(torch.cat([true for _, true in expected]).square().mean().sqrt())
-    errors = []
-    for (_, tensor), (_, true) in zip(found, expected, strict=True):
-        error = math.inf
-        if tensor.shape == true.shape:
-            is_equal = torch.allclose(tensor, true, rtol=0, atol=0, equal_nan=True)
-            size = float(true.norm()) + typical * math.sqrt(true.numel())
-            error = 0.0 if is_equal else float((tensor - true).norm()) / (size or 1.0)
-        errors.append(error if math.isfinite(error) else math.inf)
-    return errors
+def _error(found: torch.Tensor, true: torch.Tensor, element: float) -> float:
+    """L2 distance / L2 norm; infinite where the shapes differ or only one is not finite."""
+    if found.shape != true.shape:
+        return math.inf
+    if torch.allclose(found, true, rtol=0, atol=0, equal_nan=True):
+        return 0.0
+    size = float(true.norm()) + element * math.sqrt(true.numel())
+    error = float((found - true).norm()) / (size or 1.0)
+    return error if math.isfinite(error) else math.inf
 
 
 def _first_divergence(check: Check, model: nn.Module) -> str:
     """The module to look at: if a module's *input* differs first, the code of its parent."""
     kind, _, name = check.what.partition(" of ")
-    where = {
-        "output": "",
-        "input": f", in the forward code before submodule {name} is called",
-        "gradient": ", in backward (its forward agrees)",
-        "statistics": ", in its running statistics (its output agrees)",
+    parent = name.rpartition(".")[0]
+    places = {
+        "output": (name.removeprefix("the model"), ""),
+        "input": (parent, f", in the forward code before submodule {name} is called"),
+        "gradient": (parent, ", in backward (its forward agrees)"),
+        "statistics": (name, ", in its running statistics (its output agrees)"),
     }
-    if kind not in where:
+    if kind not in places:
         return f"the model as a whole ({check.what})"
-    module = name if kind in ("output", "statistics") else name.rpartition(".")[0]
-    module = "" if module == "the model" else module
+    module, where = places[kind]
     eval_mode = "," + EVAL if check.computed_in.endswith(EVAL) else ""
-    return f"{module or 'the model'} ({type(model.get_submodule(module)).__name__}){where[kind]}{eval_mode}"
+    return f"{module or 'the model'} ({type(model.get_submodule(module)).__name__}){where}{eval_mode}"
 
 
 # --- one step, recorded -----------------------------------------------------------------------------------------------
@@ -402,9 +396,9 @@ def _watched(model: nn.Module) -> Iterator[Samples]:
 class EqualRandomness(TorchDispatchMode):
     """While active, random operators draw the same logical values for every memory format, dtype and device.
 
-    `torch.rand_like(x)` fills memory in storage order, so one seed gives each layout other logical values. Here the
-    model receives the results of random operators on contiguous float64 copies of their arguments on the CPU, seeded by
-    the number of the call. Fused attention, whose kernels draw their own numbers, is only seeded.
+    `torch.rand_like(x)` fills memory in storage order. Here the model receives the results of random operators on
+    contiguous float64 copies of their arguments on the CPU, seeded by the number of the call. Fused attention, whose
+    kernels draw their own numbers, is only seeded.
     """
 
     def __init__(self, seed: int) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -215,11 +215,11 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
     try:
         table = dict(json.loads(path.read_text(encoding="utf-8")))
         made_with = table["schema_version"], table["options"], table["environment"]["torch"]
+        is_same = made_with == (2, options, environment["torch"])
     except (OSError, ValueError, KeyError, TypeError):
-        made_with = None
-    if made_with != (2, options, environment["torch"]):
-        other = "with other settings or another torch" if made_with else "by something else"
-        raise ConfigError(f"{path}: made {other}: remove it, or choose another out")
+        is_same = False
+    if not is_same:
+        raise ConfigError(f"{path}: no table of these settings and this torch: remove it, or choose another out")
     return table
 
 
@@ -277,44 +277,39 @@ class Pipeline:
         return (time.perf_counter() - started_at) / seen
 
 
-def with_defaults(settings: LoaderBenchmarkSettings) -> LoaderBenchmarkSettings:
-    """The settings with a folder of images and at least one number of workers."""
+def benchmark_loaders(
+    settings: LoaderBenchmarkSettings, *others: Callable[[LoaderBenchmarkSettings, int], Pipeline]
+) -> tuple[dict[str, Any], str]:
+    """The content of the JSON file, and its text; `others` make more pipelines, of the largest number of workers.
+
+    Raises ConfigError: no such folder, or no whole batch.
+    """
     root = Path(settings.root).expanduser() if settings.root else ensure_sample(DATA_DIR / "sample-large")
     cores = len(os.sched_getaffinity(0))
     workers = settings.workers or [2**power for power in range(5) if 2**power <= cores]
-    return replace(settings, root=str(root), workers=workers)
-
-
-def benchmark_loaders(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
-    """The content of the JSON file, and its text. Raises ConfigError: no such folder, or no whole batch."""
-    settings = with_defaults(settings)
-    loaders = [ours(settings, count) for count in settings.workers]  # raises ConfigError for a missing folder
-    result, table = measure_pipelines([torchvision_reference(settings, settings.workers[-1]), *loaders], settings)
-    rate, cores = settings.gpu_images_per_s, result["cores"]
-    per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in result["rows"][1:])
-    needed = -(-int(rate) // max(1, int(per_core)))
-    answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
-    table += f"\n{rate:,.0f} images/s need {needed} cores of this kind; {answer}"
-    return {**result, "images_per_s_needed": rate, "cores_needed": needed}, table
-
-
-def measure_pipelines(pipelines: Sequence[Pipeline], settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
-    """Rates of all pipelines, and their ratios to the first one, also as a table; closes them."""
+    settings = replace(settings, root=str(root), workers=workers)
+    pipelines = [ours(settings, count) for count in workers]  # raises ConfigError for a missing folder
     torch.set_num_threads(1)  # the workers are measured, not this process
-    blocks = [partial(pipeline.seconds_per_image, settings.images) for pipeline in pipelines]
     try:
+        pipelines[:0] = [make(settings, workers[-1]) for make in (torchvision_reference, *others)]
+        blocks = [partial(pipeline.seconds_per_image, settings.images) for pipeline in pipelines]
         for block in blocks:
             block()  # starts workers and fills the page cache
         done = alternate(blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
     finally:
         for pipeline in pipelines:
             pipeline.close()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for index, one in enumerate(pipelines):
         rate, ratio = round(1 / median(done.blocks[index]), 1), round(median(done.round_ratios(index)), 2)
         rows.append({"pipeline": one.name, "workers": one.workers, "images_per_s": rate, "ratio": ratio})
-    cores = len(os.sched_getaffinity(0))
-    return measured(settings, torch.device("cpu"), schema_version=3, cores=cores, rows=rows), markdown_table(rows)
+    per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in rows[-len(workers) :])
+    needed = -(-int(settings.gpu_images_per_s) // max(1, int(per_core)))
+    answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
+    text = f"{settings.gpu_images_per_s:,.0f} images/s need {needed} cores of this kind; {answer}"
+    results = {"rows": rows, "cores": cores, "images_per_s_needed": settings.gpu_images_per_s, "cores_needed": needed}
+    result = measured(settings, torch.device("cpu"), schema_version=3, **results)
+    return result, f"{markdown_table(rows)}\n{text}"
 
 
 def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:

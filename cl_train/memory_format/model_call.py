@@ -167,13 +167,18 @@ def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def failure_explained(what: str, remedy: str) -> Iterator[None]:
-    """Turn any exception of a model, which is the user's code, into a ConfigError: "`what`: reason; `remedy`"."""
+def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Iterator[None]:
+    """Turn any exception of a model, which is the user's code, into a ConfigError: "`what`: reason; `remedy`".
+
+    A lack of memory only with `memory_too`.
+    """
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
+        if is_out_of_memory(error) and not memory_too:
+            raise
         raise ConfigError(f"{what}: {explain_failure(error)}; {remedy}") from error
 
 

@@ -116,12 +116,10 @@ def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
     assert found == ["b", "64", "passed", "cat 2", "1.5", "1.40-1.60"] and measured["train GiB"] == "0.50 / 0.60"
     add_row(path, open_table(path, with_speed, ENVIRONMENT), row("a"))
     assert [entry.get("error") for entry in json.loads(path.read_text())["rows"]] == [None, None]
-    for change in ({"precision": "bf16"}, {"batch_size": 3}):
-        with pytest.raises(ConfigError, match="other settings"):
+    for text, change in ((path.read_text(), {"precision": "bf16"}), (path.read_text(), {"batch_size": 3}), ("{", {})):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="no table of these settings"):
             open_table(path, replace(with_speed, **change), ENVIRONMENT)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="something else"):
-        open_table(path, with_speed, ENVIRONMENT)
 
 
 def test_a_row_of_the_zoo() -> None:
@@ -197,6 +195,5 @@ def test_the_programs_end_with_json(tmp_path: Path, program: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    names = {row["pipeline"] for row in result["rows"]}
-    assert {"torchvision reference", "cl_train"} <= names
-    assert "missing" not in result or {"timm"} <= names | set(result["missing"])
+    names = [row["pipeline"] for row in result["rows"]]
+    assert names == ["torchvision reference", *["timm"] * ("loader" in program), "cl_train"]

@@ -68,8 +68,8 @@ def values(sums: StepResult) -> list[float]:
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
     """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow in the middle."""
-    eager = make_parts(name, optimizer=optimizer, clip_norm=1.0, label_smoothing=0.1)
-    recorded = make_parts(name, optimizer=optimizer, clip_norm=1.0, label_smoothing=0.1)
+    given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": 1.0, "label_smoothing": 0.1}
+    eager, recorded = make_parts(name, **given), make_parts(name, **given)
     step = GraphedStep(recorded, CountingRecorder())
     for parts in (eager, recorded):
         for group in parts.optimizer.param_groups:
@@ -141,18 +141,18 @@ def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], 
     assert recorded.records("train")[0]["lr"] == plain.records("train")[0]["lr"]
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: rmsprop has no fused kernel"),
-    (
-        {"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"},
-        "reduce-overhead makes CUDA graphs",
-    ),
-    ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
-    ({"ddp_static_graph": True, "accumulate_steps": 2}, "ddp_static_graph=true does not work with accumulate_steps"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: rmsprop has no fused kernel"),
+        ({"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"}, "reduce-overhead makes CUDA graphs"),
+        ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
+        (
+            {"ddp_static_graph": True, "accumulate_steps": 2},
+            "ddp_static_graph=true does not work with accumulate_steps",
+        ),
+    ],
+)
 def test_what_cannot_be_recorded_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(settings)

@@ -71,25 +71,25 @@ def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
     assert layers["heads.head.weight"] - layers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 12
 
 
+ALL = ["0.weight", "1.weight", "1.bias", "3.weight", "3.bias", "4.weight", "4.bias", "8.weight", "8.bias"]
+
+
 @pytest.mark.parametrize(
     ("patterns", "trained"),
     [
-        (["0", "1"], {"3.weight", "3.bias", "4.weight", "4.bias", "8.weight", "8.bias"}),
-        (["[0-3]*"], {"4.weight", "4.bias", "8.weight", "8.bias"}),
-        (["*.bias", "backbone"], {"8.weight"}),
-        (["backbone"], {"8.weight", "8.bias"}),
-        ([], {"0.weight", "1.weight", "1.bias", "3.weight", "3.bias", "4.weight", "4.bias", "8.weight", "8.bias"}),
+        (["0", "1"], ALL[3:]),
+        (["[0-3]*"], ALL[5:]),
+        (["*.bias", "backbone"], ["8.weight"]),
+        (["backbone"], ["8.weight", "8.bias"]),
+        ([], ALL),
     ],
 )
-def test_freeze(patterns: list[str], trained: set[str]) -> None:
+def test_freeze(patterns: list[str], trained: list[str]) -> None:
     model = small(3)
     freeze(model, patterns, {"8.weight", "8.bias"})
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
     modes = {name: [m.training for m in copy.deepcopy(model).train()][int(name)] for name in ("1", "4", "2")}
     assert modes == {"1": "1.weight" in trained, "4": "4.weight" in trained, "2": True}
-
-
-def test_what_cannot_be_frozen() -> None:
     for pattern, said in (("layer1", "freeze=layer1: the model has no such part"), ("*", "nothing")):
         with pytest.raises(ConfigError, match=said):
             freeze(small(3), [pattern], set())

@@ -14,7 +14,7 @@ from cl_train.step.precision import (
     kernel_selection,
     precision_warnings,
     resolve_precision,
-)
+)  # fmt: skip
 from tests.networks import small
 
 CPU = torch.device("cpu")
