@@ -247,12 +247,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
-        speeds, pairs = [], []
-        for speed in self.speeds:
-            values = dict(vars(speed))
-            verdict = {**values.pop("ratio").to_dict(), "verdict": values.pop("verdict")}
-            pairs.append({"baseline": self.speeds[0].layout, "candidate": speed.layout, **verdict})
-            speeds.append(values)
+        baseline, speeds, pairs = self.speeds[0].layout, [dict(vars(speed)) for speed in self.speeds], []
+        for speed in speeds:
+            verdict = {**speed.pop("ratio").to_dict(), "verdict": speed.pop("verdict")}
+            pairs.append({"baseline": baseline, "candidate": speed["layout"], **verdict})
         return {**vars(self), "speeds": speeds, "pairs": pairs[1:]}
 
     def __str__(self) -> str:
@@ -435,14 +433,12 @@ def choose_memory_format(
     optimizer: str = "sgd",
     time_limit_s: float = AUTO_TIME_LIMIT_S,
 ) -> Choice:
-    """Measure contiguous and channels_last; choose the faster.
+    """Measure copies of `model`; choose channels_last if it is faster beyond noise, else contiguous.
 
-    Contiguous unless channels_last is faster beyond noise. Convolutions that are slower in channels_last than copies
-    at their borders are then left contiguous, if that is faster still (not for compiled models and CUDA graphs, nor
-    where a step takes more than 1 % of the time limit). Call it with the model built, loaded and on its device,
-    before it is converted, wrapped or compiled. Copies are measured: `model`, its BatchNorm statistics and all random
-    generators are unchanged. For a model that cannot be measured (no memory for copies, a crash of torch in
-    channels_last) the choice is contiguous, with the reason.
+    Convolutions that are slower in channels_last than copies at their borders are then left contiguous, if that is
+    faster still (not for compiled models and CUDA graphs, nor where a step takes more than 1 % of the time limit).
+    Call it with the model built, loaded and on its device, before it is converted, wrapped or compiled. For a model
+    that cannot be measured (no memory for copies, a crash of torch) the choice is contiguous, with the reason.
 
     Args:
         batch_size: images per device and step; eager on a CPU at most 8 are measured.
