@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from cl_train.data.device import DeviceFormat
 from cl_train.step.precision import EMA, MasterWeights, Precision
 from cl_train.step.train_step import StepParts, train_step
 from cl_train.training.state import TrainState
@@ -20,4 +21,5 @@ def train_state(
     precision = Precision("fp32")
     masters = masters or MasterWeights(model, precision)
     parts = StepParts(model, masters, optimizer, scaler, precision, torch.device("cpu"))
-    return TrainState(model, parts, ema, torch.contiguous_format, partial(train_step, parts))
+    batch_format = DeviceFormat(parts.device, torch.float32, torch.contiguous_format)
+    return TrainState(model, parts, ema, batch_format, partial(train_step, parts))

@@ -4,10 +4,10 @@ import dataclasses
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -15,12 +15,12 @@ from torch import nn
 
 from cl_train.comparison.paired import CONTIGUOUS, Layout, TimedModel, Workload, measurement_state
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
-from cl_train.data.build import build_data
-from cl_train.memory_format.crashes import Crash, crash_safe
+from cl_train.data.build import build_data, size_schedule
+from cl_train.memory_format.crashes import crash_safe
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
-from cl_train.training.build import build_model, training_sizes
+from cl_train.training.build import build_model
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
 MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
 AS_FAST = 0.98  # of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
 STEPS = 4
+Clock = Callable[[], float]
 
 
 class BatchSpeed(NamedTuple):
@@ -41,8 +42,7 @@ class BatchSpeed(NamedTuple):
 def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
     """`cfg` with the number of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires.
 
-    Rank 0 measures. Steps are eager, because every size would be compiled or recorded again, and on images of the
-    largest size; on a CPU in a forked process, which the system may kill. Random generators are restored.
+    Rank 0 measures eager steps on images of the largest size; on a CPU in a forked process, which the system may kill.
     Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
     """
     if cfg.batch_size == AUTO_BATCH_SIZE:
@@ -50,15 +50,12 @@ def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
     if cfg.global_batch_size is None:
         return cfg
     micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
+    asked = f"global_batch_size={cfg.global_batch_size} with batch_size={cfg.batch_size} x {dist.world_size} processes"
     if rest or not micro_steps:
-        raise ConfigError(
-            f"global_batch_size={cfg.global_batch_size} is not a multiple of batch_size={cfg.batch_size} x "
-            f"{dist.world_size} processes: choose another batch_size"
-        )
+        raise ConfigError(f"{asked}: it is not a multiple; choose another batch_size")
     if micro_steps > 1 and cfg.ddp_static_graph:
         raise ConfigError(
-            f"global_batch_size={cfg.global_batch_size} needs {micro_steps} micro-steps, which "
-            "ddp_static_graph=true does not allow: raise batch_size, or set ddp_static_graph=false"
+            f"{asked} needs micro-steps, not with ddp_static_graph=true: raise batch_size or set it to false"
         )
     return dataclasses.replace(cfg, accumulate_steps=micro_steps)
 
@@ -68,7 +65,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     augment = dataclasses.replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
     with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)) as data:
         images, classes = data.train_images, data.num_classes
-    size = training_sizes(cfg)[-1]
+    size = size_schedule(cfg.data).image_sizes[-1]
     largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
         raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
@@ -76,15 +73,12 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     limit_gib = math.inf if available is None else MARGIN * available / 2**30
     workload = Workload(SMALLEST, (3, size, size), resolve_precision(cfg.precision, device), device, optim=cfg.optim)
     layout = Layout("", torch.channels_last, cfg.conversion, tuple(cfg.select))
+    if cfg.channels_last == "false" or (cfg.channels_last == "auto" and device.type == "cpu"):
+        layout = CONTIGUOUS  # on a CPU channels_last may crash, which `auto` avoids
     with measurement_state(workload):
         model = build_model(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process)
-        find = partial(search, largest=largest, limit_gib=limit_gib, time_limit_s=TIME_LIMIT_S[device.type])
-        try:
-            measured = find(partial(_measure, model, CONTIGUOUS if cfg.channels_last == "false" else layout, workload))
-        except Crash:
-            if cfg.channels_last != "auto":
-                raise
-            measured = find(partial(_measure, model, CONTIGUOUS, workload))
+        measure = partial(_measure, model, layout, workload)
+        measured = search(measure, largest, limit_gib, TIME_LIMIT_S[device.type])
     release_memory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -110,11 +104,10 @@ def smallest_of_the_fastest(measured: list[BatchSpeed]) -> int:
 
 def search(
     measure: Callable[[int], BatchSpeed],
-    *,
     largest: int,
     limit_gib: float,
     time_limit_s: float,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = perf_counter,
 ) -> list[BatchSpeed]:
     """Double the batch size from 8 while it fits; returns the sizes that fit, ascending. ConfigError: not even 2 do."""
     measured: list[BatchSpeed] = []
@@ -125,21 +118,20 @@ def search(
             first, second = measured[-2:]
             per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
             expected_gib = second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
-        if expected_gib <= limit_gib:
-            try:
-                result = measure(size)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+        try:
+            result = measure(size) if expected_gib <= limit_gib else None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
         if result is not None and result.peak_memory_gib <= limit_gib:
             measured.append(result)
-            if size == largest:
-                return measured
-            size = min(2 * size, largest)
-            if (clock() - started_at) * (1 + size / sum(item.batch_size for item in measured)) > time_limit_s:
-                return measured
+            size, time_s = min(2 * size, largest), clock() - started_at
+            if result.batch_size == largest or time_s * (1 + size / sum(m.batch_size for m in measured)) > time_limit_s:
+                break
         elif measured:
-            return measured
+            break
         else:
             size = largest = size // 2
-    raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
+    if not measured:
+        raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
+    return measured

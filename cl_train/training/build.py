@@ -1,8 +1,6 @@
-"""From the settings to a model that trains, and its step.
-
-The order matters: build and load, move and cast, convert the memory format; then copy the model for the EMA, wrap it in
-DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or the compiled graph in the other layout
-(pytorch/pytorch#47163).
+"""From the settings to a model that trains, and its step. The order matters: build and load, move and cast, convert the
+memory format; then copy the model for the EMA, wrap it in DDP, compile it. Converting later would leave DDP's gradient
+buckets, the EMA or the compiled graph in the other layout (pytorch/pytorch#47163).
 """
 
 import logging
@@ -48,7 +46,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its classifier")
     freeze(model, cfg.freeze, head)
     model = cast_model(model.to(dist.device), precision)
-    layout = convert_layout(cfg, model, precision, num_classes, dist)
+    batch_format = convert_layout(cfg, model, precision, num_classes, dist)
     masters = MasterWeights(model, precision)
     ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
     optimizer = build_optimizer(cfg.optim, model, masters.trainable(), lr, head)
@@ -60,18 +58,18 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
     with nullcontext() if recorder is None else recorder.on_stream():
         if dist.device.type == "cuda" and not cfg.evaluate_only:  # before DDP, whose hooks would count the step
-            try_model(cfg, model, precision, num_classes, DeviceFormat(dist.device, precision.input_dtype, layout))
+            try_model(cfg, model, precision, num_classes, batch_format)
             torch.cuda.reset_peak_memory_stats(dist.device)
         trained = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
     if cfg.compile:
-        trained = compiled(trained, cfg.compile_mode, graphs=len(training_sizes(cfg)))
+        trained = compiled(trained, cfg.compile_mode, graphs=len(size_schedule(cfg.data).image_sizes))
     loss = Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
     parts = StepParts(trained, masters, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, ema, layout, step)
+    return TrainState(model, parts, ema, batch_format, step)
 
 
 def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool) -> None:
@@ -86,7 +84,7 @@ def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool
 
 
 def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
-    sizes = training_sizes(cfg)
+    sizes = size_schedule(cfg.data).image_sizes
     weights = None if cfg.evaluate_only and cfg.resume else cfg.weights
     build = partial(models.build_model, cfg.model, num_classes=num_classes, weights=weights, drop_path=cfg.drop_path)
     model = build(image_size=sizes[-1], keep_classifier=cfg.evaluate_only and cfg.resume is None)
@@ -107,27 +105,20 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
     return model
 
 
-def training_sizes(cfg: Config) -> tuple[int, ...]:
-    """Ascending: layout, memory and batch size are measured with the largest."""
-    return size_schedule(cfg.data).image_sizes
-
-
-def convert_layout(
-    cfg: Config, model: nn.Module, precision: Precision, num_classes: int, dist: Dist
-) -> torch.memory_format:
-    """Convert `model` in place according to `channels_last=` and `conversion=`; returns the layout of its input.
-
-    On a CPU the model is tried: a zoo model only in channels_last, which may crash; with `auto` it is contiguous then.
-    """
+def convert_layout(cfg: Config, model: nn.Module, precision: Precision, num_classes: int, dist: Dist) -> DeviceFormat:
+    """Convert `model` in place according to `channels_last=` and `conversion=`; returns the format of its input.
+    On a CPU it is tried: a zoo model only in channels_last, which may crash; with `auto` it is contiguous then."""
     channels_last, conversion, select = cfg.channels_last, cfg.conversion, tuple(cfg.select)
+    size = size_schedule(cfg.data).image_sizes[-1]  # the largest
 
-    def check(layout: torch.memory_format) -> None:
-        if dist.device.type == "cpu":
-            form = DeviceFormat(dist.device, precision.input_dtype, layout)
-            on_main(lambda: try_model(cfg, model, precision, num_classes, form), dist)
+    def tried(layout: torch.memory_format) -> DeviceFormat:
+        batch_format = DeviceFormat(dist.device, precision.input_dtype, layout)
+        if dist.device.type == "cpu" and (layout == torch.channels_last or ":" in cfg.model):
+            on_main(lambda: try_model(cfg, model, precision, num_classes, batch_format), dist)
+        return batch_format
 
     if channels_last == "auto":
-        measure = partial(choose_memory_format, model, batch_size=cfg.batch_size, image_size=training_sizes(cfg)[-1])
+        measure = partial(choose_memory_format, model, batch_size=cfg.batch_size, image_size=size)
         measure = partial(measure, precision=precision.name, device=dist.device, cuda_graph=uses_cuda_graph(cfg, dist))
         measure = partial(measure, compile=cfg.compile, compile_mode=cfg.compile_mode)
         optimizer = cfg.optim.name if cfg.optim.library == "torch" else "sgd"
@@ -139,45 +130,39 @@ def convert_layout(
             log.info("channels_last: %s", issue)
         log.info("channels_last: %s", convert(model, conversion, select))
         try:
-            check(torch.channels_last)
-            return torch.channels_last
+            return tried(torch.channels_last)
         except Crash as crash:
             if cfg.channels_last != "auto":
                 raise ConfigError(f"model={cfg.model} in channels_last: {crash}; use channels_last=auto") from None
             log.warning("channels_last=auto: contiguous, because in channels_last %s", crash)
             convert(model, memory_format=torch.contiguous_format)
-    if ":" in cfg.model:
-        check(torch.contiguous_format)
-    return torch.contiguous_format
+    return tried(torch.contiguous_format)
 
 
 @crash_safe
-def try_model(
-    cfg: Config, model: nn.Module, precision: Precision, num_classes: int, batch_format: DeviceFormat
-) -> None:
+def try_model(cfg: Config, model: nn.Module, precision: Precision, num_classes: int, form: DeviceFormat) -> None:
     """Train on noise of the largest size, and evaluate it; afterwards only torch's caches have changed.
 
     On a CPU two images in a forked process, because a kernel that crashes would end this one. On a GPU the whole batch,
     in training only; two images if the model will be compiled, which takes less memory than this eager step.
     Raises Crash: the fork was killed. TrainingFault: memory ran out. ConfigError: the model cannot take the images.
     """
-    device, was_training, size = batch_format.device, model.training, training_sizes(cfg)[-1]
-    count = 2 if device.type == "cpu" else cfg.batch_size
-    if cfg.compile:
-        count = min(count, 2)
+    device, was_training, size = form.device, model.training, size_schedule(cfg.data).image_sizes[-1]
+    count = 2 if device.type == "cpu" or cfg.compile else cfg.batch_size
     try:
         with state_restored(model, device):
             # cuDNN times its algorithms on it, and training uses its choice: zeros would be faster than images.
             noise = torch.randn(count, 3, size, size, device=device)
-            images = noise.to(batch_format.dtype, memory_format=batch_format.memory_format)
+            images = noise.to(form.dtype, memory_format=form.memory_format)
             if not cfg.evaluate_only:
                 targets = torch.randint(num_classes, (count,), device=device)
                 with autocast(precision, device):
                     output = model(images)
                     logits = logits_of(output)
                     if logits.ndim != 2 or logits.shape[1] < num_classes:
-                        found = f"outputs of shape {list(logits.shape)}"
-                        raise ValueError(f"{found}; expected [N, classes] for {num_classes} classes")
+                        raise ValueError(
+                            f"its output is {list(logits.shape)}, not [N, classes] for {num_classes} classes"
+                        )
                     loss = loss_of(output, targets)
                 loss.backward()
                 if any(p.grad is not None and p.grad.layout != torch.strided for p in model.parameters()):
@@ -189,10 +174,8 @@ def try_model(
                 model.train(was_training)
     except Exception as error:
         if is_out_of_memory(error):
-            raise TrainingFault(
-                f"batch_size={count}: {describe_out_of_memory(error)}. Use a smaller batch_size or batch_size=auto; "
-                "accumulate_steps keeps the global batch"
-            ) from None
+            advice = "Use a smaller batch_size or batch_size=auto; accumulate_steps keeps the global batch"
+            raise TrainingFault(f"batch_size={count}: {describe_out_of_memory(error)}. {advice}") from None
         raise ConfigError(f"the model cannot train on {size} px images: {explain_failure(error)}") from error
 
 
@@ -204,8 +187,8 @@ def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """DDP over the ranks; the model itself for one process. Gradients are views of DDP's buckets, in each parameter's
-    strides: channels_last weights have channels_last gradients without a copy."""
+    """DDP if there are several ranks. Gradients are views of its buckets, in each parameter's strides: channels_last
+    weights have channels_last gradients without a copy."""
     if dist.world_size == 1:
         return model
     ddp, options = nn.parallel.DistributedDataParallel, dict[str, Any]()

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,11 @@ log = logging.getLogger(__name__)
 EVALUATED = ("loss", "top1", "top5", "images")
 
 
+@dataclass
 class Interrupted(Exception):
     """A signal to a rank ended an evaluation. Raised on all ranks."""
 
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
+    signum: int
 
 
 def evaluate_model(
@@ -53,34 +54,28 @@ def evaluate_model(
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this rank.
 
-    The host waits for the device at the end, when it reads the sums; for `metrics` after each batch. They are called on
-    rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
+    `metrics` are called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
     Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
     """
     for buffer in model.buffers() if dist.world_size > 1 else ():  # BatchNorm's statistics, as rank 0 saves them
         torch.distributed.broadcast(buffer, src=0)
     skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)
     batches = _until_signal(data.validation(batch_format), signals, data.val_images, dist)
-    parts, kept = (
-        [torch.empty(0, 5, dtype=torch.float64, device=dist.device)],
-        list[tuple[torch.Tensor, torch.Tensor]](),
-    )
+    found, kept = [torch.empty(0, 5, dtype=torch.float64, device=dist.device)], []
     for logits, targets in outputs(model, batches, precision, flip=flip):
-        parts.append(rows_of(logits, targets, binary=is_binary))
+        found.append(rows_of(logits, targets, binary=is_binary))
         if metrics or is_binary:
             kept.append((logits.cpu(), targets.cpu()))
-    rows = torch.cat(parts)
+    rows = torch.cat(found)
     counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
     sums = [rows[:, 3].sum(), (rows[:, 0] == rows[:, 1]).sum(), rows[:, 4].sum(), *counts]
     loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.stack(sums), dist).tolist()
     if images + skipped_images != data.val_images:
-        raise TrainingFault(
-            f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f} of {data.val_images}; an"
-            " IterableDataset must yield as many samples as its length says, on all ranks and workers together"
-        )
+        counted = f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f} of {data.val_images}"
+        raise TrainingFault(f"{counted}: all ranks and workers of an IterableDataset must yield its length in samples")
     if images == 0:
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
-    result = {"loss": loss / images, "top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
+    result: dict[str, Any] = {"loss": loss / images, "top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
     result["images"] = int(images)
     if metrics or is_binary:
         everything = [batch for of_rank in gather_objects(kept, dist) for batch in of_rank]
@@ -112,13 +107,12 @@ def mean_average_precision(scores: npt.NDArray[np.float32], positives: npt.NDArr
 
 
 def _numbers(metrics: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Raises TrainingFault: the user's function fails, or returns something else than new names with numbers."""
     try:
         numbers = {str(name): float(value) for name, value in metrics(logits, targets).items()}
         if taken := numbers.keys() & {*EVALUATED, "epoch", "step", "kind"}:
             raise ValueError(f"the names {sorted(taken)} are taken")
         return numbers
-    except Exception as error:
+    except Exception as error:  # of the user's function
         raise TrainingFault(f"metrics=... must return a dict of numbers: {explain_failure(error)}") from error
 
 
@@ -133,8 +127,7 @@ def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False
     else:
         loss = nn.functional.cross_entropy(logits, targets, reduction="none")
     labels, best = labels_and_top5(logits, targets)
-    probability = logits.softmax(1).gather(1, best[:, :1])[:, 0]
-    columns = (labels, best[:, 0], probability, loss, (best == labels.unsqueeze(1)).any(1))
+    columns = (labels, best[:, 0], logits.softmax(1).amax(1), loss, (best == labels.unsqueeze(1)).any(1))
     return torch.stack([column.double() for column in columns], 1)
 
 
@@ -178,11 +171,7 @@ def _until_signal(batches: Iterable[Batch], signals: StopRequest | None, images:
 
 # --- report=true ------------------------------------------------------------------------------------------------------
 
-_WORST_IMAGES, _LISTED, _THUMBNAIL_PX = 50, 20, 160  # _LISTED: classes and confusions on the page
-_STYLE = (
-    "figure { display: inline-block; width: 160px } table { display: inline-table } td { padding-right: 1em } "
-    ".wrong { color: #b3261e } .true { color: #1b6e3c }"
-)
+_WORST_IMAGES, _THUMBNAIL_PX = 50, 160
 
 
 def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
@@ -207,11 +196,9 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
                 writer.writerows(table)
         worst = np.argsort(rows[:, 3])[::-1][:_WORST_IMAGES]  # NaN losses come first
         page = (
-            f'<!doctype html><meta charset="utf-8"><title>Evaluation</title><style>{_STYLE}</style>'
+            '<!doctype html><meta charset="utf-8"><style>figure { display: inline-block; width: 160px }</style>'
             f"<h1>{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct</h1>"
-            f"<h2>Lowest accuracy, most frequent confusions</h2>{_html_table(classes)}{_html_table(confused)}"
             f"<h2>The {len(worst)} images with the largest loss, as the model sees them</h2>"
-            '<p><span class="wrong">predicted class</span>, <span class="true">true class</span>, probabilities</p>'
             + "".join(_figure(rows[i], images[i], data, names) for i in worst)
         )
         write_text(folder / "worst.html", page)
@@ -239,18 +226,11 @@ def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list
     return sorted(table, key=lambda row: row["top1"]), sorted(cells, key=lambda row: -row["images"])
 
 
-def _html_table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[f"{cell:.2f}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()] for row in rows]
-    lines = [list(rows[0]) if rows else [], *cells[:_LISTED]]
-    return "<table>" + "".join(f"<tr><td>{'<td>'.join(line)}" for line in lines) + "</table>"
-
-
 def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:
-    """The image, the predicted class if it is wrong, the true one, and the end of the image's path."""
+    """The image, its predicted and its true class with their probabilities, and the end of the image's path."""
     label, predicted, probability, loss = row[:4]
-    lines = f'<div class="true">{escape(names[int(label)])} {100 * np.exp(-loss):.1f} %</div>loss {loss:.3f}'
-    if label != predicted:
-        lines = f'<div class="wrong">{escape(names[int(predicted)])} {100 * probability:.1f} %</div>{lines}'
+    lines = f"<div>predicted: {escape(names[int(predicted)])} {100 * probability:.1f} %</div>"
+    lines += f"<div>true: {escape(names[int(label)])} {100 * np.exp(-loss):.1f} %</div>loss {loss:.3f}"
     if index < 0:
         return f"<figure>{lines}</figure>"
     assert isinstance(data, ImageData)

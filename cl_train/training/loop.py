@@ -17,11 +17,11 @@ from cl_train.step.optim import set_lr
 from cl_train.system.distributed import gather_objects, max_over_ranks, on_main, processes, watch_ranks
 from cl_train.system.files import claimed_folder, continues
 from cl_train.system.processes import StopRequest
+from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report
-from cl_train.training.log_lines import ADVICE
 from cl_train.training.records import RunLog, RunResult, closing_lines, duration, profile, progress_bar, speed
-from cl_train.training.setup import ActiveRun, set_up
+from cl_train.training.setup import set_up
 from cl_train.training.state import TrainingFault, score_of
 
 log = logging.getLogger(__name__)
@@ -51,18 +51,18 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
         # Until here a signal ends the process at once; from now on it does not interrupt the closing of data and files.
         last.enter_context(signals)
-        cfg, plan, state, progress, lines = run.plan.cfg, run.plan, run.state, run.progress, run.log_lines
+        cfg, plan, state, progress, meter = run.plan.cfg, run.plan, run.state, run.progress, run.meter
         bar = progress_bar("training", plan.last_step, progress.step, shown=dist.is_main)
 
         if cfg.evaluate_only:
             record_evaluation(run, evaluate_model_and_ema(run))
         while not (cfg.evaluate_only or run.stop_signal or plan.is_done(progress)):
             first_batch, save_due = progress.step_in_epoch * cfg.accumulate_steps, 0
-            batches = run.data.train(progress.epoch, run.batch_format, first_batch=first_batch)
-            lines.windows = []
-            lines.meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
+            batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
+            run.epoch_records = []
+            meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
             while not plan.is_epoch_end(progress):
-                with lines.meter.waiting():
+                with meter.waiting():
                     micro_batches = list(islice(batches, cfg.accumulate_steps))
                 lr = plan.lr_at(progress)
                 set_lr(state.parts.optimizer, lr)
@@ -70,20 +70,20 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                 progress.advance(plan.global_batch_size)
                 if state.ema is not None and progress.step % cfg.ema_every == 0:
                     state.ema.update(state.parts.masters.state_dict())
-                lines.meter.tick(plan.global_batch_size)
+                meter.tick(plan.global_batch_size)
                 profile_step()
                 bar.update(progress.step - bar.n)
 
                 if progress.step % cfg.log_every == 0 or plan.is_epoch_end(progress):
-                    lines.log(lr)
+                    run.log_steps(lr)
 
                 save_due = signals.save_requested or run.checkpoints.is_due(cfg.checkpoint, progress.step)
                 # All ranks must stop or save at the same step. The cost: one all-reduce on the host per step.
                 run.stop_signal, save_due = max_over_ranks([signals.stop or 0, save_due], dist)
                 if run.stop_signal or (save_due and not plan.is_epoch_end(progress)):
-                    with lines.meter.paused():
-                        lines.log_submitted()
-                        run.checkpoints.save(progress)
+                    run.log_submitted()
+                    run.checkpoints.save(progress)
+                    meter.exclude_pause()
                 if run.stop_signal:
                     break
             batches.close()  # batches prepared ahead would count as the evaluation's
@@ -103,7 +103,7 @@ def record_failure(run: ActiveRun, kind: object, error: BaseException | None, tr
         return
     if run.dist.world_size == 1:  # the other ranks may not take part
         with suppress(RuntimeError):
-            run.log_lines.log_submitted()
+            run.log_submitted()
     with suppress(OSError):
         run.records.finish("failed", why=str(error).partition("\n")[0])
     if isinstance(error, Exception):  # a second Ctrl-C does not wait; the process may end without joining threads
@@ -115,7 +115,7 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
     """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the epoch: it stays open,
     and the resumed run begins with its evaluation."""
     cfg, progress, plan, checkpoints = run.plan.cfg, run.progress, run.plan, run.checkpoints
-    run.log_lines.warn_if_loader_bound()
+    run.warn_if_loader_bound()
     if save_due or plan.is_due(cfg.checkpoint.every_epochs, progress):
         checkpoints.save(progress)
     if plan.is_due(cfg.evaluate_every, progress):
@@ -132,8 +132,8 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
             return
         if is_over:
             log.info("patience=%d: as many evaluations without a gain; the run ends", cfg.patience)
-        if run.log_lines.windows:  # none: the run resumed at the end of an epoch
-            seconds = duration(sum(window["seconds"] for window in run.log_lines.windows))
+        if run.epoch_records:  # none: the run resumed at the end of an epoch
+            seconds = duration(sum(record["seconds"] for record in run.epoch_records))
             log.info("epoch %d: %s of training, best accuracy %.2f %%", progress.epoch, seconds, progress.best_top1)
     plan.close_epoch(progress)
 
@@ -149,7 +149,7 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
     results = {}
     for kind, (model, precision) in to_evaluate.items():
         try:
-            results[kind], predictions = evaluate(model, run.data, run.batch_format, precision, run.dist)
+            results[kind], predictions = evaluate(model, run.data, state.batch_format, precision, run.dist)
         except Interrupted as interrupted:
             run.stop_signal = interrupted.signum
             break
@@ -180,9 +180,9 @@ def finish(run: ActiveRun) -> dict[str, Any]:
     if reasons and dist.is_main:
         log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
     results = {"others_pct": run.machine_load.others_pct(), "skipped_images": sum(count for count, _ in bad_images)}
-    windows = records.windows()
-    if windows and dist.is_main and not run.stop_signal:
-        results["utilisation"] = utilisation_of(run.state, speed(windows), dist)
+    trained = records.of_training()
+    if trained and dist.is_main and not run.stop_signal:
+        results["utilisation"] = utilisation_of(run.state, speed(trained), dist)
     status = "interrupted" if run.stop_signal else "completed"
     summary = on_main(lambda: records.finish(status, **results), dist)  # a launcher may kill rank 0 when others end
     for line in closing_lines(summary, run.folder):

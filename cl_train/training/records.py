@@ -1,7 +1,5 @@
 """What a run leaves besides checkpoints: `metrics.jsonl`, `config.yaml`, `summary.json`, `train.log`, a profile.
-
-A full disk does not end a run: records stay in memory until they can be written (see `AppendFile`).
-"""
+A full disk does not end a run: records stay in memory until they can be written (see `AppendFile`)."""
 
 import errno
 import json
@@ -43,21 +41,20 @@ _PLACE = ("kind", "step", "epoch", "time")  # of a record in a run
 class Records:
     """The records of one run: `metrics.jsonl`, `config.yaml`, `summary.json`, also for the trackers.
 
-    `folder` None (other ranks than 0): nothing is written. `facts`: the part of the summary that is known before the
-    first step. A resumed run begins at `progress.step`: later records are lost work and are dropped, so that no chart
-    has duplicate steps, and so is an evaluation that will be repeated.
+    `folder` None (other ranks than 0): nothing is written. `description`: the part of the summary that is known before
+    the first step. A resumed run drops records of lost work, and of an evaluation that will be repeated.
     """
 
     def __init__(
-        self, folder: Path | None, cfg: Config, trackers: Trackers, facts: dict[str, Any], progress: Progress
+        self, folder: Path | None, cfg: Config, trackers: Trackers, description: dict[str, Any], progress: Progress
     ) -> None:
-        self._folder, self._trackers, self.facts, self._progress = folder, trackers, facts, progress
+        self._folder, self._trackers, self.description, self._progress = folder, trackers, description, progress
         self._earlier: list[dict[str, Any]] = []  # of earlier processes
         self._new: list[dict[str, Any]] = []
         if folder is None:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
-        step, is_evaluated = progress.step, progress.is_epoch_closed
+        step, is_evaluated = progress.step, progress.closed_step == progress.step
         before = [record for record in read_records(folder) if 0 < record["step"] <= step]
         self._earlier = [r for r in before if r["step"] < step or is_evaluated or r["kind"] == "train"]
         write_text(self._metrics.path, "".join(json.dumps(record) + "\n" for record in self._earlier))
@@ -67,7 +64,7 @@ class Records:
         trackers.send({**start, "config": dict(flatten(asdict(cfg)))})
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append a training window, or the evaluation of this step."""
+        """Append the training since the last log line, or the evaluation of this step."""
         place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
         record = {**place, **values, "time": time.time()}
         record |= finite_or_null(record)  # whose keys are new strings: a long run would hold them all
@@ -80,54 +77,41 @@ class Records:
         """Those that this process has written."""
         return [record for record in self._new if record["kind"] == kind]
 
-    def windows(self) -> list[dict[str, Any]]:
-        """The training records of this process, or of the whole run if it had nothing left to train."""
+    def of_training(self) -> list[dict[str, Any]]:
+        """Those of this process, or of the whole run if it had nothing left to train."""
         return self.of_kind("train") or [record for record in self._earlier if record["kind"] == "train"]
 
     def finish(self, status: str, **results: Any) -> dict[str, Any]:
         """Write `summary.json` with `results`, which the records do not have, and return its content.
 
+        Percent is 0-100, unknown is None. Results are those of this process, unless it had nothing left to train.
         Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed.
         """
-        summary = self._summary(status, results)
-        if self._folder is not None:
-            path = self._folder / "summary.json"
-            self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
-
-            def write() -> None:
-                self._metrics.flush()
-                write_json(path, summary, indent=2)
-
-            write() if status == "failed" else retry(write)
-        return summary
-
-    def _summary(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
-        """Percent is 0-100, unknown is None. Results are those of this process, unless it had nothing left to train."""
-        everything = self._earlier + self._new
-        records = self._new if self.of_kind("train") or status == "failed" else everything
-        windows = [record for record in records if record["kind"] == "train"]
+        everything, progress = self._earlier + self._new, self._progress
+        records = self._new if status == "failed" or self.of_kind("train") else everything
+        trained = [record for record in records if record["kind"] == "train"]
         scored = [record for record in everything if record["kind"] == "val" and record.get("top1") is not None]
         best = max(scored, key=score_of, default=None)
-        last, now = windows[-1] if windows else {}, datetime.now().astimezone()
-        seconds = (now - datetime.fromisoformat(self.facts["started"])).total_seconds()  # since the last resume
-        peaks_gib = [peak_memory_gib(torch.device(self.facts["device"]))]
-        peaks_gib += [window["peak_memory_gib"] for window in windows]
+        last, now = trained[-1] if trained else {}, datetime.now().astimezone()
+        seconds = (now - datetime.fromisoformat(self.description["started"])).total_seconds()  # since the last resume
+        peaks_gib = [peak_memory_gib(torch.device(self.description["device"]))]
+        peaks_gib += [record["peak_memory_gib"] for record in trained]
         summary = {
             "schema_version": 1,
             "status": status,
-            **self.facts,
-            "steps": self._progress.step,
-            "images_seen": self._progress.images_seen,
+            **self.description,
+            "steps": progress.step,
+            "images_seen": progress.images_seen,
             "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
             "step_ms": None,
             "data_wait_pct": None,
-            **(speed(windows) if windows else {}),
+            **(speed(trained) if trained else {}),
             "utilisation": None,
             "peak_memory_gib": round(max(peaks_gib), 4),
             "train": {"loss": last.get("loss")},
             "val": None,
             **{r["kind"]: {name: r[name] for name in r if name not in _PLACE} for r in records if r["kind"] != "train"},
-            "amp": {"scale": last.get("loss_scale"), "skipped_steps": self._progress.skipped_steps},
+            "amp": {"scale": last.get("loss_scale"), "skipped_steps": progress.skipped_steps},
             "others_pct": None,
             "skipped_images": 0,
             "best": best and {name: best[name] for name in ("top1", "epoch")},
@@ -135,10 +119,18 @@ class Records:
             "ended": now.isoformat(timespec="seconds"),
             "seconds": round(seconds, 1),
         }
-        if self.facts["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
+        if self.description["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
             summary["images_per_s"]["compute"] = summary["images_per_s"]["end_to_end"]
-        finite: dict[str, Any] = finite_or_null(summary)
-        return finite
+        summary = finite_or_null(summary)
+
+        def write(folder: Path) -> None:
+            self._metrics.flush()
+            write_json(folder / "summary.json", summary, indent=2)
+
+        if self._folder is not None:
+            self._trackers.send({"kind": "end", "step": progress.step, "summary": summary})
+            write(self._folder) if status == "failed" else retry(partial(write, self._folder))
+        return summary
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -159,8 +151,6 @@ def finite_or_null(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended, and where it left its records."""
-
     folder: Path
     summary: dict[str, Any]  # the content of summary.json
     exit_code: int  # 0, or 128 + n if signal n stopped the run
@@ -191,29 +181,28 @@ def without_warmup(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Throughput and step time over the training records after warm-up with the last `image_size`; at least one record.
-
-    `compute` is set by runs on synthetic data only. `loader` is always null: `cl-train loader_benchmark` measures it.
-    """
-    records = without_warmup(records)
-    image_size = records[-1]["image_size"]
-    windows = [record for record in records if record["image_size"] == image_size]
-    waited_s = sum(window["data_wait_pct"] * window["seconds"] for window in windows)
-    step_ms = spread([window["step_ms"] for window in windows])
-    end_to_end = {name: round(value, 2) for name, value in spread([w["images_per_s"] for w in windows]).items()}
-    speeds: dict[str, Any] = {"end_to_end": end_to_end, "compute": None, "loader": None}
-    if len(sizes := {record["image_size"] for record in records}) > 1:
-        by_size = {size: [r["images_per_s"] for r in records if r["image_size"] == size] for size in sorted(sizes)}
-        speeds["by_image_size"] = {str(size): round(statistics.median(found), 2) for size, found in by_size.items()}
+    `loader` is always null: `cl-train loader_benchmark` measures it."""
+    by_size: dict[int, list[dict[str, Any]]] = {}
+    for record in without_warmup(records):
+        by_size.setdefault(record["image_size"], []).append(record)
+    medians = {str(size): round(spread(found, "images_per_s")["median"], 2) for size, found in sorted(by_size.items())}
+    image_size = without_warmup(records)[-1]["image_size"]
+    records = by_size[image_size]
+    waited_s = sum(record["data_wait_pct"] * record["seconds"] for record in records)
+    end_to_end = {name: round(value, 2) for name, value in spread(records, "images_per_s").items()}
+    speeds = {"end_to_end": end_to_end, "compute": None, "loader": None}
+    step_ms = spread(records, "step_ms")
     return {
         "image_size": image_size,
-        "images_per_s": speeds,
+        "images_per_s": speeds | ({"by_image_size": medians} if len(medians) > 1 else {}),
         "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
-        "data_wait_pct": round(waited_s / sum(window["seconds"] for window in windows), 2),
+        "data_wait_pct": round(waited_s / sum(record["seconds"] for record in records), 2),
     }
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and 5th and 95th percentile (linear interpolation) of at least one value, and their number."""
+def spread(records: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """Median and 5th and 95th percentile (linear interpolation) of at least one record, and their number."""
+    values = [record[name] for record in records]
     percentiles = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
     return {"median": statistics.median(values), "p5": percentiles[0], "p95": percentiles[-1], "windows": len(values)}
 
@@ -294,21 +283,19 @@ def describe_failure(error: BaseException | None) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """For instance 0:52, 14:05 or 1:14:05."""
-    return tqdm.format_interval(round(seconds)).removeprefix("0")
+    return tqdm.format_interval(round(seconds)).removeprefix("0")  # for instance 0:52, 14:05 or 1:14:05
 
 
 def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> "tqdm[Any]":
-    """A progress bar with the remaining time; it appears on a terminal only."""
-    hidden = not shown or sys.stdout is None or not sys.stdout.isatty()
-    # smoothing=0: the remaining time uses the average speed, including evaluations and checkpoints
-    bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=hidden, file=sys.stdout)
+    """A progress bar with the remaining time, by the average speed; it appears on a terminal only (disable=None)."""
+    bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=None if shown else True, file=sys.stdout)
     return bar(desc=description, total=total, initial=done)
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
     """The last lines of a run: its results, and what can be done next."""
     parts = [f"{summary['status']} after {summary['steps']} steps in {duration(summary['seconds'])}"]
+    checkpoints, best = folder / "checkpoints", summary["best"]
     if end_to_end := summary["images_per_s"]["end_to_end"]:
         parts.append(f"{end_to_end['median']:.1f} images/s ({summary['memory_format']}, {summary['precision']})")
     if summary["val"]:
@@ -318,7 +305,6 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
     if summary["skipped_images"]:
         parts.append(f"{summary['skipped_images']} bad images were skipped")
     yield f"{', '.join(parts)}. Records: {folder}"
-    checkpoints, best = folder / "checkpoints", summary["best"]
     if best is not None and (checkpoints / "best.pt").is_file():
         yield f"best top-1 {best['top1']:.2f} % after epoch {best['epoch']}: {checkpoints / 'best.pt'}"
     if summary["status"] == "interrupted":
@@ -335,10 +321,10 @@ def profile(folder: Path | None, device: torch.device) -> Iterator[Callable[[], 
         yield lambda: None
         return
     trace = folder / "trace.json.gz"
+    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
 
     def write(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(trace))
-        key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
         (folder / "operators.txt").write_text(profiler.key_averages().table(sort_by=key, row_limit=40), "utf-8")
         log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
 

@@ -1,15 +1,12 @@
-"""From the configuration to a run that is ready for its first step.
-
-In this package the whole `Config` is used only by the loop, here, in `build.py` (the model), `batch_size.py` and the
-plan (`state.py`): the functions that they call in other packages get plain values or their own part of it.
-"""
+"""From the configuration to a run that is ready for its first step. Functions of other packages get plain values or
+their own part of the `Config`, not the whole."""
 
 import logging
 import os
 import random
 import socket
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from torch import nn
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data, build_data
-from cl_train.data.device import DeviceFormat
 from cl_train.data.transforms import image_augment
 from cl_train.memory_format.layout import layout_digest, model_memory_format
 from cl_train.models.files import Preprocessing
@@ -34,33 +30,14 @@ from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import Dist, choose_device, gather_objects, on_main
 from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
+from cl_train.training.active_run import ActiveRun
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state, check_loss
-from cl_train.training.log_lines import LogLines
 from cl_train.training.records import Records, read_records
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
 from cl_train.training.trackers import Trackers, find_tracker
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class ActiveRun:
-    """Everything that lives as long as a run."""
-
-    dist: Dist
-    folder: Path
-    plan: Plan
-    data: Data
-    batch_format: DeviceFormat
-    state: TrainState
-    checkpoints: Checkpoints
-    records: Records
-    signals: StopRequest
-    machine_load: MachineLoad
-    progress: Progress
-    log_lines: LogLines
-    stop_signal: int = 0  # ends the run
 
 
 def check_runs(runs: list[Config]) -> None:
@@ -116,9 +93,9 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
     announce_work(data, plan, state.model)
 
-    facts = {"command": command, **describe_run(state, data, plan, dist)}
+    description, metadata = describe_run(state, data, plan, dist)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
-    checkpoints = Checkpoints(store, state, checkpoint_metadata(cfg, facts, data), dist)
+    checkpoints = Checkpoints(store, state, metadata, dist)
     if training:
         checkpoints.check()
     progress = starting_point(checkpoints, plan, folder)
@@ -127,22 +104,18 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
-    records = Records(folder if dist.is_main else None, cfg, trackers, facts, progress)
-    batch_format = DeviceFormat(dist.device, precision.input_dtype, state.memory_format)
-    lines = LogLines(plan, progress, state, data, records, dist)
-    return ActiveRun(
-        dist, folder, plan, data, batch_format, state, checkpoints, records, signals, machine_load, progress, lines
-    )
+    records = Records(folder if dist.is_main else None, cfg, trackers, {"command": command, **description}, progress)
+    return ActiveRun(dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress)
 
 
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
     """Raises ConfigError: the ranks differ. With different layouts DDP's broadcast, which copies bytes in storage
     order, has already permuted the weights (NVIDIA/physicsnemo#1614)."""
-    facts = dict(flatten(asdict(cfg))) | {"data": data.fingerprint, "layout": layout_digest(state.model)}
-    facts |= {"step": progress.step, "epoch": progress.epoch}
+    compared = dict(flatten(asdict(cfg))) | {"data": data.fingerprint, "layout": layout_digest(state.model)}
+    compared |= {"step": progress.step, "epoch": progress.epoch}
     for of_machine in ("root", "workers", "prefetch", "dataset"):
-        facts.pop(f"data.{of_machine}", None)
-    ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
+        compared.pop(f"data.{of_machine}", None)
+    ranks = gather_objects({name: repr(value) for name, value in compared.items()}, dist)
     for rank, other in enumerate(ranks):
         for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
             raise ConfigError(
@@ -169,31 +142,22 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
     return progress
 
 
-def checkpoint_metadata(cfg: Config, facts: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Identifies the run of a checkpoint: see `check_compatible`. It has the keys of a `ModelCard`."""
-    identifying = ("model", "precision", "memory_format", "world_size", "global_batch_size")
-    return {name: facts[name] for name in identifying} | {
-        "num_classes": data.num_classes,
-        "classes": list(data.classes),
-        **Preprocessing.of(cfg.data).to_dict(),
-        "data_fingerprint": data.fingerprint,
-        "versions": {name: facts["environment"][name] for name in ("torch", "torchvision", "python")},
-        "config": asdict(cfg),
-    }
-
-
-def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
-    """The part of `summary.json` that is known before the first step; the rest: `Records.finish`."""
+def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The part of `summary.json` that is known before the first step (the rest: `Records.finish`), and what identifies
+    the run of a checkpoint (see `check_compatible`), with the keys of a `ModelCard`."""
     cfg = plan.cfg
-    return {
-        **{name: getattr(cfg, name) for name in ("seed", "model", "conversion", "compile", "cuda_graph", "epochs")},
-        "channels_last_requested": cfg.channels_last,
+    of_both: dict[str, Any] = {
+        "model": cfg.model,
         "memory_format": model_memory_format(state.model),
         "precision": state.parts.precision.name,
-        "device": dist.device.type,
-        "device_name": device_name(dist.device),
         "world_size": dist.world_size,
         "global_batch_size": plan.global_batch_size,
+    }
+    description = of_both | {
+        **{name: getattr(cfg, name) for name in ("seed", "conversion", "compile", "cuda_graph", "epochs")},
+        "channels_last_requested": cfg.channels_last,
+        "device": dist.device.type,
+        "device_name": device_name(dist.device),
         "image_size": cfg.data.image_size,
         "data": "folder" if cfg.data.name == "sample" and cfg.data.root else cfg.data.name,  # root replaces the sample
         "workers": data.workers,
@@ -201,6 +165,15 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(),
     }
+    metadata = of_both | {
+        "num_classes": data.num_classes,
+        "classes": list(data.classes),
+        **Preprocessing.of(cfg.data).to_dict(),
+        "data_fingerprint": data.fingerprint,
+        "versions": {name: description["environment"][name] for name in ("torch", "torchvision", "python")},
+        "config": asdict(cfg),
+    }
+    return description, metadata
 
 
 def seed_generators(seed: int) -> None:
@@ -211,13 +184,12 @@ def seed_generators(seed: int) -> None:
 
 def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     """Model, device, precision, which ranks run on which node, and what is unlikely to be meant."""
-    plural = "" if dist.world_size == 1 else "es"
-    log.info("%s on %s, %d process%s", cfg.model, device_name(dist.device), dist.world_size, plural)
+    processes = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
+    log.info("%s on %s, %s", cfg.model, device_name(dist.device), processes)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
-    ranks_of = {node: [str(rank) for rank, other in enumerate(nodes) if other == node] for node in nodes}
-    if len(ranks_of) > 1:
-        log.info("ranks: %s", "; ".join(f"{' '.join(ranks)} on {node}" for node, ranks in ranks_of.items()))
+    if len(set(nodes)) > 1:
+        log.info("ranks: %s", "; ".join(f"{rank} on {node}" for rank, node in enumerate(nodes)))
     if not dist.is_main:
         return
     for line in precision_warnings(precision, dist.device):
@@ -230,8 +202,8 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
 
 def announce_work(data: Data, plan: Plan, model: nn.Module) -> None:
     """What is trained on what, and how many steps that takes."""
-    cfg, counts = plan.cfg, [(p.numel(), p.requires_grad) for p in model.parameters()]
-    total, trained = sum(count for count, _ in counts), sum(count for count, trains in counts if trains)
+    cfg, total = plan.cfg, sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     images = f"{'' if cfg.evaluate_only else f'{data.train_images:,} training and '}{data.val_images:,} validation"
     size = f"{cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
     frozen = f", of which {trained:,} train" if cfg.freeze else ""

@@ -13,7 +13,7 @@ from torch import nn
 from cl_train.config.schema import CheckpointConfig, Config, ConfigError
 from cl_train.config.validation import flatten
 from cl_train.data.build import size_schedule
-from cl_train.data.device import Batch
+from cl_train.data.device import Batch, DeviceFormat
 from cl_train.step.optim import lr_at
 from cl_train.step.precision import EMA
 from cl_train.step.train_step import StepParts, StepResult
@@ -47,13 +47,8 @@ class Progress:
     best_top1: float = -1.0
     evaluations_without_gain: int = 0  # since `best_top1`
     evaluated_step: int = 0  # the last step whose evaluation is counted in these two
-    closed_step: int = 0  # the last step at which an epoch was closed
+    closed_step: int = 0  # the last step at which an epoch was closed: no evaluation is missing there
     unlogged_steps: list[StepResult] = field(default_factory=list)  # of this rank, not yet submitted for a log line
-
-    @property
-    def is_epoch_closed(self) -> bool:
-        """Nothing is left to do at this step: no evaluation is missing."""
-        return self.closed_step == self.step
 
     def count_evaluation(self, top1: float) -> bool:
         """Count the evaluation of this step, once; whether it is the best so far."""
@@ -86,10 +81,8 @@ class Plan:
         global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
         steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
         if steps_per_epoch == 0 and not cfg.evaluate_only:
-            raise ConfigError(
-                f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes), but there are "
-                f"{train_images} training images; lower batch_size or accumulate_steps"
-            )
+            takes = f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes)"
+            raise ConfigError(f"{takes} of {train_images} training images: lower batch_size or accumulate_steps")
         sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
         image_sizes = tuple(map(sizes.image_size_at, range(cfg.epochs)))
         last_step = min(cfg.max_steps or total_steps, total_steps)
@@ -112,7 +105,7 @@ class Plan:
     def is_done(self, progress: Progress) -> bool:
         """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
         is_over = progress.step >= self.last_step or self.is_out_of_patience(progress)
-        return is_over and progress.is_epoch_closed
+        return is_over and progress.closed_step == progress.step
 
     def is_out_of_patience(self, progress: Progress) -> bool:
         return self.cfg.patience is not None and progress.evaluations_without_gain >= self.cfg.patience
@@ -136,15 +129,13 @@ class TrainState:
     model: nn.Module  # not wrapped: for evaluation and checkpoints
     parts: StepParts  # optimizer, loss scaler and the model that trains: wrapped in DDP, compiled
     ema: EMA | None
-    memory_format: torch.memory_format  # of the model and its input
+    batch_format: DeviceFormat  # of the model's input; its memory format is also the model's
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
 
 
 def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The state between two steps, as references, and `metadata` of the run. The host waits for the device.
-
-    fp32 weights and optimizer state by parameter name: a run in another precision, layout or grouping can load them.
-    """
+    """The state between two steps, as references; the host waits for the device. fp32 weights and optimizer state are
+    by parameter name: a run in another precision, layout or grouping can load them."""
     optimizer, trainable = state.parts.optimizer, state.parts.masters.trainable()
     return {
         "model": state.parts.masters.state_dict(),
@@ -178,10 +169,8 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
     optimizer, parameters = state.parts.optimizer, state.parts.masters.trainable()
     saved, name = checkpoint["optimizer"], type(optimizer).__name__
     if saved["name"] != name:
-        raise CheckpointError(
-            f"the checkpoint was written by {saved['name']}, this run uses {name}: resume with the same optim=, "
-            "or start from the weights only with weights=<checkpoint>"
-        )
+        advice = "resume with the same optim=, or start from the weights only with weights=<checkpoint>"
+        raise CheckpointError(f"the checkpoint was written by {saved['name']}, this run uses {name}: {advice}")
     if unknown := sorted(saved["state"].keys() - parameters.keys()):
         raise CheckpointError(f"the checkpoint has optimizer state for {unknown[:5]}, which this run does not train")
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -202,27 +191,27 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True) -> list[str]:
     """Notes on differences of metadata. Raises ConfigError: this is another run or, to evaluate, another model."""
-    must_match = ("model", "num_classes", *(("data_fingerprint", "global_batch_size") if training else ()))
-    problems = _differences(saved, current, must_match)
+
+    def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+        pairs = [(key, before.get(key), now.get(key)) for key in keys]
+        return [f"{key} was {old!r:.120}, now {new!r:.120}" for key, old, new in pairs if old != new]
+
+    problems = differences(saved, current, ("model", "num_classes"))
     if saved["classes"] != current["classes"]:
         other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
         problems.append(f"other classes: {other!r:.120}")
+    if training:
+        problems += differences(saved, current, ("data_fingerprint", "global_batch_size"))
     if problems:
-        what, advice = "model and classes", "see its config.yaml"
-        if training:
-            what, advice = "model, data and global batch", "weights=<checkpoint> starts from its weights only"
-        raise ConfigError([*(f"resume: {problem}" for problem in problems), f"resume needs the same {what}; {advice}"])
+        needed = "the same model and classes, to train also the same data and global batch"
+        advice = f"resume needs {needed}; weights=<checkpoint> takes the weights only"
+        raise ConfigError([*(f"resume: {problem}" for problem in problems), advice])
     if not training:
         return []
     before, now = dict(flatten(saved["config"])), dict(flatten(current["config"]))
     settings = sorted({*before, *now} - {"resume", "resume_sweep", "overwrite"})
     may_differ = ("precision", "memory_format", "world_size", "versions")
-    return _differences(saved, current, may_differ) + _differences(before, now, settings)
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-    pairs = [(key, before.get(key), now.get(key)) for key in keys]
-    return [f"{key} was {old!r:.120}, now {new!r:.120}" for key, old, new in pairs if old != new]
+    return differences(saved, current, may_differ) + differences(before, now, settings)
 
 
 @dataclass
@@ -277,10 +266,7 @@ class Checkpoints:
 
     def resume(self, source: str, *, training: bool = True) -> Progress | None:
         """Restore the checkpoint that `resume=` names, without `training` only its weights; None: `auto` finds none.
-
-        Rank 0 reads for all: nodes need no shared folder. Raises ConfigError: there is none, or it is of another run.
-        CheckpointError: it is damaged.
-        """
+        Rank 0 reads for all: nodes need no shared folder. ConfigError: there is none, or it is of another run."""
         found = on_main(lambda: load_for_resume(source, self.store), self.dist)
         if found is None:
             return None
@@ -298,8 +284,8 @@ class Checkpoints:
                 if device.type == "cuda" and "cuda" in ranks[rank]["random"]:
                     torch.cuda.set_rng_state(ranks[rank]["random"]["cuda"], device)
             # Per-rank sums are only valid for the same world size; with another one the next log line has fewer steps.
-            rows = ranks[rank]["window"] if len(ranks) == self.dist.world_size else []
-            steps = [StepResult(**{name: value.to(device) for name, value in row.items()}) for row in rows]
-            progress.unlogged_steps = steps
+            for row in ranks[rank]["window"] if len(ranks) == self.dist.world_size else ():
+                result = StepResult(**{name: value.to(device) for name, value in row.items()})
+                progress.unlogged_steps.append(result)
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
         return progress

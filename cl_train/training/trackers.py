@@ -1,9 +1,7 @@
 """Who receives the records of a run besides its folder: TensorBoard, Weights & Biases, MLflow, or the user's function.
 
-A user's function is called with each record, a dict. First comes `{"kind": "start", "step", "folder", "group",
-"config"}`: `step` is above 0 if the run was resumed, `group` is the name of its sweep or None. Then come the records
-as they are written to metrics.jsonl, and last `{"kind": "end", "step", "summary"}`.
-
+The first record is `{"kind": "start", "step", "folder", "group", "config"}`: `step` is above 0 if the run was resumed,
+`group` is the name of its sweep or None. Then come those of metrics.jsonl, last `{"kind": "end", "step", "summary"}`.
 Each tracker has a thread: one that waits for a network never delays a step. One that raises gets no further records.
 """
 

@@ -14,7 +14,7 @@ from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import autocast
 from cl_train.step.train_step import train_step
 from cl_train.system.distributed import Dist
-from cl_train.training import build, log_lines, loop
+from cl_train.training import active_run, build, loop
 from cl_train.training.records import describe_failure
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
@@ -66,7 +66,7 @@ def test_no_graph_is_left_though_a_traceback_refers_to_it(
         assert len(Graph.alive) == 1, "recorded before the fault"
         raise fault
 
-    monkeypatch.setattr(log_lines.LogLines, "console_line", fail)
+    monkeypatch.setattr(active_run.ActiveRun, "console_line", fail)
     with pytest.raises(type(fault)) as caught:
         train(*WORDS, folder=tmp_path)
     assert destroyed == [0], caught

@@ -167,40 +167,31 @@ def test_report_of_synthetic_data_and_of_a_model_with_more_outputs_than_classes(
     assert "base64" not in check_report(done, 32)
 
 
-def test_evaluation_counts_exactly_and_changes_nothing() -> None:
-    torch.manual_seed(0)
-    model = networks.small(3)
-    batches = [Batch(torch.randn(count, 3, 32, 32), torch.randint(0, 3, (count,))) for count in (8, 8, 3)]
-    statistics = model[1].running_mean.clone()
-    rows = torch.cat([rows_of(*output) for output in outputs(model, batches, resolve_precision("bf16", CPU))])
-    assert model.training
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        model.eval()
-        logits = torch.cat([model(batch.images) for batch in batches]).float()
-    targets = torch.cat([batch.targets for batch in batches])
-    assert rows.shape == (19, 5) and rows[:, 4].sum() == 19  # top-5 of three classes contains every image
-    assert torch.equal(rows[:, 0].long(), targets) and torch.equal(rows[:, 1].long(), logits.argmax(1))
-    torch.testing.assert_close(rows[:, 2].float(), logits.softmax(1).amax(1))
-    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-    torch.testing.assert_close(rows[:, 3].float(), losses)
-    assert torch.equal(model[1].running_mean, statistics)
+SOFT = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_evaluation_with_soft_targets_without_labels_and_of_both_mirror_images(flip: bool) -> None:
+@pytest.mark.parametrize("targets", [SOFT, torch.tensor([0, -100, 1, 2])])
+def test_evaluation_is_exact_with_any_targets_and_of_both_mirror_images_and_changes_nothing(
+    targets: torch.Tensor, flip: bool
+) -> None:
     torch.manual_seed(0)
     model, images = networks.small(3), torch.randn(4, 3, 32, 32)
-    soft = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    unlabelled = torch.tensor([0, -100, 1, 2])
-    logits = model.eval()(images)
-    if flip:
-        logits = (logits + model(images.flip(3))) / 2
-    for targets, labels in ((soft, soft.argmax(1)), (unlabelled, unlabelled)):
-        (output,) = outputs(model, [Batch(images, targets)], resolve_precision("fp32", CPU), flip=flip)
-        rows = rows_of(*output)
-        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-        torch.testing.assert_close(rows[:, 3].float(), losses)
-        assert rows[:, 0].tolist() == labels.tolist() and rows[:, 4].tolist() == (labels >= 0).double().tolist()
+    labels = targets.argmax(1) if targets.ndim == 2 else targets
+    statistics = model[1].running_mean.clone()
+    batches = [Batch(images[:3], targets[:3]), Batch(images[3:], targets[3:])]
+    rows = torch.cat(
+        [rows_of(*output) for output in outputs(model, batches, resolve_precision("bf16", CPU), flip=flip)]
+    )
+    assert model.training and torch.equal(model[1].running_mean, statistics)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        parts = [(model(x) + model(x.flip(3))) / 2 if flip else model(x) for x in (images[:3], images[3:])]
+    logits = torch.cat(parts).float()
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+    in_top5 = labels >= 0  # of three classes
+    for column, expected in enumerate((labels, logits.argmax(1), logits.softmax(1).amax(1), losses, in_top5)):
+        torch.testing.assert_close(rows[:, column].float(), expected.float())
 
 
 @pytest.mark.slow

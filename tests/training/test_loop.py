@@ -15,7 +15,7 @@ import yaml
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load
-from cl_train.training.log_lines import LogLines, check_bad_steps
+from cl_train.training.active_run import ActiveRun, check_bad_steps
 from cl_train.training.setup import check_runs
 from cl_train.training.state import TrainingFault
 from tests.conftest import CPU_PRECISIONS, Run, write_images
@@ -95,7 +95,7 @@ def test_losses_depend_on_the_seed_and_not_on_layout_compiler_or_a_change_of_lay
 
 
 @pytest.mark.slow
-def test_other_classes_and_counts_need_no_change_but_the_root(train: Train, tmp_path: Path) -> None:
+def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation(train: Train, tmp_path: Path) -> None:
     root = tmp_path / "other"
     write_images(root, {"train": 40, "val": 3})
     for split in ("train", "val"):
@@ -105,10 +105,6 @@ def test_other_classes_and_counts_need_no_change_but_the_root(train: Train, tmp_
     assert done.checkpoint()["facts"]["classes"] == ["blue", "ein anderer Name", "green"]
     assert (done.folder / "trace.json.gz").stat().st_size > 1000
     assert "aten::" in (done.folder / "operators.txt").read_text()
-
-
-@pytest.mark.slow
-def test_synthetic_data_measures_the_computation(train: Train) -> None:
     done = train("data=synthetic", "data.synthetic_images=96", "data.synthetic_classes=3", "evaluate_every=-1")
     speeds = done.summary["images_per_s"]
     assert speeds["compute"] == speeds["end_to_end"] and done.summary["val"] is None
@@ -116,11 +112,16 @@ def test_synthetic_data_measures_the_computation(train: Train) -> None:
     assert median(waits_pct) < 10 and min(waits_pct) <= done.summary["data_wait_pct"] <= max(waits_pct)
 
 
-def test_augmentation_averaging_clipping_accumulation_and_smoothing_together(train: Train) -> None:
+def test_augmentation_averaging_clipping_accumulation_smoothing_and_a_best_checkpoint_that_is_not_due(
+    train: Train,
+) -> None:
     done = train(
         *("augment=strong", "ema_decay=0.5", "optim=adamw", "optim.clip_norm=1", "accumulate_steps=3", "batch_size=8"),
         *("label_smoothing=0.1", "schedule=linear", "schedule.warmup_epochs=0.5", "optim.lr=0.01"),
+        "checkpoint.every_epochs=0",
     )
+    best = max(done.records("val"), key=lambda record: record["top1"])  # the first of equal ones
+    assert done.checkpoint("best.pt")["progress"]["step"] == best["step"]
     assert done.summary["global_batch_size"] == 24 and done.summary["steps"] == 8
     assert done.records("val_average")[-1]["images"] == 21
     assert done.checkpoint()["average"]["3.weight"].shape == (16, 8, 3, 3)
@@ -182,15 +183,15 @@ def test_an_evaluation_needs_its_split_and_leaves_the_records_of_the_run(
 def test_a_run_that_cannot_continue_names_the_step(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, problem: str
 ) -> None:
-    original, calls = LogLines.log_submitted, count()
+    original, calls = ActiveRun.log_submitted, count()
 
-    def failing(lines: LogLines) -> None:
+    def failing(run: ActiveRun) -> None:
         if next(calls) == 6:  # two calls a step, and the third step fails
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        original(lines)
+        original(run)
 
     if words.endswith("failing_device"):
-        monkeypatch.setattr(LogLines, "log_submitted", failing)
+        monkeypatch.setattr(ActiveRun, "log_submitted", failing)
     with pytest.raises(TrainingFault, match=problem):
         train(*words.removesuffix(" failing_device").split(), folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -208,15 +209,15 @@ def test_what_is_not_finite_is_skipped(train: Train) -> None:
 
 
 def test_the_first_cause_is_named_and_a_limit_counts_steps() -> None:
-    nan = (7, False, 1, math.nan)
-    others = [(7, True, 0, 1.0), (8, False, 0, math.nan), nan]
-    with pytest.raises(TrainingFault, match=r"the loss is nan at step 7 on rank 1.*optim\.lr"):
-        check_bad_steps(others, 2, 0)
-    with pytest.raises(TrainingFault, match="a gradient is not finite at step 7 on rank 0"):
-        check_bad_steps(others[:2], 2, 0)
+    nan, gradient = (7, 1, math.nan), (7, 0, 1.0)
+    for found, bad_steps, limit, problem in (
+        ([gradient, (8, 0, math.nan), nan], 2, 0, r"the loss is nan at step 7 on rank 1.*optim\.lr"),
+        ([gradient, (8, 0, math.nan)], 2, 0, "a gradient is not finite at step 7 on rank 0"),
+        ([nan], 3, 2, "3 .*max_nonfinite=2"),
+    ):
+        with pytest.raises(TrainingFault, match=problem):
+            check_bad_steps(found, bad_steps, limit)
     check_bad_steps([nan], 2, 2)
-    with pytest.raises(TrainingFault, match=r"3 .*max_nonfinite=2"):
-        check_bad_steps([nan], 3, 2)
 
 
 def test_settings_and_models_that_cannot_train_are_refused(train: Train, tiny: Callable[..., Config]) -> None:
@@ -239,13 +240,6 @@ def test_settings_and_models_that_cannot_train_are_refused(train: Train, tiny: C
         check_runs([tiny("model=resnet18"), *wrong])
     assert len(caught.value.problems) == 5, "every run of a sweep is checked"
     assert "log_to=tensorbord: " in str(caught.value) and "did you mean tensorboard" in str(caught.value)
-
-
-def test_the_best_is_kept_also_where_no_checkpoint_is_due(train: Train) -> None:
-    done = train("checkpoint.every_epochs=0", "epochs=3", "optim.lr=0.4")
-    best = max(record["top1"] for record in done.records("val"))
-    first = next(record["step"] for record in done.records("val") if record["top1"] == best)
-    assert done.checkpoint("best.pt")["progress"]["step"] == first
 
 
 @pytest.mark.slow

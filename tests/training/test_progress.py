@@ -7,7 +7,7 @@ import torch
 
 from cl_train.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.system.machine import DeviceClock
-from cl_train.training.log_lines import ThroughputMeter
+from cl_train.training.active_run import ThroughputMeter
 from cl_train.training.records import speed, spread
 from cl_train.training.state import Plan, Progress
 
@@ -80,8 +80,8 @@ def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -
     closed = []
     for wait_s in (0.1, 0.4):
         steps(meter, clock, 2, 0.5, wait_s)
-        with meter.paused():
-            clock.now += 60
+        clock.now += 60  # a checkpoint is saved
+        meter.exclude_pause()
         steps(meter, clock, 2, 0.5, wait_s)
         closed.append(meter.close())
     windows = [meter.measured(window) for window in closed]
@@ -104,4 +104,9 @@ def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_there_
     assert sizes == [(64, True), (64, True), (64, False), (64, False), (96, True), (96, True)]
     assert speed(windows[:4])["images_per_s"]["end_to_end"] == {"median": 32, "p5": 32, "p95": 32, "windows": 2}
     assert speed(windows[:1])["images_per_s"]["end_to_end"]["windows"] == 1
-    assert spread([float(value) for value in range(101)]) == {"median": 50, "p5": 5, "p95": 95, "windows": 101}
+    assert spread([{"value": float(value)} for value in range(101)], "value") == {
+        "median": 50,
+        "p5": 5,
+        "p95": 95,
+        "windows": 101,
+    }

@@ -8,18 +8,20 @@ from cl_train.training.records import Records
 from cl_train.training.state import Progress
 from cl_train.training.trackers import Trackers
 
-FACTS = {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
-
 
 def records(folder: Path | None, step: int = 0) -> Records:
-    return Records(folder, Config(), Trackers([]), FACTS, Progress(step=step, closed_step=step))
+    description = {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
+    return Records(folder, Config(), Trackers([]), description, Progress(step=step, closed_step=step))
 
 
 def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_resume_drops_what_a_killed_process_left_and_a_new_run_all(tmp_path: Path) -> None:
+def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks_write_nothing(tmp_path: Path) -> None:
+    other = records(None)
+    other.write("val", {"loss": 1.0})
+    assert other.finish("completed")["val"] == {"loss": 1.0} and list(tmp_path.iterdir()) == []
     first = records(tmp_path)
     for step in (10, 20, 30):
         first.write("train", {"step": step, "loss": float("nan"), "more": [float("inf"), 1.5]})
@@ -33,9 +35,3 @@ def test_a_resume_drops_what_a_killed_process_left_and_a_new_run_all(tmp_path: P
     assert failed["train"]["loss"] is None, "results of the earlier process are not its own"
     records(tmp_path).write("train", {"step": 1, "loss": 1.0})
     assert steps(tmp_path) == [1]
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    other = records(None)
-    other.write("val", {"loss": 1.0})
-    assert other.finish("completed")["val"] == {"loss": 1.0} and list(tmp_path.iterdir()) == []

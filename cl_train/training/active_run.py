@@ -1,15 +1,14 @@
-"""The steps between two log lines: timed, added up on the device, read one line late, logged, and searched for NaN.
-
-All ranks decide equally, because they decide on numbers that were gathered or summed over them.
-"""
+"""A run and its log lines: the steps between two of them are timed, added up on the device, read one line late, logged,
+and searched for NaN. All ranks decide equally, on numbers that were gathered or summed over them."""
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from cl_train.data.loader import bottleneck_advice
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.system.distributed import Dist, gather_objects, sum_over_ranks
 from cl_train.system.machine import DeviceClock
-from cl_train.system.processes import cores_of_process
+from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.training.records import Records, duration, peak_memory_gib, without_warmup
-from cl_train.training.state import Plan, Progress, TrainingFault, TrainState
+from cl_train.training.state import Checkpoints, Plan, Progress, TrainingFault, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ ADVICE = (
 )
 
 LEAD_STEPS = 2  # that the device may be behind the host: enough to keep it busy; each holds a batch in memory
-BadStep = tuple[int, bool, int, float]  # step, whether its loss is finite (its gradient is not), rank, loss
 
 
 @dataclass
@@ -50,14 +48,9 @@ class Window:
 
 class ThroughputMeter:
     """Counts images between calls of `close`. The host runs ahead of a GPU: `host_clock` measures only its own waiting.
+    Windows that begin within `warmup_steps` of an image size, which selects kernels or compiles, are warm-up."""
 
-    Windows that begin within the first `warmup_steps`, or within as many steps with another image size (which select
-    other kernels or compile), are warm-up.
-    """
-
-    def __init__(
-        self, warmup_steps: int, clock: DeviceClock, host_clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, warmup_steps: int, clock: DeviceClock, host_clock: Callable[[], float] = perf_counter) -> None:
         self.clock, self._host_clock, self._warmup_steps = clock, host_clock, warmup_steps
         self._steps_before = self._image_size = 0
         self._ends: deque[Any] = deque()  # marks of the steps that the device may not have done
@@ -85,13 +78,10 @@ class ThroughputMeter:
         self._ends.append(self._idle_from)
         self._window.images += images
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the block, such as saving a checkpoint."""
-        since = self.clock.mark()
-        yield
+    def exclude_pause(self) -> None:
+        """Exclude the time since the last step, in which for instance a checkpoint was saved."""
         self._idle_from = self.clock.mark()
-        self._window.pauses.append((since, self._idle_from))
+        self._window.pauses.append((self._window.end, self._idle_from))
 
     def close(self) -> Window:
         """Close the window and begin the next. The host does not wait."""
@@ -103,9 +93,7 @@ class ThroughputMeter:
 
     def measured(self, window: Window) -> dict[str, Any]:
         """A closed window as part of a training record, for all ranks, without pauses; the host waits for its end.
-
-        `data_wait_pct`: 0-100, the share of the time in which this process had no batch for an idle device.
-        """
+        `data_wait_pct`: 0-100, the share of the time in which this process had no batch for an idle device."""
         self.clock.wait(window.end)
         paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
         waited_s = sum(min(host_waited_s, self.clock.seconds(*marks)) for host_waited_s, *marks in window.waits)
@@ -127,16 +115,21 @@ def reads_late(device: torch.device) -> bool:
 
 
 @dataclass
-class LogLines:
-    """The steps since the last log line, and the training records of the epoch."""
+class ActiveRun:
+    """Everything that lives as long as a run, and its log lines."""
 
-    plan: Plan
-    progress: Progress
-    state: TrainState
-    data: Data
-    records: Records
     dist: Dist
-    windows: list[dict[str, Any]] = field(default_factory=list)  # records of the epoch
+    folder: Path
+    plan: Plan
+    data: Data
+    state: TrainState
+    checkpoints: Checkpoints
+    records: Records
+    signals: StopRequest
+    machine_load: MachineLoad
+    progress: Progress
+    stop_signal: int = 0  # ends the run
+    epoch_records: list[dict[str, Any]] = field(default_factory=list)  # of the training in this epoch
     submitted: tuple[Any, ...] | None = None  # a window whose sums are on their way from the device to the host
     bad_steps: int = 0  # with a loss or gradient that was not finite
     is_loader_checked: bool = False  # once per run, after the first epoch
@@ -145,11 +138,9 @@ class LogLines:
         self.meter = ThroughputMeter(self.plan.cfg.warmup_steps, DeviceClock(self.dist.device))
         self._buffers = BufferBackup(self.state.model, *([self.state.ema.module] if self.state.ema else []))
 
-    def log(self, lr: float) -> None:
+    def log_steps(self, lr: float) -> None:
         """Submit the steps since the last log line, the last one with `lr`, for reading; log those submitted before.
-
-        One reduction over the ranks; a GPU goes on meanwhile. At the end of an epoch and on a CPU the host waits.
-        """
+        One reduction over the ranks; a GPU goes on meanwhile. At the end of an epoch and on a CPU the host waits."""
         steps, scaler = self.progress.unlogged_steps, self.state.parts.scaler
         rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
         bad_images = rows.new_full((1,), self.data.bad_images.skipped)
@@ -164,7 +155,7 @@ class LogLines:
         self.progress.unlogged_steps = []
         # Values that a resumed run may change; a comparison refuses runs in which they changed.
         names = ("memory_format", "precision", "world_size", "device_name")
-        record = {name: self.records.facts[name] for name in names}
+        record = {name: self.records.description[name] for name in names}
         record |= {"step": self.progress.step, "epoch": self.progress.epoch, "lr": lr}
         submitted = (self.meter.close(), rows, totals, self.meter.clock.mark(), record)
         self.log_submitted()
@@ -181,12 +172,12 @@ class LogLines:
         self.meter.clock.wait(copied)
         loss, correct1, correct5, skipped, skipped_images, *scale = totals.tolist()
         self.progress.skipped_steps += round(skipped / self.dist.world_size)
-        found: list[BadStep] = []
+        found: list[tuple[int, int, float]] = []  # step, rank, loss; if that is finite, a gradient is not
         if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
             for step, (its_loss, _, _, was_skipped) in enumerate(rows.tolist(), record["step"] - len(rows) + 1):
                 # With loss scaling, overflowing gradients are expected, because they determine the scale.
                 if not math.isfinite(its_loss) or (was_skipped and not scale):
-                    found.append((step, math.isfinite(its_loss), self.dist.rank, its_loss))
+                    found.append((step, self.dist.rank, its_loss))
             found = [step for of_rank in gather_objects(found, self.dist) for step in of_rank]
         images = len(rows) * self.plan.global_batch_size
         record |= {
@@ -199,7 +190,7 @@ class LogLines:
             "skipped_images": int(skipped_images),
             "peak_memory_gib": peak_memory_gib(self.dist.device),
         }
-        self.windows.append(record)
+        self.epoch_records.append(record)
         self.records.write("train", record)
         log.info("%s", self.console_line(record))
         cfg = self.plan.cfg
@@ -211,49 +202,46 @@ class LogLines:
         self.bad_steps += len({step for step, *_ in found})
         check_bad_steps(found, self.bad_steps, cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0)
 
-    def console_line(self, window: dict[str, Any]) -> str:
-        """A window in main_amp's format: each value, and in brackets its mean over the epoch.
-
-        Time is seconds per step, Speed is images/s of all ranks with loading, Data is the share of the time in which a
-        step waited for its batch. ETA is without evaluations.
-        """
-        records, measured = self.windows, without_warmup(self.windows)
-        step_in_epoch = self.progress.step_in_epoch - (self.progress.step - window["step"])
+    def console_line(self, record: dict[str, Any]) -> str:
+        """A record of training in main_amp's format: each value, and in brackets its mean over the epoch. Time: seconds
+        per step. Speed: images/s of all ranks with loading. Data: share of waiting. ETA: without evaluations."""
+        records, measured = self.epoch_records, without_warmup(self.epoch_records)
+        step_in_epoch = self.progress.step_in_epoch - (self.progress.step - record["step"])
         seconds_per_step = mean(measured, "step_ms") / 1000
-        speed = sum(record["images"] for record in measured) / sum(record["seconds"] for record in measured)
-        scale = f" Scale {window['loss_scale']:g} Skipped {window['skipped_steps']}" if window["loss_scale"] else ""
-        bad_images = f" Bad images {window['skipped_images']}" if window["skipped_images"] else ""
+        speed = sum(each["images"] for each in measured) / sum(each["seconds"] for each in measured)
+        scale = f" Scale {record['loss_scale']:g} Skipped {record['skipped_steps']}" if record["loss_scale"] else ""
+        bad_images = f" Bad images {record['skipped_images']}" if record["skipped_images"] else ""
         return (
-            f"Epoch: [{window['epoch']}][{step_in_epoch}/{self.plan.steps_per_epoch}]"
-            f" Time {window['step_ms'] / 1000:.3f} ({seconds_per_step:.3f})"
-            f" Speed {window['images_per_s']:.1f} ({speed:.1f})"
-            f" Loss {window['loss']:.4f} ({mean(records, 'loss'):.4f})"
-            f" Prec@1 {window['top1']:.2f} ({mean(records, 'top1'):.2f})"
-            f" Prec@5 {window['top5']:.2f} ({mean(records, 'top5'):.2f})"
-            f" LR {window['lr']:.5f} Data {window['data_wait_pct']:.0f}%{scale}{bad_images}"
-            f" ETA {duration((self.plan.last_step - window['step']) * seconds_per_step)}"
-            f"{' (warm-up)' if window['warmup'] else ''}"
+            f"Epoch: [{record['epoch']}][{step_in_epoch}/{self.plan.steps_per_epoch}]"
+            f" Time {record['step_ms'] / 1000:.3f} ({seconds_per_step:.3f})"
+            f" Speed {record['images_per_s']:.1f} ({speed:.1f})"
+            f" Loss {record['loss']:.4f} ({mean(records, 'loss'):.4f})"
+            f" Prec@1 {record['top1']:.2f} ({mean(records, 'top1'):.2f})"
+            f" Prec@5 {record['top5']:.2f} ({mean(records, 'top5'):.2f})"
+            f" LR {record['lr']:.5f} Data {record['data_wait_pct']:.0f}%{scale}{bad_images}"
+            f" ETA {duration((self.plan.last_step - record['step']) * seconds_per_step)}"
+            f"{' (warm-up)' if record['warmup'] else ''}"
         )
 
     def warn_if_loader_bound(self) -> None:
-        """If an epoch waited for data, name the bottleneck and the setting to change, once."""
-        images = sum(window["images"] for window in self.windows if not window["warmup"])
+        """If the first epoch waited for data, name the bottleneck and the setting to change."""
+        images = sum(record["images"] for record in self.epoch_records if not record["warmup"])
         if self.is_loader_checked or images < 20 * self.plan.global_batch_size:  # mostly the loader's start
             return
         self.is_loader_checked = True
-        wait_pct = mean(without_warmup(self.windows), "data_wait_pct")
-        seconds, cores = sum(window["seconds"] for window in self.windows), cores_of_process(self.dist.world_size)
+        wait_pct = mean(without_warmup(self.epoch_records), "data_wait_pct")
+        seconds, cores = sum(record["seconds"] for record in self.epoch_records), cores_of_process(self.dist.world_size)
         times, workers = self.data.times, self.data.workers
         advice = bottleneck_advice(times, workers=workers, cores=cores, seconds=seconds, data_wait_pct=wait_pct)
         if advice is not None and self.dist.is_main:
             log.warning("%s (a slow loader can mask the gain of channels_last)", advice)
 
 
-def check_bad_steps(found: list[BadStep], count: int, limit: int) -> None:
+def check_bad_steps(found: list[tuple[int, int, float]], count: int, limit: int) -> None:
     """Raises TrainingFault: `count` bad steps so far, the last ones in `found`, are more than `limit`."""
     if found and count > limit:
-        step, has_loss, rank, loss = min(found)
-        what = "a gradient is not finite" if has_loss else f"the loss is {loss}"
+        step, rank, loss = min(found, key=lambda bad: (bad[0], math.isfinite(bad[2]), bad[1]))
+        what = "a gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
         which = f"; {count} such steps exceed max_nonfinite={limit}" if limit else ""
         raise TrainingFault(f"{what} at step {step} on rank {rank}; the update was skipped{which}. {ADVICE}")
 
