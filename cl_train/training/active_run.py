@@ -57,7 +57,6 @@ class ThroughputMeter:
         self.start(0)
 
     def start(self, image_size: int, mark: Any = None) -> None:
-        """Begin a window where training starts or continues, now or at `mark`."""
         if image_size != self._image_size:
             self._image_size, self._steps_before = image_size, 0
         self._idle_from = mark = self.clock.mark() if mark is None else mark
@@ -247,6 +246,5 @@ def check_bad_steps(found: list[tuple[int, int, float]], count: int, limit: int)
 
 
 def mean(records: list[dict[str, Any]], name: str) -> float:
-    """The mean over windows, weighted by their images."""
-    images = sum(record["images"] for record in records)
+    images = sum(record["images"] for record in records)  # the weights
     return sum(float(record[name]) * record["images"] for record in records) / images

@@ -30,7 +30,6 @@ TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
 MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
 AS_FAST = 0.98  # of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
 STEPS = 4
-Clock = Callable[[], float]
 
 
 class BatchSpeed(NamedTuple):
@@ -78,11 +77,10 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     with measurement_state(workload):
         model = build_model(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process)
         measure = partial(_measure, model, layout, workload)
-        measured = search(measure, largest, limit_gib, TIME_LIMIT_S[device.type])
+        chosen, measured = search(measure, largest, limit_gib, TIME_LIMIT_S[device.type])
     release_memory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    chosen = smallest_of_the_fastest(measured)
     speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)
     log.info("batch_size=auto: %d (images/s by size, in %.1f GiB: %s)", chosen, limit_gib, speeds)
     return chosen
@@ -97,21 +95,13 @@ def _measure(model: nn.Module, layout: Layout, workload: Workload, batch_size: i
     return BatchSpeed(batch_size, batch_size / statistics.median(timed.block_times_s(STEPS)), peak_gib)
 
 
-def smallest_of_the_fastest(measured: list[BatchSpeed]) -> int:
-    best = max(item.images_per_s for item in measured)
-    return next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best)
-
-
 def search(
-    measure: Callable[[int], BatchSpeed],
-    largest: int,
-    limit_gib: float,
-    time_limit_s: float,
-    clock: Clock = perf_counter,
-) -> list[BatchSpeed]:
-    """Double the batch size from 8 while it fits; returns the sizes that fit, ascending. ConfigError: not even 2 do."""
+    measure: Callable[[int], BatchSpeed], largest: int, limit_gib: float, time_limit_s: float
+) -> tuple[int, list[BatchSpeed]]:
+    """Double the batch size from 8 while it fits: the smallest of the fastest sizes, and all that fit, ascending.
+    ConfigError: not even 2 images fit."""
     measured: list[BatchSpeed] = []
-    started_at, size = clock(), min(FIRST, largest)
+    started_at, size = perf_counter(), min(FIRST, largest)
     while size >= SMALLEST:
         expected_gib, result = 0.0, None
         if len(measured) > 1:  # running out of memory is slow, and on a CPU the system ends the process
@@ -125,13 +115,15 @@ def search(
                 raise
         if result is not None and result.peak_memory_gib <= limit_gib:
             measured.append(result)
-            size, time_s = min(2 * size, largest), clock() - started_at
-            if result.batch_size == largest or time_s * (1 + size / sum(m.batch_size for m in measured)) > time_limit_s:
+            # The next size would take about twice as long as all before it.
+            if size == largest or 3 * (perf_counter() - started_at) > time_limit_s:
                 break
+            size = min(2 * size, largest)
         elif measured:
             break
         else:
             size = largest = size // 2
     if not measured:
         raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
-    return measured
+    best = max(item.images_per_s for item in measured)
+    return next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best), measured

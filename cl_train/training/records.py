@@ -50,7 +50,7 @@ class Records:
     ) -> None:
         self._folder, self._trackers, self.description, self._progress = folder, trackers, description, progress
         self._earlier: list[dict[str, Any]] = []  # of earlier processes
-        self._new: list[dict[str, Any]] = []
+        self._new: list[dict[str, Any]] = []  # of this process
         if folder is None:
             return
         self._metrics = AppendFile(folder / "metrics.jsonl")
@@ -74,7 +74,6 @@ class Records:
             self._trackers.send(record)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Those that this process has written."""
         return [record for record in self._new if record["kind"] == kind]
 
     def of_training(self) -> list[dict[str, Any]]:
@@ -244,10 +243,8 @@ class RunLog:
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Lines appear above the progress bars."""
-
     def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(self.stream):
+        with tqdm.external_write_mode(self.stream):  # above the progress bars
             super().emit(record)
 
 
@@ -293,7 +290,6 @@ def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "st
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
-    """The last lines of a run: its results, and what can be done next."""
     parts = [f"{summary['status']} after {summary['steps']} steps in {duration(summary['seconds'])}"]
     checkpoints, best = folder / "checkpoints", summary["best"]
     if end_to_end := summary["images_per_s"]["end_to_end"]:

@@ -183,7 +183,6 @@ def seed_generators(seed: int) -> None:
 
 
 def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
-    """Model, device, precision, which ranks run on which node, and what is unlikely to be meant."""
     processes = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
     log.info("%s on %s, %s", cfg.model, device_name(dist.device), processes)
     log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
@@ -201,7 +200,6 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
 
 
 def announce_work(data: Data, plan: Plan, model: nn.Module) -> None:
-    """What is trained on what, and how many steps that takes."""
     cfg, total = plan.cfg, sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     images = f"{'' if cfg.evaluate_only else f'{data.train_images:,} training and '}{data.val_images:,} validation"

@@ -227,7 +227,6 @@ class Checkpoints:
     saved_at: float = field(default_factory=time.monotonic)
 
     def is_due(self, settings: CheckpointConfig, step: int) -> bool:
-        """Whether a checkpoint is due within an epoch."""
         by_step = settings.every_steps > 0 and step % settings.every_steps == 0
         return by_step or 0 < settings.every_minutes <= (time.monotonic() - self.saved_at) / 60
 

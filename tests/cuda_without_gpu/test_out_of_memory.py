@@ -103,7 +103,7 @@ def test_auto_batch_size_stays_below(kind: type[Exception], message: str) -> Non
             raise kind(message)
         return BatchSpeed(size, 100.0 * size, 0.1 * size)
 
-    found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
+    _, found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
     assert [item.batch_size for item in found] == [8, 16]
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from cl_train.memory_format.crashes import Crash
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist
 from cl_train.training import batch_size
-from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search, smallest_of_the_fastest
+from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search
 from cl_train.training.build import try_model
 from cl_train.training.state import TrainingFault
 from tests.conftest import Run
@@ -102,8 +102,11 @@ class Machine:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return BatchSpeed(size, 1000 * size / (size + self.half_speed_at), peak)
 
-    def search(self, largest: int = 4096, limit_gib: float = 1e6, time_limit_s: float = 1e9) -> list[BatchSpeed]:
-        return search(self, largest, limit_gib, time_limit_s, clock=lambda: sum(self.asked))
+    def search(
+        self, largest: int = 4096, limit_gib: float = 1e6, time_limit_s: float = 1e9
+    ) -> tuple[int, list[BatchSpeed]]:
+        with patch.object(batch_size, "perf_counter", lambda: sum(self.asked)):
+            return search(self, largest, limit_gib, time_limit_s)
 
 
 def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chosen() -> None:
@@ -115,12 +118,11 @@ def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chose
         (Machine(), {"largest": 5}, [5], 5),
         (Machine(), {"time_limit_s": 100}, [8, 16, 32], 32),  # ends before the time is spent: 56 s
     ):
-        measured = machine.search(**limits)
+        _, measured = machine.search(**limits)
         assert machine.asked == asked and measured[-1].batch_size == fits
         assert [item.batch_size for item in measured] == sorted(size for size in asked if size <= fits)
     # Speed half-way at 1 image: 64 images reach 98.5 % of the best, 32 only 97 %.
-    assert smallest_of_the_fastest(Machine(half_speed_at=1.0).search()) == 64
-    assert smallest_of_the_fastest(Machine(half_speed_at=1000.0).search()) == 4096
+    assert Machine(half_speed_at=1.0).search()[0] == 64 and Machine(half_speed_at=1000.0).search()[0] == 4096
     with pytest.raises(ConfigError, match=r"not even 2 images fit into 1\.10 GiB"):
         Machine().search(limit_gib=1.1)
     with pytest.raises(RuntimeError, match="shapes"):
@@ -136,8 +138,13 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
     monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
     cfg = tiny("batch_size=auto", "channels_last=auto", "precision=bf16", "augment.repeats=2")
     asked: list[list[BatchSpeed]] = []
-    original = batch_size.search
-    monkeypatch.setattr(batch_size, "search", lambda *a, **k: asked.append(original(*a, **k)) or asked[-1])
+
+    def kept(*arguments: Any) -> tuple[int, list[BatchSpeed]]:
+        chosen, measured = search(*arguments)
+        asked.append(measured)
+        return chosen, measured
+
+    monkeypatch.setattr(batch_size, "search", kept)
     state = torch.get_rng_state()
     free = resolve_batch_size(cfg, ALONE)
     limit_gib = asked[0][2].peak_memory_gib  # of 32 images
