@@ -160,9 +160,7 @@ def try_model(cfg: Config, model: nn.Module, precision: Precision, num_classes: 
                     output = model(images)
                     logits = logits_of(output)
                     if logits.ndim != 2 or logits.shape[1] < num_classes:
-                        raise ValueError(
-                            f"its output is {list(logits.shape)}, not [N, classes] for {num_classes} classes"
-                        )
+                        raise ValueError(f"outputs {list(logits.shape)}, not [N, classes] for {num_classes} classes")
                     loss = loss_of(output, targets)
                 loss.backward()
                 if any(p.grad is not None and p.grad.layout != torch.strided for p in model.parameters()):

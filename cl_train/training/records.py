@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import torch
 import yaml
@@ -209,24 +209,29 @@ def spread(records: list[dict[str, Any]], name: str) -> dict[str, float]:
 # --- console, train.log -----------------------------------------------------------------------------------------------
 
 
-class RunLog:
+class RunLog(logging.Handler):
     """Context manager: log to the console and, from `open_file` on, to `train.log`; log the error that ends the run."""
 
     def __enter__(self) -> Self:
-        self._handlers: list[logging.Handler] = [_Console(sys.stdout)]
+        self._console = logging.StreamHandler(sys.stdout)
+        self._file: AppendFile | None = None
         self._before = log.propagate, threading.excepthook
         log.propagate, threading.excepthook = False, self._on_thread_error
         log.setLevel(logging.INFO)
-        log.addHandler(self._handlers[0])
+        log.addHandler(self)
         return self
 
     def open_file(self, folder: Path | None) -> None:
         """None (other ranks than 0): no file, and only warnings on the console."""
-        if folder is None:
-            self._handlers[0].setLevel(logging.WARNING)
-        else:
-            self._handlers.append(_LogFile(folder / "train.log"))
-            log.addHandler(self._handlers[-1])
+        self.setLevel(logging.WARNING if folder is None else logging.NOTSET)
+        self._file = None if folder is None else AppendFile(folder / "train.log")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(self._console.stream):  # above the progress bars
+            self._console.emit(record)
+        if self._file is not None:
+            line = logging.Formatter("%(asctime)s %(message)s").format(record)
+            self._file.append(f"{line}\n".encode(errors="surrogateescape"))
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         is_tensorboard = type(args.thread).__module__.startswith("tensorboard.")  # whose next call raises it again
@@ -236,31 +241,11 @@ class RunLog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if (message := describe_failure(error)) is not None:
             log.error("the run failed: %s", message)
+        if self._file is not None:
+            with suppress(OSError):  # the console has shown the warning and every line
+                self._file.flush()
         log.propagate, threading.excepthook = self._before
-        for handler in reversed(self._handlers):  # the file first: the console shows its last warning
-            handler.close()
-            log.removeHandler(handler)
-
-
-class _Console(logging.StreamHandler[TextIO]):
-    def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(self.stream):  # above the progress bars
-            super().emit(record)
-
-
-class _LogFile(logging.Handler):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        self._file = AppendFile(path)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._file.append((self.format(record) + "\n").encode(errors="surrogateescape"))
-
-    def close(self) -> None:
-        with suppress(OSError):  # the console has shown the warning and every line
-            self._file.flush()
-        super().close()
+        log.removeHandler(self)
 
 
 _ANTICIPATED = (TrainingFault, RecordingError, CheckpointError, BadImageError, WorkerError, RankFault, ConnectionError)

@@ -12,32 +12,28 @@ from cl_train.training.records import speed, spread
 from cl_train.training.state import Plan, Progress
 
 
-@pytest.mark.parametrize(("reference_batch_size", "peak"), [(256, 32 / 256), (0, 1.0)])
-def test_growing_images_leave_steps_and_learning_rate_alone(reference_batch_size: int, peak: float) -> None:
-    optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
-    data = DataConfig(size_schedule=[[0, 64], [2, 128]])
-    cfg = Config(batch_size=32, epochs=4, optim=optim, schedule=ScheduleConfig(name="linear"), data=data)
-    plan = Plan.of(cfg, 1280, 1)
-    assert plan.image_sizes == (64, 96, 128, 128) and plan.last_step == 160
-    rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=20)) for epoch in range(4)]
-    assert rates == pytest.approx([peak * (1 - (epoch + 0.5) / 4) for epoch in range(4)])
-    plan = Plan.of(replace(cfg, batch_size=8, accumulate_steps=3, max_steps=10), 500, 2)
-    assert plan.global_batch_size == 48 and plan.steps_per_epoch == plan.last_step == 10
-    assert plan.lr_at(Progress()) == pytest.approx(48 / 256 if reference_batch_size else 1)
+def test_growing_images_leave_steps_and_learning_rate_alone() -> None:
+    for reference_batch_size, peak in ((256, 32 / 256), (0, 1.0)):
+        optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
+        data = DataConfig(size_schedule=[[0, 64], [2, 128]])
+        cfg = Config(batch_size=32, epochs=4, optim=optim, schedule=ScheduleConfig(name="linear"), data=data)
+        plan = Plan.of(cfg, 1280, 1)
+        assert plan.image_sizes == (64, 96, 128, 128) and plan.last_step == 160
+        rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=20)) for epoch in range(4)]
+        assert rates == pytest.approx([peak * (1 - (epoch + 0.5) / 4) for epoch in range(4)])
+        plan = Plan.of(replace(cfg, batch_size=8, accumulate_steps=3, max_steps=10), 500, 2)
+        assert plan.global_batch_size == 48 and plan.steps_per_epoch == plan.last_step == 10
+        assert plan.lr_at(Progress()) == pytest.approx(48 / 256 if reference_batch_size else 1)
 
 
 @pytest.mark.parametrize(
-    ("settings", "evaluations"),
-    [
-        ({"epochs": 5, "evaluate_every": 2}, [8, 16, 20]),
-        ({"epochs": 1, "max_steps": 2, "evaluate_every": 0}, [2]),
-        ({"epochs": 1, "max_steps": 2, "evaluate_every": 1}, [2]),
-        ({"epochs": 1, "max_steps": 2, "evaluate_every": -1}, []),
-    ],
+    ("epochs", "max_steps", "evaluate_every", "evaluations"),
+    [(5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, [])],
 )
 def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end(
-    settings: dict[str, int], evaluations: list[int]
+    epochs: int, max_steps: int | None, evaluate_every: int, evaluations: list[int]
 ) -> None:
+    settings = {"epochs": epochs, "max_steps": max_steps, "evaluate_every": evaluate_every}
     plan = Plan.of(Config(batch_size=10, checkpoint=CheckpointConfig(every_epochs=3), **settings), 40, 1)
     progress, evaluated, saved = Progress(), [], []
     while not plan.is_done(progress):
@@ -84,12 +80,9 @@ def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -
         meter.exclude_pause()
         steps(meter, clock, 2, 0.5, wait_s)
         closed.append(meter.close())
-    windows = [meter.measured(window) for window in closed]
-    for name, expected in (
-        ("images", [128, 128]), ("seconds", [2.0, 2.0]), ("images_per_s", [64, 64]), ("step_ms", [500, 500]),
-        ("data_wait_pct", [20, 80]),
-    ):  # fmt: skip
-        assert [window[name] for window in windows] == pytest.approx(expected), name
+    for window, wait_pct in zip(closed, (20, 80), strict=True):
+        expected = {"images": 128, "seconds": 2.0, "images_per_s": 64, "step_ms": 500, "data_wait_pct": wait_pct}
+        assert meter.measured(window) == pytest.approx(expected | {"image_size": 0, "warmup": False})
 
 
 def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_there_is_nothing_else() -> None:

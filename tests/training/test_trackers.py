@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.training import trackers
-from tests.conftest import Run
+from tests.conftest import SHRUNK, Run
 from tests.faults.forkserver import ForkServer
 
 Train = Callable[..., Run]
@@ -24,8 +24,9 @@ released = threading.Event()
 HERE = "tests.training.test_trackers"
 
 
-def receive(record: dict[str, Any]) -> None:
-    received.append(record)
+ENVIRONMENT = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+ENVIRONMENT |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
+receive = received.append
 
 
 def fail(record: dict[str, Any]) -> None:
@@ -37,15 +38,8 @@ def hang(record: dict[str, Any]) -> None:
     released.wait()
 
 
-@pytest.fixture(autouse=True)
-def nothing_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    received.clear()
-    variables = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    for name, value in {**variables, "MLFLOW_ALLOW_FILE_STORE": "true"}.items():
-        monkeypatch.setenv(name, value)
-
-
 def test_a_function_receives_the_config_each_record_and_the_summary(train: Train) -> None:
+    received.clear()
     done = train(f"log_to=[{HERE}:receive]", "epochs=1")
     assert [record["kind"] for record in received] == ["start", "train", "train", "train", "val", "end"]
     start, *records, end = received
@@ -62,6 +56,7 @@ def test_a_function_receives_the_config_each_record_and_the_summary(train: Train
 def test_trackers_that_raise_or_hang_leave_the_run_unharmed(
     train: Train, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    received.clear()
     monkeypatch.setattr(trackers, "LAST_RECORDS_S", 0.2)
     monkeypatch.setattr(logging.getLogger("cl_train"), "propagate", True)
     reference = train("log_to=[]", "epochs=1")
@@ -96,18 +91,13 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
 # --- the real packages ------------------------------------------------------------------------------------------------
 
 
-def train_in_two_parts(
-    server: ForkServer, folder: Path, images: Path, tracker: str, environment: dict[str, str]
-) -> None:
+def train_in_two_parts(server: ForkServer, folder: Path, images: Path, tracker: str, **environment: str) -> None:
     """Two processes, the second resumes the first, in the folder of a sweep."""
     folder.mkdir(parents=True)
     (folder.parent / "sweep.json").write_text("{}")
-    words = [f"data.root={images}", "data=folder", "data.image_size=32", "data.workers=0", "batch_size=32"]
-    words += ["model=tests.networks:small", "device=cpu", "precision=fp32", f"hydra.run.dir={folder}", "log_every=1"]
+    words = [*SHRUNK.split(), f"data.root={images}", f"hydra.run.dir={folder}", f"log_to=[{tracker}]"]
     for more in (["epochs=1"], ["epochs=2", "resume=auto"]):
-        done = server.start(
-            [*words, f"log_to=[{tracker}]", *more], folder / f"log-{more[0]}", {**os.environ, **environment}
-        )
+        done = server.start([*words, *more], folder / f"log-{more[0]}", os.environ | ENVIRONMENT | environment)
         assert done.wait() == 0 and "log_to=" not in done.output(), done.output()
 
 
@@ -130,7 +120,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 @pytest.mark.slow
 def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     folder = tmp_path / "sweep" / "job"
-    train_in_two_parts(fork_server, folder, image_folder, "wandb", {})
+    train_in_two_parts(fork_server, folder, image_folder, "wandb")
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     records = [record for path in files for record in wandb_records(path)]
     runs = [record.run for record in records if record.HasField("run")]
@@ -142,11 +132,14 @@ def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path, for
 
 
 @pytest.mark.slow
-def test_mlflow_continues_the_run(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_mlflow_continues_the_run(
+    image_folder: Path, tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     has_server = importlib.util.find_spec("sqlalchemy")  # mlflow, not only its client mlflow-skinny
     uri = f"sqlite:///{tmp_path}/mlflow.db" if has_server else f"file://{tmp_path}/mlruns"
     folder = tmp_path / "sweep" / "job"
-    train_in_two_parts(fork_server, folder, image_folder, "mlflow", {"MLFLOW_TRACKING_URI": uri})
+    train_in_two_parts(fork_server, folder, image_folder, "mlflow", MLFLOW_TRACKING_URI=uri)
     import mlflow
 
     client = mlflow.MlflowClient(uri)

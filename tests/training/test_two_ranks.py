@@ -33,14 +33,14 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def exit_code(cfg: Config, folder: Path) -> int:
-    return train(cfg, folder).exit_code
-
-
 def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Config:
     data = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0, **(data or {})}
     words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2, "batch_size": 8}
     return load({**words, "log_every": 1, "log_to": [], "data": data, **changes})
+
+
+def run(folder: Path, name: str, **changes: Any) -> int:
+    return train(settings(folder, **changes), folder / name).exit_code
 
 
 def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
@@ -67,35 +67,33 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> list[bool]:
 
 
 def dropout_differs(folder: Path) -> Any:
-    code = exit_code(settings(folder, max_steps=1, report=True), folder / "dropout")
-    return {"code": code, "next": torch.rand(1).item()}
+    return {"code": run(folder, "dropout", max_steps=1, report=True), "next": torch.rand(1).item()}
 
 
 def resume_reads_on_rank_0_alone(folder: Path) -> Any:
     """Rank 1 has no access to the run folder, as on another node without a shared disk. The images grow."""
     growing = {"size_schedule": [[0, 16], [1, 32]], "val_size": 24}
-    first = exit_code(settings(folder, max_steps=3, data=growing), folder / "resumed")
+    first = run(folder, "resumed", max_steps=3, data=growing)
     if rank() == 1:
         training_state.load_for_resume = Mock(side_effect=AssertionError("rank 1 must not read"))
-    second = exit_code(settings(folder, resume="auto", data=growing), folder / "resumed")
-    return [first, second]
+    return [first, run(folder, "resumed", resume="auto", data=growing)]
 
 
 def other_settings_are_refused(folder: Path) -> Any:
     try:
-        exit_code(settings(folder, optim={"lr": 0.1 + rank()}), folder / "other")
+        run(folder, "other", optim={"lr": 0.1 + rank()})
     except ConfigError as error:
         return str(error)
     return None
 
 
 def runs_with_signals_to_rank_1(folder: Path) -> Any:
-    every = {"every_epochs": 0, "keep": 9}
-    in_training = settings(folder, model="tests.networks:terminated_in_training")
-    in_evaluation = settings(folder, model="tests.networks:terminated_in_evaluation", batch_size=4)
-    usr1 = settings(folder, model="tests.networks:asked_to_save", checkpoint=every, evaluate_every=-1)
-    codes = [exit_code(in_training, folder / "in-training"), exit_code(in_evaluation, folder / "in-evaluation")]
-    return [*codes, exit_code(usr1, folder / "usr1")]
+    kept = {"every_epochs": 0, "keep": 9}
+    return [
+        run(folder, "in-training", model="tests.networks:terminated_in_training"),
+        run(folder, "in-evaluation", model="tests.networks:terminated_in_evaluation", batch_size=4),
+        run(folder, "usr1", model="tests.networks:asked_to_save", checkpoint=kept, evaluate_every=-1),
+    ]
 
 
 def evaluation_is_eager_with_compile(folder: Path) -> Any:
