@@ -24,11 +24,7 @@ from cl_train.training.state import Checkpoints, Plan, Progress, TrainingFault, 
 
 log = logging.getLogger(__name__)
 
-ADVICE = (
-    "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=bf16; "
-    "on_nonfinite=skip continues without such steps"
-)
-
+ADVICE = "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=bf16 or on_nonfinite=skip"
 LEAD_STEPS = 2  # that the device may be behind the host: enough to keep it busy; each holds a batch in memory
 
 
@@ -194,10 +190,8 @@ class ActiveRun:
         log.info("%s", self.console_line(record))
         cfg = self.plan.cfg
         if scale and scale[0] < cfg.amp.min_scale:  # GradScaler has no minimum (pytorch/pytorch#99640)
-            raise TrainingFault(
-                f"the loss scale fell to {scale[0]:g} at step {record['step']} (amp.min_scale={cfg.amp.min_scale:g}): "
-                f"gradients overflow fp16 at every scale. {ADVICE}"
-            )
+            fell = f"the loss scale fell to {scale[0]:g} at step {record['step']} (amp.min_scale={cfg.amp.min_scale:g})"
+            raise TrainingFault(f"{fell}: gradients overflow fp16 at every scale. {ADVICE}")
         self.bad_steps += len({step for step, *_ in found})
         check_bad_steps(found, self.bad_steps, cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0)
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 EVALUATED = ("loss", "top1", "top5", "images")
 
 
-@dataclass
+@dataclass(eq=False)
 class Interrupted(Exception):
     """A signal to a rank ended an evaluation. Raised on all ranks."""
 
@@ -119,9 +119,7 @@ def _numbers(metrics: Callable[..., Any], logits: torch.Tensor, targets: torch.T
 def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False) -> torch.Tensor:
     """float64 [N, 5] on the device: target, predicted class, its probability, loss (the plain cross-entropy, whatever
     `loss=` is), and 1 if the target is among the five most probable classes. The host does not wait.
-
-    Targets are int64 [N], with -100 for an image without a label, or float [N, classes]; `binary`: of several labels.
-    """
+    Targets: int64 [N], with -100 for an image without a label, or float [N, classes]; `binary`: of several labels."""
     if binary:
         loss = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
     else:

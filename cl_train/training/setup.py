@@ -33,9 +33,8 @@ from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.training.active_run import ActiveRun
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state, check_loss
-from cl_train.training.records import Records, read_records
+from cl_train.training.records import Records, Trackers, find_tracker, read_records
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
-from cl_train.training.trackers import Trackers, find_tracker
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +117,8 @@ def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Prog
     ranks = gather_objects({name: repr(value) for name, value in compared.items()}, dist)
     for rank, other in enumerate(ranks):
         for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
-            raise ConfigError(
-                f"the ranks disagree: {name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}; "
-                "start every node with the same command, code and data"
-            )
+            differ = f"{name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
+            raise ConfigError(f"the ranks disagree: {differ}; start every node with the same command, code and data")
 
 
 def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:

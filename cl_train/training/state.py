@@ -203,8 +203,9 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, tr
     if training:
         problems += differences(saved, current, ("data_fingerprint", "global_batch_size"))
     if problems:
-        needed = "the same model and classes, to train also the same data and global batch"
-        advice = f"resume needs {needed}; weights=<checkpoint> takes the weights only"
+        advice = (
+            "resume needs the same model, classes, data and global batch; weights=<checkpoint> takes the weights only"
+        )
         raise ConfigError([*(f"resume: {problem}" for problem in problems), advice])
     if not training:
         return []

@@ -71,18 +71,10 @@ def test_folders_are_no_settings() -> None:
 
 def test_help_states_name_default_meaning_type_and_range() -> None:
     text = command_help("", "", {"settings": Example})
-    for part in (
-        "data.root=null",
-        "folder of images",
-        "sizes=[224]",
-        "whole number >= 8",
-        "time_limit_s=1.5",
-        "number > 0",
-    ):
+    parts = ("data.root=null", "folder of images", "sizes=[224]", "whole number >= 8", "time_limit_s=1.5", "number > 0")
+    for part in parts:
         assert part in text
-
-
-def test_help_hides_what_a_group_sets_and_rounds() -> None:
+    # What a group sets is hidden, and numbers are rounded.
     text = command_help("", "", {"settings": Config})
     assert "  data.name=" not in text and "optim.lr=0.1" in text and "augment.crop_ratio_max=1.333333333\n" in text
 
@@ -150,11 +142,8 @@ def test_completion_in_a_terminal(tmp_path: Path, cache_home: Path) -> None:
     bash.close(force=True)
 
 
-def test_completion_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_explains_itself_and_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "--help"]) == 0 and "cl-train completion" in capsys.readouterr().out
-
-
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["adit"]) == 2 and "audit" in capsys.readouterr().err
 
 

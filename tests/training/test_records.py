@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 from cl_train.config.schema import Config
-from cl_train.training.records import Records
+from cl_train.training.records import Records, Trackers
 from cl_train.training.state import Progress
-from cl_train.training.trackers import Trackers
 
 
 def records(folder: Path | None, step: int = 0) -> Records:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.training import trackers
+from cl_train.training import records
 from tests.conftest import SHRUNK, Run
 from tests.faults.forkserver import ForkServer
 
@@ -57,7 +57,7 @@ def test_trackers_that_raise_or_hang_leave_the_run_unharmed(
     train: Train, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received.clear()
-    monkeypatch.setattr(trackers, "LAST_RECORDS_S", 0.2)
+    monkeypatch.setattr(records, "LAST_RECORDS_S", 0.2)
     monkeypatch.setattr(logging.getLogger("cl_train"), "propagate", True)
     reference = train("log_to=[]", "epochs=1")
     done = train(f"log_to=[{HERE}:fail,{HERE}:hang]", "epochs=1")
