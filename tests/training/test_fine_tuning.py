@@ -17,7 +17,7 @@ from cl_train.training.state import TrainingFault
 from tests.conftest import Run
 
 Train = Callable[..., Run]
-HERE = "tests.training.test_fine_tuning"
+HERE, SLOW = "tests.training.test_fine_tuning", pytest.mark.slow
 
 
 per_image = partial(nn.functional.cross_entropy, reduction="none")
@@ -78,8 +78,8 @@ DATASET = f"data=dataset data.root=null data.dataset={HERE}"
         (f"loss={HERE}:per_image label_smoothing=0.1", "label_smoothing=0.1 has no effect"),
         ("patience=2 evaluate_every=0", "patience=2 has no effect"),
         (f"{DATASET}:stripes", "use loss=bce"),
-        (f"{DATASET}:stripes_then_a_number loss=bce", "unlike that of the first sample"),
-        (f"{DATASET}:stripes_beyond_one loss=bce", "not from 0 to 1"),
+        pytest.param(f"{DATASET}:stripes_then_a_number loss=bce", "unlike that of the first sample", marks=SLOW),
+        pytest.param(f"{DATASET}:stripes_beyond_one loss=bce", "not from 0 to 1", marks=SLOW),
     ],
 )
 def test_losses_metrics_and_labels_that_cannot_be_used(train: Train, words: str, problem: str) -> None:
