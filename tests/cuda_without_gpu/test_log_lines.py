@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cl_train.system.machine import DeviceClock
-from cl_train.training import log_lines
-from cl_train.training.log_lines import ThroughputMeter
+from cl_train.training import active_run
+from cl_train.training.active_run import ThroughputMeter
 from cl_train.training.state import TrainingFault
 from tests import networks
 from tests.conftest import Run
@@ -22,7 +22,7 @@ SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # t
 
 
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_lines, "reads_late", lambda device: True)
+    monkeypatch.setattr(active_run, "reads_late", lambda device: True)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_data_and_speed_are_those_of_the_device(speed: float) -> None:
 
 def test_the_host_stays_two_steps_ahead() -> None:
     machine, _, _ = measure(0.001)
-    assert machine.ahead_s <= log_lines.LEAD_STEPS * STEP_S
+    assert machine.ahead_s <= active_run.LEAD_STEPS * STEP_S
     assert machine.idle_s < 0.01, "the bound leaves the device busy"
 
 
 def test_planted_the_hosts_clock_gives_a_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was reported before: the host's wait, however busy the device is meanwhile."""
-    monkeypatch.setattr(log_lines, "LEAD_STEPS", 1000)
-    monkeypatch.setattr(log_lines, "min", lambda host_waited_s, _: host_waited_s, raising=False)
+    monkeypatch.setattr(active_run, "LEAD_STEPS", 1000)
+    monkeypatch.setattr(active_run, "min", lambda host_waited_s, _: host_waited_s, raising=False)
     assert measure(STEP_S / 1.05)[1] > 20 and measure(STEP_S / 0.83)[1] > 20
