@@ -14,37 +14,22 @@ Exit codes: 0 done, 1 more than max_lost calls lost the format, 2 wrong usage or
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cl_train.commands import print_result
-from cl_train.config.schema import (
-    CONVERSIONS,
-    DEVICES,
-    MODEL_HELP,
-    OVERWRITE_HELP,
-    PRECISION_HELP,
-    PRECISIONS,
-    ConfigError,
-    setting,
-)
+from cl_train.config import schema
+from cl_train.config.schema import ConfigError, setting
 from cl_train.system.files import output_file
-
-if TYPE_CHECKING:  # torch is imported only after the settings have been checked
-    import torch
-    from torch import nn
-
-    from cl_train.memory_format.audit_report import LayoutReport
-    from cl_train.step.precision import Precision
 
 
 @dataclass
 class AuditSettings:
     """The model, its input, and what is measured."""
 
-    model: str = setting("resnet18", MODEL_HELP)
+    model: str = setting("resnet18", schema.MODEL_HELP)
     weights: str | None = setting(None, "pretrained weights by name, or a file of weights")
     channels_last: bool = setting(True, "convert the model to channels_last")
-    conversion: str = setting("full", "which tensors to convert", choices=(*CONVERSIONS, "none"))
+    conversion: str = setting("full", "which tensors to convert", choices=(*schema.CONVERSIONS, "none"))
     select: list[str] = setting([], "conversion=select: names of modules to convert (shell patterns)")
     input_channels_last: bool = setting(True, "false: use contiguous input images")
     batch_size: int = setting(2, "images per batch", minimum=1)
@@ -53,8 +38,8 @@ class AuditSettings:
     input_channels: int = setting(3, "channels of the images", minimum=1)
     num_classes: int = setting(1000, "number of classes", minimum=2)
     output_entry: str | None = setting(None, "entry of the model's output: a dict's key, an attribute or an index")
-    precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
-    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
+    precision: str = setting("auto", schema.PRECISION_HELP, choices=schema.PRECISIONS)
+    device: str = setting("auto", "cuda if available, else cpu", choices=schema.DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step and each permuting copy")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
@@ -65,7 +50,7 @@ class AuditSettings:
     operators: bool = setting(False, "instead of a model: which of torch's operators keep channels_last here")
     compile: bool = setting(False, "also report which compiled graphs inductor lays out channels_last")
     out: str | None = setting(None, "file for the report as JSON")
-    overwrite: bool = setting(False, OVERWRITE_HELP)
+    overwrite: bool = setting(False, schema.OVERWRITE_HELP)
     json: bool = setting(False, "print the report as JSON")
 
 
@@ -82,34 +67,34 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
 
     from cl_train.memory_format.audit import operator_support
     from cl_train.memory_format.audit_report import markdown_table
-    from cl_train.memory_format.reproduction import reproduction
+    from cl_train.memory_format.operator_times import reproduction
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
 
-    device = choose_device(settings.device)
-    precision = resolve_precision(settings.precision, device)
     if settings.operators:
-        rows, dtype = operator_support(device, precision.input_dtype), str(precision.input_dtype)
-        where = {"torch": torch.__version__, "device": str(device), "dtype": dtype.removeprefix("torch.")}
-        text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
-        return {"schema_version": 1, **where, "operators": rows}, text
+        device = choose_device(settings.device)
+        dtype = resolve_precision(settings.precision, device).input_dtype
+        where = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+        rows = operator_support(device, dtype)
+        return {
+            "schema_version": 1,
+            **where,
+            "operators": rows,
+        }, f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
     if not settings.time and (settings.repro or settings.chart):
         raise ConfigError("repro= and chart= need time=true")
-    if precision.reason:
-        print(f"precision: {precision.name} ({precision.reason})")
     with ExitStack() as stack:
         program, chart = (
             stack.enter_context(output_file(Path(name), overwrite=settings.overwrite, key=key)) if name else None
             for key, name in (("repro", settings.repro), ("chart", settings.chart))
         )
-        report = _audit_model(settings, device, precision)
+        report = _audit_model(settings)
         if program:
             program.write_text(reproduction(report.times.worst(), report.model, report.device), encoding="utf-8")
         if chart:
             from cl_train.comparison.report import write_times_chart  # with Hydra, 0.1 s
 
-            title = f"{report.model}, {report.precision} on {report.device}"
-            if not write_times_chart(report.times, title, chart):
+            if not write_times_chart(report.times, f"{report.model}, {report.precision} on {report.device}", chart):
                 raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
     text, lost = f"{report}\n\n{report.summary()}", report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
@@ -118,31 +103,35 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     return {**report.to_dict(), "exceeded": exceeded}, text
 
 
-def _audit_model(settings: AuditSettings, device: "torch.device", precision: "Precision") -> "LayoutReport":
-    """Build, convert and audit the model of the settings."""
+def _audit_model(settings: AuditSettings) -> Any:
+    """The report of the model of the settings, which is built, converted and audited."""
     import torch
 
     from cl_train.memory_format.audit import audit, compiled_graphs
     from cl_train.memory_format.convert import convert
     from cl_train.memory_format.model_call import failure_explained, mean_square, output_tensors
-    from cl_train.models import sources as models
-    from cl_train.step.precision import autocast, cast_model
+    from cl_train.models.sources import build_model
+    from cl_train.step.precision import autocast, cast_model, resolve_precision
+    from cl_train.system.distributed import choose_device
 
+    device = choose_device(settings.device)
+    precision = resolve_precision(settings.precision, device)
+    if precision.reason:
+        print(f"precision: {precision.name} ({precision.reason})")
     torch.manual_seed(0)
-    model = models.build_model(
-        settings.model, num_classes=settings.num_classes, weights=settings.weights, image_size=settings.image_size
-    )
+    size, classes = settings.image_size, settings.num_classes
+    model = build_model(settings.model, num_classes=classes, weights=settings.weights, image_size=size)
     cast_model(model.to(device), precision).train(settings.backward)
     if settings.channels_last:
         print(convert(model, settings.conversion, settings.select))
-    sides = [settings.frames] * bool(settings.frames) + [settings.image_size] * 2
+    sides = [settings.frames] * bool(settings.frames) + [size, size]
     images = torch.randn(settings.batch_size, settings.input_channels, *sides).to(device, precision.input_dtype)
     if settings.channels_last and settings.input_channels_last:
         images = images.to(memory_format=torch.channels_last_3d if settings.frames else torch.channels_last)
     options = {name: getattr(settings, name) for name in ("backward", "measure", "time", "time_limit_s")}
     report = audit(model, images, precision=precision, output=settings.output_entry, name=settings.model, **options)
 
-    def loss(compiled: "nn.Module") -> "torch.Tensor":
+    def loss(compiled: torch.nn.Module) -> torch.Tensor:
         with autocast(precision, device):
             return mean_square(output_tensors(compiled(images), settings.output_entry))
 

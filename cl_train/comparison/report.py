@@ -391,10 +391,10 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
         bottom = bottom[0] + ms[0], bottom[1] + ms[1]
     stacked.set_ylabel("milliseconds of a step, by kind of operator")
     stacked.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    rows = times.modules()[:10]
+    rows = times.tables["modules"][:10]
     for y, row in enumerate(rows):
         colour = COLOURS["slower" if row.difference_ms > 0 else "faster"]
-        differences.barh(y, row.difference_ms, color=colour, alpha=1.0 if row.is_significant else 0.3)
+        differences.barh(y, row.difference_ms, color=colour, alpha=1.0 if row.is_loss or row.is_gain else 0.3)
         differences.plot(row.interval_ms, [y, y], color="#333333", lw=1.5)
     differences.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     differences.invert_yaxis()

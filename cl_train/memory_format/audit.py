@@ -1,7 +1,7 @@
 """The audit: one step of a model, and the operators in it that lose channels_last; probes of torch's operators."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -49,8 +49,6 @@ def audit(
 ) -> LayoutReport:
     """Run one step of `model` on `batch` and report which operator calls kept, lost and restored channels_last.
 
-    Weights, buffers, gradients and the random state are restored afterwards.
-
     Args:
         model: any module, in the mode (train or eval) and the memory format to audit.
         batch: the model's input; a tuple, list or dict of its inputs; or a list of images [C,H,W] (detection). The
@@ -60,10 +58,10 @@ def audit(
         output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a tuple's index.
         backward: False: forward only, without gradients.
         measure: also time the step, and each permuting copy separately, in milliseconds.
-        time: also time every operator of the step, with an SGD update, in both layouts (`operator_times`).
-        time_limit_s: for `time`, without warm-up.
+        time: also time every operator of the step, with an SGD update, in both layouts, for about `time_limit_s`.
         name: of the model, for the report.
 
+    Weights, buffers, gradients and the random state are restored afterwards.
     Raises ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch; no scalar loss.
     """
     precision = precision or Precision("fp32")
@@ -73,22 +71,24 @@ def audit(
     own_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
     forward = partial(_forward, model, precision, device, own_loss if backward else None)
     described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
-    remedy = "check the shape, dtype and device of the batch"
-    calls: list[Call] = []
-    recorder = OperatorRecorder(calls.append, max(images.dim(), 4))
-    step = partial(_step, forward, batch)
     where = (precision.name, str(device), torch.__version__)
     report = LayoutReport(name or type(model).__name__, model_memory_format(model), described, *where)
-    with failure_explained(f"the model failed on {described}", remedy), state_restored(model, device):
+    calls: list[Call] = []
+    recorder = OperatorRecorder(calls.append, max(images.dim(), 4))
+
+    def step() -> None:
+        if (scalar := forward(batch)) is not None:
+            scalar.backward()
+
+    explained = failure_explained(f"the model failed on {described}", "check the shape, dtype and device of the batch")
+    with explained, state_restored(model, device):
         with recorder:
             step()
         if measure:
             report.step_ms = _median_ms(step, device)
         model.zero_grad(set_to_none=True)
         if time:
-            report.times = time_operators(
-                model, batch, forward, precision=precision, device=device, time_limit_s=time_limit_s
-            )
+            report.times = time_operators(model, batch, forward, precision, device, time_limit_s)
     report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, *_SAME_CALL)]
     report.step_bytes = recorder.step_bytes
     if measure:
@@ -98,17 +98,17 @@ def audit(
 
 def _first_images(batch: Any) -> torch.Tensor:
     """The first tensor of 4 or 5 dimensions of a model's input; else the first image [C,H,W]."""
-    for dimensions in ((4, 5), (3,)):
-        for tensor in tensors_in(batch):
-            if tensor.dim() in dimensions:
-                return tensor
-    raise ConfigError("the batch holds no tensor of 4 or 5 dimensions, [N,C,H,W] or [N,C,D,H,W], nor images [C,H,W]")
+    tensors = sorted(tensors_in(batch), key=lambda tensor: tensor.dim() == 3)
+    images = next((tensor for tensor in tensors if tensor.dim() in (3, 4, 5)), None)
+    if images is None:
+        raise ConfigError("the batch holds no images: no tensor of 4 or 5 dimensions, [N,C,H,W], nor of 3, [C,H,W]")
+    return images
 
 
 def _forward(
     model: nn.Module, precision: Precision, device: torch.device, loss: LossFunction | None, batch: Any
 ) -> torch.Tensor | None:
-    """The scalar loss of a batch; None without a loss, and then without gradients."""
+    """The scalar loss of a batch; None without a loss (and then without gradients), or if all parameters are frozen."""
     with autocast(precision, device), nullcontext() if loss else torch.no_grad():
         result = call_model(model, batch)
         if loss is None:
@@ -116,13 +116,7 @@ def _forward(
         scalar = loss(result)
     if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
         raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
-    return scalar
-
-
-def _step(forward: Callable[[Any], torch.Tensor | None], batch: Any) -> None:
-    scalar = forward(batch)
-    if scalar is not None and scalar.requires_grad:  # False if all parameters are frozen
-        scalar.backward()
+    return scalar if scalar.requires_grad else None
 
 
 def _time_copies(calls: list[Call], device: torch.device) -> None:
@@ -154,15 +148,14 @@ PROBES = (
     "F.conv2d(x, weight(8, 2, 3, 3), padding=1, groups=4)", "F.conv2d(x, weight(8, 1, 3, 3), padding=1, groups=8)",
     "F.conv_transpose2d(x, weight(8, 8, 3, 3), stride=2)",
     "F.batch_norm(x, None, None, ones(8), ones(8), training=True)", "F.batch_norm(x, *(ones(8),) * 4)",
-    "F.instance_norm(x)", "F.group_norm(x, 2, ones(8), ones(8))", "F.layer_norm(x, x.shape[1:])",
-    "F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)", "F.local_response_norm(x, 3)", "F.normalize(x)",
-    "F.relu(x)", "F.relu_(x * 1)", "F.relu6(x)", "F.leaky_relu(x)", "F.elu(x)", "F.gelu(x)", "F.silu(x)", "F.mish(x)",
-    "F.hardswish(x)", "F.hardsigmoid(x)", "F.hardtanh(x)", "F.softplus(x)", "F.logsigmoid(x)", "F.softsign(x)",
-    "F.tanhshrink(x)", "F.prelu(x, ones(8))", "F.glu(x, 1)", "F.softmax(x, 1)", "F.log_softmax(x, 1)", "F.dropout(x)",
-    "F.dropout2d(x)", "x.sigmoid()", "x.tanh()", "x.exp()", "x.sin()", "x.erf()", "x.neg()", "x.pow(2)",
-    "(x.abs() + 1).sqrt()", "x.clamp(-1, 1)", "x + x.flip(0)", "(x * 1).add_(x)", "x * ones(8).view(1, 8, 1, 1)",
-    "x / (x.abs() + 1)", "torch.where(x > 0, x, -x)", "x - x.mean((2, 3), keepdim=True)",
-    "x - x.sum(1, keepdim=True)", "x.cumsum(2)",
+    "F.group_norm(x, 2, ones(8), ones(8))", "F.layer_norm(x, x.shape[1:])", "F.local_response_norm(x, 3)",
+    "F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)", "F.relu_(x * 1)", "F.prelu(x, ones(8))",
+    *(f"F.{name}(x)" for name in (
+        "instance_norm", "normalize", "relu", "leaky_relu", "elu", "gelu", "silu", "mish", "hardswish", "hardsigmoid",
+        "hardtanh", "softplus", "dropout", "dropout2d",
+    )), "F.glu(x, 1)", "F.softmax(x, 1)", "F.log_softmax(x, 1)", "x.sigmoid()", "x.clamp(-1, 1)",
+    "x + x.flip(0)", "(x * 1).add_(x)", "x * ones(8).view(1, 8, 1, 1)", "torch.where(x > 0, x, -x)",
+    "x - x.mean((2, 3), keepdim=True)", "x - x.sum(1, keepdim=True)", "x.cumsum(2)",
     "F.max_pool2d(x, 2)", "F.avg_pool2d(x, 2)", "F.lp_pool2d(x.abs() + 1, 2, 2)", "F.adaptive_avg_pool2d(x, 3)",
     "F.adaptive_max_pool2d(x, 3)", "F.fractional_max_pool2d(x, 2, output_size=4)",
     "F.pad(x, (1, 1, 1, 1))", "F.pad(x, (1, 1, 1, 1), mode='reflect')", "F.pad(x, (1, 1, 1, 1), mode='replicate')",
@@ -173,18 +166,13 @@ PROBES = (
     "torch.stack([x, x], 2).flatten(1, 2)", "x.chunk(2, 1)[0]", "torch.cat(x.split(4, 1)[::-1], 1)",
     "x[:, :, 1:-1, 1:-1]", "x.index_select(1, torch.arange(4, device=x.device))", "x.flip(3)", "x.roll(1, 2)",
     "x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(x.shape)",
-    "F.fold(F.unfold(x, 2, stride=2), (8, 8), 2, stride=2)",
 )  # fmt: skip
 
 
 def probe(expression: str, x: torch.Tensor) -> torch.Tensor:
-    def ones(*shape: int) -> torch.Tensor:
-        return torch.ones(shape, dtype=x.dtype, device=x.device)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return ones(*shape).to(memory_format=torch.channels_last)
-
-    return eval(expression, {"x": x, "F": F, "torch": torch, "ones": ones, "weight": weight})
+    ones = partial(torch.ones, dtype=x.dtype, device=x.device)
+    names = {"x": x, "F": F, "torch": torch, "ones": ones}
+    return eval(expression, {**names, "weight": lambda *shape: ones(*shape).to(memory_format=torch.channels_last)})
 
 
 def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -195,16 +183,13 @@ def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str,
     rows = []
     for expression in PROBES:
         x = torch.randn(SHAPE, device=device).to(dtype, memory_format=torch.channels_last).requires_grad_()
-        row = {"operator": expression, "forward": "error", "backward": "error"}
-        try:
+        rows.append(row := {"operator": expression, "forward": "error", "backward": "error"})
+        with suppress(RuntimeError):  # torch's "not implemented for"
             output = probe(expression, x)
             row["forward"] = classify(output)
             gradient = torch.randn(output.shape, device=device).to(output.dtype, memory_format=torch.channels_last)
             # not .backward(), which gives a leaf's gradient the strides of the leaf
             row["backward"] = classify(torch.autograd.grad(output, x, gradient)[0])
-        except RuntimeError:  # torch's "not implemented for"
-            pass
-        rows.append(row)
     return rows
 
 

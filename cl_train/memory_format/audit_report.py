@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 Outcome = Literal["kept", "lost", "restored", "created", "ambiguous", "contiguous"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-SCHEMA_VERSION = 3
 
 
 @dataclass
@@ -26,11 +25,11 @@ class Call(Origin):
     """One operator call of a step; equal calls of one line of code are one entry with their number.
 
     `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in backward also: a
-    gradient made contiguous although its activation is channels_last); "restored", a contiguous input and
-    channels_last out; "created", a gradient that counts as lost but was made without reading a channels_last tensor,
-    which moves no bytes; "ambiguous", size-1 dimensions leave both formats possible; "contiguous", in and out.
-    `copy`: how the layout was changed. "explicit", the call is a copy; "hidden", the kernel permutes its input first;
-    "strided", an element-wise kernel reads one input with large strides; "", no copy.
+    gradient made contiguous although its activation is channels_last); "restored", contiguous in and channels_last out;
+    "created", a gradient that counts as lost but was made without reading a channels_last tensor, which moves no bytes;
+    "ambiguous", size-1 dimensions leave both formats possible; "contiguous", in and out.
+    `copy`: "explicit", the call is a copy; "hidden", the kernel permutes its input first; "strided", an element-wise
+    kernel reads one input with large strides; "", no copy.
     """
 
     operator: str
@@ -53,10 +52,7 @@ class Call(Origin):
         if self.module_type == "Parameter":
             return "The parameter is contiguous and its gradient is not; a gradient takes its parameter's strides."
         if self.copy == "explicit" and self.direction == "forward":
-            return (
-                "Remove this copy (a .contiguous(), or a .reshape that cannot be a view), or call "
-                ".to(memory_format=torch.channels_last) after it; a flatten before the classifier cannot be avoided."
-            )
+            return "Remove this copy (a .contiguous(), a .reshape); a flatten before the classifier cannot be avoided."
         if any(given.startswith("contiguous") for given in self.inputs):
             return "One of its inputs was contiguous already: see the loss before it."
         return "This kernel returns contiguous: replace it if the share matters."
@@ -96,10 +92,7 @@ class LayoutReport:
     @property
     def moved_pct(self) -> float:
         """The same as a share of all bytes of the step."""
-        return self._pct(self.calls)
-
-    def _pct(self, calls: list[Call]) -> float:
-        return 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
+        return 100 * self.moved_bytes / max(self.step_bytes, 1)
 
     @property
     def copy_ms(self) -> float | None:
@@ -112,44 +105,36 @@ class LayoutReport:
             return ["the model and its input are contiguous, so nothing can be lost; convert the model first"]
         lines = [
             f"{self._cost(calls, f'{calls[0].name} ({calls[0].direction}) returned contiguous')}. {calls[0].advice()}"
-            for calls in grouped(self.of("lost"), "direction", "operator")
-        ]
-        restored = self.of("restored")
-        if not lines:
-            lines.append("no operator loses channels_last" + ", and none has to restore it" * (not restored))
-        if restored:
-            lines.append(self._cost(restored, "a contiguous input was converted to channels_last"))
+            for calls in grouped(self.of("lost"), "operator", "direction", "source", "copy")
+        ] or ["no operator loses channels_last"]
+        for calls in grouped(self.of("restored"), "copy"):
+            lines.append(self._cost(calls, "a contiguous input was converted to channels_last"))
         for calls in grouped(self.of("created"), "operator"):
-            is_expanded = any(given.startswith("expanded") for given in calls[0].inputs)
-            reason = ": its incoming gradient is expanded (of a mean or a sum)" * is_expanded
-            what = f"{calls[0].name} (backward) created a contiguous gradient and moved nothing"
-            lines.append(f"{_count(calls)} x {what}{reason}")
+            what = "(backward) created a contiguous gradient and moved nothing: no loss (of a mean, a sum or a slice)"
+            lines.append(f"{_count(calls)} x {calls[0].name} {what}")
         if self.copy_ms is not None and self.step_ms:
             pct = 100 * self.copy_ms / self.step_ms
             lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
         return lines
 
     def _cost(self, calls: list[Call], what: str) -> str:
-        """The number of calls, their share of the bytes, and the first line of code."""
-        first, lines = calls[0], len(grouped(calls, "source"))
-        where = f"{first.source or 'no Python line'} in {first.module or '(top)'}"
-        where += f" and {lines - 1} more line{'s' * (lines > 2)}" if lines > 1 else ""
-        return f"{_count(calls)} x {what}: {self._pct(calls):.1f} % of the step's bytes ({where})"
+        """The number of calls, what they cost, and the line of code and the module of the first."""
+        first, pct = calls[0], 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
+        cost = f"{pct:.1f} % of the step's bytes" + f", {_total(calls, 'copy_ms'):.2g} ms" * (self.step_ms is not None)
+        where = f"{first.source} `{first.line}`" if first.source else "no line of Python"
+        module = f"{first.module or '(top)'} {list(first.shape)}"
+        return f"{_count(calls)} x {what}: {cost}, {first.copy} copy (first at {where} in {module})"
 
     def summary(self) -> str:
         """The outcome in one sentence."""
         kept, lost, restored = (self.totals[outcome] for outcome in OUTCOMES[:3])
-        number = kept + lost + restored
-        if not number:
-            return f"{self.model}: no operator call has channels_last tensors"
-        text = f"loses channels_last in {lost} of {number}" if lost else f"keeps channels_last in all {number}"
         cost = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" if lost or restored else ""
-        return f"{self.model} {text} operator calls{cost}"
+        return f"{self.model} loses channels_last in {lost} of {kept + lost + restored} operator calls{cost}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": 3,
             **vars(self),
             "times": self.times and self.times.to_dict(),
             "totals": self.totals,
@@ -162,16 +147,11 @@ class LayoutReport:
 
     def __str__(self) -> str:
         totals = ", ".join(f"{number} {outcome}" for outcome, number in self.totals.items())
-        parts = [
-            f"{self.model} ({self.model_memory_format}), input {self.input}, {self.precision} on {self.device}, "
-            f"torch {self.torch}",
-            f"operator calls: {totals}",
-            *(f"- {line}" for line in self.verdict()),
-        ]
-        lost, restored = _call_rows(self.of("lost")), _call_rows(self.of("restored"))
-        for title, rows in (("lost", lost), ("restored", restored), ("compiled graphs", self.compiled)):
-            if rows:
-                parts += ["", f"{title}:", "", markdown_table(rows)]
+        where = f"{self.precision} on {self.device}, torch {self.torch}"
+        parts = [f"{self.model} ({self.model_memory_format}), input {self.input}, {where}", f"operator calls: {totals}"]
+        parts += [f"- {line}" for line in self.verdict()]
+        if self.compiled:
+            parts += ["", "compiled graphs:", "", markdown_table(self.compiled)]
         return "\n".join([*parts, "", str(self.times)] if self.times else parts)
 
 
@@ -184,6 +164,8 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
         text = "" if value is None else str(value)
         if isinstance(value, float):
             text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # not 1.23e+03
+        if isinstance(value, tuple):
+            text = f"[{', '.join(map(cell, value))}]"
         return text.replace("|", "\\|").replace("\n", " ")
 
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
@@ -191,25 +173,6 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(
         f"| {' | '.join(text.ljust(width) for text, width in zip(line, widths, strict=True))} |" for line in lines
     )
-
-
-def _call_rows(calls: list[Call]) -> list[dict[str, Any]]:
-    """One row for each operator on each line of code."""
-    return [
-        {
-            "count": _count(group),
-            "operator": first.name,
-            "direction": first.direction,
-            "MiB": _total(group, "moved_bytes") / 2**20,
-            "ms": _total(group, "copy_ms"),
-            "copy": first.copy,
-            "module": f"{first.module or '(top)'} {list(first.shape)}" + f" and {len(more)} more" * bool(more),
-            "source": first.source,
-            "line": first.line,
-        }
-        for group in grouped(calls, "operator", "direction", "source", "copy")
-        for first, *more in [group]
-    ]
 
 
 def grouped(calls: list[Call], *fields: str) -> list[list[Call]]:

@@ -33,7 +33,7 @@ class OriginRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: list[tuple[str, str]] = []  # name and type of the modules that run, outermost first
+        self.running = [("", "")]  # name and type of the modules that run, outermost first
         self._names: dict[int, tuple[str, str]] = {}
         self._parameters: dict[int, str] = {}
         self._origins: dict[int, Origin] = {}  # by sequence number of the autograd node
@@ -51,13 +51,13 @@ class OriginRecorder(TorchDispatchMode):
             hook.remove()
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        if not self.running and id(module) not in self._names:
+        if len(self.running) == 1 and id(module) not in self._names:
             self._names |= {id(child): (name, type(child).__name__) for name, child in module.named_modules()}
             self._parameters |= {id(parameter): name for name, parameter in module.named_parameters()}
         self.running.append(self._names.get(id(module), ("", type(module).__name__)))
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.running:
+        if len(self.running) > 1:
             self.running.pop()
 
     def origin(self, frame: FrameType) -> Origin:
@@ -71,7 +71,7 @@ class OriginRecorder(TorchDispatchMode):
                 return Origin("backward", name, "Parameter", "accumulating gradients")
             origin = replace(self._origins.get(node._sequence_nr(), Origin("backward")), direction="backward")
             return replace(origin, source=source, line=line) if source else origin  # a custom function's own backward
-        origin = Origin("forward", *(self.running[-1] if self.running else ("", "")), source, line)
+        origin = Origin("forward", *self.running[-1], source, line)
         # Autograd created this call's node just before dispatching it. A call without its own node (inside a custom
         # autograd function) belongs to the previous node.
         newest = torch._C._autograd._get_sequence_nr() - 1
@@ -98,19 +98,20 @@ class OperatorRecorder(OriginRecorder):
                 result = function.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        inputs = strided_tensors((args, kwargs))
+        inputs = _strided((args, kwargs))
         if self._rank is None:
             self._rank = next((tensor.dim() for tensor in inputs if classify(tensor) == "channels_last"), None)
         # classified before the call, because an in-place operator changes its arguments
         images = [(tensor, classify(tensor)) for tensor in inputs if tensor.dim() == self._rank]
         result = function(*args, **(kwargs or {}))
-        outputs = strided_tensors(result)
+        outputs = _strided(result)
         origin = self.origin(_getframe(1))
         if origin.direction == "forward":
             self._activations |= {tuple(image.shape) for image, layout in images if layout == "channels_last"}
-        if _is_view(function):
+        name, aliases = function._schema.name, [returned.alias_info for returned in function._schema.returns]
+        if name == "aten::_unsafe_view" or any(alias and not alias.is_write for alias in aliases):  # not declared there
             self._viewed |= {_storage(tensor): layout for tensor, layout in images}
-        elif "empty" not in function._schema.name:  # instead of an allocation, the call that writes into it is recorded
+        elif "empty" not in name:  # instead of an allocation, the call that writes into it is recorded
             self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self._record(function, origin, inputs, images, outputs)
             for tensor in outputs:  # a new tensor may have the address of a freed one
@@ -135,10 +136,6 @@ class OperatorRecorder(OriginRecorder):
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         moved_bytes = sum(2 * tensor.nbytes for tensor, layout in images if layout == permuted)
         copy = "explicit" if is_copy else "strided" if torch.Tag.pointwise in function.tags else "hidden"
-        given = [
-            f"{'expanded' if 0 in tensor.stride() else layout} {_dtype(tensor)} {list(tensor.shape)}"
-            for tensor, layout in images
-        ]
         call = Call(
             operator=str(function),
             outcome="created" if outcome == "lost" and not moved_bytes else outcome,
@@ -146,7 +143,7 @@ class OperatorRecorder(OriginRecorder):
             shape=tuple(produced[0].shape),
             strides=produced[0].stride(),
             dtype=_dtype(produced[0]),
-            inputs=tuple(given),
+            inputs=tuple(f"{layout} {_dtype(tensor)} {list(tensor.shape)}" for tensor, layout in images),
             copy=copy if moved_bytes else "",
             moved_bytes=moved_bytes,
         )
@@ -169,14 +166,7 @@ def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple
     return None
 
 
-def _is_view(function: Any) -> bool:
-    """Whether the result shares memory with an argument that is not written to; `_unsafe_view` does not declare it."""
-    aliases = [returned.alias_info for returned in function._schema.returns]
-    is_alias = any(alias is not None and not alias.is_write for alias in aliases)
-    return is_alias or function._schema.name == "aten::_unsafe_view"
-
-
-def strided_tensors(tree: Any) -> list[torch.Tensor]:
+def _strided(tree: Any) -> list[torch.Tensor]:
     leaves = tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
 
@@ -232,9 +222,9 @@ def layout_guard(on_loss: Literal["raise", "warn"] = "raise", allow: Sequence[st
             return
         where = f"{call.source} `{call.line}`" if call.source else "no line of Python"
         message = (
-            f"{call.name} lost channels_last in {call.direction}: {', '.join(call.inputs)} became "
-            f"contiguous {list(call.shape)} with strides {list(call.strides)}, at {where}, in module "
-            f"{call.module or '(top)'}{f' ({call.module_type})' * bool(call.module_type)}. {call.advice()}"
+            f"{call.name} lost channels_last in {call.direction}: {', '.join(call.inputs)} became contiguous "
+            f"{list(call.shape)} with strides {list(call.strides)}, at {where}, in module {call.module or '(top)'} "
+            f"({call.module_type or 'no module'}). {call.advice()}"
         )
         if on_loss == "raise":
             raise LayoutLost(message)

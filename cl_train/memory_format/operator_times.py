@@ -10,10 +10,9 @@ import gc
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import comb
 from pathlib import Path
 from statistics import median
@@ -28,20 +27,18 @@ from torch.utils._pytree import tree_map_only
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.audit_report import markdown_table, short_name
 from cl_train.memory_format.convert import has_borders
-from cl_train.memory_format.layout import images_in, model_memory_format, named_tensors
+from cl_train.memory_format.layout import CHANNELS_LAST, images_in, model_memory_format
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, kernel_selection
 from cl_train.step.train_step import StepParts, update_weights
-from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.machine import keep_freed_memory, timed_s, wait_for
 
 LAYOUTS = ("contiguous", "channels_last")
 PYTHON = "python"
 COPY_KIND = "layout copies"
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
-_EXPLAINED_PCT = 90
 _SHOWN = 12  # rows of a table
 _USUAL = 0.75  # quantile of the times between two events that counts as the recorder's own: few modules compute there
 _KINDS = {
@@ -50,13 +47,14 @@ _KINDS = {
 }  # fmt: skip
 
 Times = np.ndarray[Any, Any]  # milliseconds, [rounds, layouts]
-Weights = list[tuple[torch.Tensor, torch.Tensor]]  # each with its data
+Data = dict[torch.Tensor, torch.Tensor]  # of the model's tensors
 Key = tuple[str, str, str, int]  # phase, module, operator and which of equal calls
+Forward = Callable[[Any], torch.Tensor | None]  # returns a batch's scalar loss, or None without a backward pass
 
 
 @dataclass(eq=False)
 class TimedCall:
-    """One operator call, in both layouts; absent from one, its time there is 0 and it has no arguments."""
+    """One operator call in both layouts. If one of them lacks it, its time there is 0, and it has no arguments."""
 
     operator: str  # such as aten.convolution.default, or `python`
     direction: str  # forward, backward or update
@@ -75,32 +73,27 @@ class TimedCall:
         image, weight, _, stride, _, _, is_transposed, _, groups = arguments["backward" in self.operator :][:9]
         kernel, size, strides = ("x".join(map(str, numbers)) for numbers in (weight.shape[2:], image.shape, stride))
         channels, out = image.shape[1], weight.shape[1] * groups if is_transposed else weight.shape[0]
-        what = f"{f'{groups} groups, ' * (groups > 1)}{kernel}, {channels} to {out} channels"
-        if 1 < groups == channels:
-            what = f"depthwise {kernel}, {channels} channels"
-        return f"{what}; images {size}, stride {strides}, {str(image.dtype).removeprefix('torch.')}"
+        grouped = "depthwise " if 1 < groups == channels else f"{groups} groups, " * (groups > 1)
+        dtype = str(image.dtype).removeprefix("torch.")
+        return f"{grouped}{kernel}, {channels} to {out} channels; images {size}, stride {strides}, {dtype}"
 
     def __str__(self) -> str:
-        direction = "" if self.direction == "update" else f" {self.direction}"
         shape = f" ({self.convolution.partition(';')[0]})" if self.convolution else ""
-        return f"{short_name(self.operator)}{direction} of `{self.module or '(top)'}`{shape}"
+        return f"{short_name(self.operator)} {self.direction} of `{self.module or '(top)'}`{shape}"
 
     def remedy(self) -> str:
         if self.kind == COPY_KIND:
-            place = self.source or "the operator before it"
-            return f"remove the copy at {place}, or keep four dimensions where it reshapes"
+            return f"remove the copy at {self.source or 'the operator before it'}, or keep four dimensions"
         if self.operator == PYTHON:
             return "this is the module's own Python code, not an operator"
-        other = (
-            "try another batch_size=, precision= or torch" if self.convolution else "replace it if its share matters"
-        )
-        return f"{other}, or send the program of repro=FILE to PyTorch"
+        change = "try another batch_size=, precision= or torch" if self.convolution else "replace it if it matters"
+        return f"{change}, or send the program of repro=FILE to PyTorch"
 
 
 class Row:
     """The calls of a kind, a module or a shape. `difference_ms`: what channels_last costs more, median over rounds."""
 
-    def __init__(self, name: str, calls: Sequence[TimedCall]) -> None:
+    def __init__(self, name: str, calls: list[TimedCall]) -> None:
         self.name, self.calls = name, calls
         ms: Times = np.sum([call.ms for call in calls], axis=0)
         self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
@@ -108,10 +101,9 @@ class Row:
         self.difference_ms: float = median(ordered)
         # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole range
         count = len(ordered)
-        outside = max(sum(ways <= 0.025 * 2**count for ways in accumulate(comb(count, i) for i in range(count))), 1)
+        outside = max(sum(np.cumsum([comb(count, i) for i in range(count)]) <= 0.025 * 2**count), 1)
         self.interval_ms: tuple[float, float] = ordered[outside - 1], ordered[-outside]
-        self.is_loss = self.interval_ms[0] > 0
-        self.is_significant = self.is_loss or self.interval_ms[1] < 0
+        self.is_loss, self.is_gain = self.interval_ms[0] > 0, self.interval_ms[1] < 0
 
     def to_dict(self) -> dict[str, Any]:
         names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms")
@@ -120,13 +112,26 @@ class Row:
 
 @dataclass
 class OperatorTimes:
-    """The calls of a step, and the whole step (`step_ms`) without the recorder, measured in the same rounds."""
+    """The calls of a step, and the whole step (`step_ms`) without the recorder, measured in the same rounds.
+
+    `tables`: rows by kind, module and shape of convolution, and one for each call (operators).
+    """
 
     calls: list[TimedCall]
     step_ms: Times
-    recorder_ms: float  # by which recording lengthens a step; not in the rows
     copy_ms_per_byte: float  # of a copy into the other layout
-    utilisation: dict[str, Any]  # of the faster layout, see `step.utilisation`
+
+    def __post_init__(self) -> None:
+        self.speed_ratio = float(np.median(self.step_ms[:, 0] / self.step_ms[:, 1]))
+        rows_ms = np.sum([call.ms for call in self.calls], axis=0)
+        self.explained_pct = float(np.median(100 * rows_ms / self.step_ms, axis=0).min())  # of the worse layout
+        self.tables = {
+            "kinds": self.rows(lambda call: f"{call.kind} {call.direction}"),
+            "modules": self.rows(lambda call: call.module or "(top)"),
+            "operators": self.rows(lambda call: call),
+            "convolutions": self.rows(lambda call: call.convolution and f"{call.direction}: {call.convolution}"),
+        }
+        self.tables["kinds"].sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
         """Calls grouped by `key`, but those without one: differences beyond noise first, the largest at the top."""
@@ -134,46 +139,20 @@ class OperatorTimes:
         for call in self.calls:
             groups[key(call)].append(call)
         rows = [Row(str(name), calls) for name, calls in groups.items() if name]
-        return sorted(rows, key=lambda row: (not row.is_significant, -abs(row.difference_ms)))
-
-    def kinds(self) -> list[Row]:
-        """Those that take most of the step first."""
-        rows = self.rows(lambda call: call.kind if call.direction == "update" else f"{call.kind} {call.direction}")
-        return sorted(rows, key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
-
-    def modules(self) -> list[Row]:
-        return self.rows(lambda call: call.module or "(top)")
-
-    def operators(self) -> list[Row]:
-        """One row for each call."""
-        return self.rows(lambda call: call)
-
-    def convolutions(self) -> list[Row]:
-        """By shape, forward and backward apart."""
-        return self.rows(lambda call: call.convolution and f"{call.direction}: {call.convolution}")
-
-    @property
-    def speed_ratio(self) -> float:
-        return float(np.median(self.step_ms[:, 0] / self.step_ms[:, 1]))
-
-    @property
-    def explained_pct(self) -> float:
-        """The sum of all rows as a share of the step, of the layout that is explained worse."""
-        rows = np.sum([call.ms for call in self.calls], axis=0)
-        return float(np.median(100 * rows / self.step_ms, axis=0).min())
+        return sorted(rows, key=lambda row: (not row.is_loss | row.is_gain, -abs(row.difference_ms)))
 
     def worst(self) -> Row:
         """The operator call by which channels_last loses most; if it loses none, the call that differs most."""
-        rows = [row for row in self.operators() if row.calls[0].operator != PYTHON]
+        rows = [row for row in self.tables["operators"] if row.calls[0].operator != PYTHON]
         return next((row for row in rows if row.is_loss), rows[0])
 
     def better_contiguous(self) -> list[str]:
         """Modules whose convolution loses more in channels_last than copies of its images and gradients would cost."""
         found = []
-        for row in self.modules():
+        for row in self.tables["modules"]:
             calls = [call for call in row.calls if call.convolution]
             backward = [call for call in calls if call.direction == "backward"]  # names its gradient, then its image
-            given = [call.arguments.get(LAYOUTS[1]) or call.arguments[LAYOUTS[0]] for call in backward or calls]
+            given = [next(iter(call.arguments.values())) for call in backward or calls]
             copied = sum(one.nbytes for tensors in given for one in tensors[: 1 + bool(backward)])
             if row.is_loss and row.calls[0].module and 0 < 2 * self.copy_ms_per_byte * copied < row.difference_ms:
                 found.append(row.name)
@@ -181,37 +160,34 @@ class OperatorTimes:
 
     def summary(self) -> list[str]:
         """Three lines: where channels_last saves and loses time, the step's time, how much of it the rows explain."""
-        kinds = [row for row in self.rows(lambda call: call.kind) if row.is_significant]
-        gains = [row for row in kinds if not row.is_loss][:2]
-        losses = [row for row in self.operators() if row.is_loss and row.calls[0].kind != COPY_KIND][:2]
-        losses += [row for row in kinds if row.is_loss and row.name == COPY_KIND]
-        saves, loses = (
+        kinds = self.rows(lambda call: call.kind)
+        saves = [row for row in kinds if row.is_gain][:2]
+        loses = [row for row in self.tables["operators"] if row.is_loss and row.calls[0].kind != COPY_KIND][:2]
+        loses += [row for row in kinds if row.is_loss and row.name == COPY_KIND]
+        gains, losses = (
             " and ".join(f"{abs(row.difference_ms):.2g} ms in {row.name}" for row in rows) or "nothing"
-            for rows in (gains, losses)
+            for rows in (saves, loses)
         )
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
+        step = f"the step takes {contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last"
         explained = f"the rows explain {self.explained_pct:.0f} % of the step"
-        if self.explained_pct < _EXPLAINED_PCT:
-            explained += f", less than {_EXPLAINED_PCT} %: do not trust them"
-        elif self.explained_pct > 200 - _EXPLAINED_PCT:
+        if self.explained_pct < 90:
+            explained += ", less than 90 %: do not trust them"
+        elif self.explained_pct > 110:
             explained += ", more than all of it: the recorder leaves cold caches; trust differences, not sums"
         return [
-            f"channels_last saves {saves}, and loses {loses}",
-            f"the step takes {contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last: "
-            f"{self.speed_ratio:.2f}x",
-            f"{explained} ({len(self.step_ms)} rounds; recording adds {self.recorder_ms:.2g} ms, left out)",
+            f"channels_last saves {gains}, and loses {losses}",
+            f"{step}: {self.speed_ratio:.2f}x",
+            f"{explained} ({len(self.step_ms)} rounds)",
         ]
 
     def advice(self) -> list[str]:
         """What to do about the calls by which channels_last loses most, one line each."""
-        losses = [row for row in self.operators() if row.is_loss]
+        losses = [row for row in self.tables["operators"] if row.is_loss]
         lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
         if names := self.better_contiguous():
             lines.append(f"try both layouts in one model: conversion=mixed select=[{','.join(names)}]")
         return lines
-
-    def _tables(self) -> dict[str, list[Row]]:
-        return {name: getattr(self, name)() for name in ("kinds", "modules", "operators", "convolutions")}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -219,18 +195,15 @@ class OperatorTimes:
             "step_ms": dict(zip(LAYOUTS, np.median(self.step_ms, axis=0).tolist(), strict=True)),
             "speed_ratio": self.speed_ratio,
             "explained_pct": self.explained_pct,
-            "recorder_ms": self.recorder_ms,
             "advice": self.advice(),
             "better_contiguous": self.better_contiguous(),
-            "utilisation": self.utilisation,
-            **{name: [row.to_dict() for row in rows] for name, rows in self._tables().items()},
+            **{name: [row.to_dict() for row in rows] for name, rows in self.tables.items()},
         }
 
     def __str__(self) -> str:
-        parts = [*self.summary(), describe(self.utilisation), *(f"- {line}" for line in self.advice())]
-        for name, rows in self._tables().items():
-            shown = [{**row.to_dict(), "interval_ms": "[{:.3g}, {:.3g}]".format(*row.interval_ms)} for row in rows]
-            parts += ["", f"{name}:", "", markdown_table(shown[:_SHOWN])] if rows else []
+        parts = [*self.summary(), *(f"- {line}" for line in self.advice())]
+        for name, rows in self.tables.items():
+            parts += ["", f"{name}:", "", markdown_table([row.to_dict() for row in rows[:_SHOWN]])]
         return "\n".join(parts)
 
 
@@ -254,69 +227,63 @@ class TimeRecorder(OriginRecorder):
     `calls` gets those that are not described yet in `layout`: describing takes more time than recording.
     """
 
-    def __init__(
-        self, layout: str, device: torch.device, clock: Callable[[], float], calls: dict[Key, TimedCall]
-    ) -> None:
+    def __init__(self, layout: str, is_gpu: bool, clock: Callable[[], float], calls: dict[Key, TimedCall]) -> None:
         super().__init__()
-        self._layout, self._clock, self._calls, self._on_gpu = layout, clock, calls, device.type == "cuda"
-        self.phase = "forward"
+        self._layout, self._is_gpu, self._clock, self._calls = layout, is_gpu, clock, calls
+        self._phase, self._module = "forward", ""  # what runs
         self._spans: list[tuple[Key, Any, Any]] = []
         self._seen: Counter[tuple[str, str, str]] = Counter()
-        self._in_backward = ""  # the module whose backward pass runs
-        self._gaps: dict[tuple[str, str], list[tuple[Key, float]]] = defaultdict(list)
-        self._last = self._clock()
-
-    def start(self, phase: str) -> None:
-        """A part of the step begins: forward, backward or update."""
-        self._close("operator")
-        self.phase, self._in_backward = phase, ""
-        self._last = self._clock()
+        self._gaps: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)  # by phase and event at the end
+        self._last = clock()
 
     def seconds(self) -> dict[Key, float]:
         """Seconds of each call, less what recording it takes. Waits for the device."""
-        if self._on_gpu:
+        if self._is_gpu:
             self._spans[-1][2].synchronize()
             return {key: start.elapsed_time(stop) / 1000 for key, start, stop in self._spans}
         idle = [stop - start for key, start, stop in self._spans if "aten.detach.default" in key]  # these do no work
         recording_s = median(idle) if idle else 0.0
         found = defaultdict(float, {key: max(0.0, stop - start - recording_s) for key, start, stop in self._spans})
-        for gaps in self._gaps.values():
+        for (phase, _), gaps in self._gaps.items():
             usual = float(np.quantile([seconds for _, seconds in gaps], _USUAL))
-            for key, seconds in gaps:
+            for module, seconds in gaps:
+                key = (phase, module, PYTHON, 0)
+                self._calls.setdefault(key, TimedCall(PYTHON, phase, module, "Python"))
                 found[key] += max(0.0, seconds - usual)
         return found
+
+    def _close(self, event: str) -> None:
+        """The time since the last event belongs to the module that runs."""
+        if not self._is_gpu:
+            self._gaps[self._phase, event].append((self._module, self._clock() - self._last))
+
+    def _go_on(self, module: str) -> None:
+        self._module, self._last = module, self._clock()
+
+    def start(self, phase: str) -> None:
+        """A part of the step begins: forward, backward or update."""
+        self._close("operator")
+        self._phase = phase
+        self._go_on("")
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self._close("enter")
         super().enter(module, inputs)
-        self._last = self._clock()
+        self._go_on(self.running[-1][0])
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._close("leave")
-        name = self.running[-1][0] if self.running else ""
+        name, _ = self.running[-1]
 
         def enter_backward(gradient: torch.Tensor) -> None:  # complete: the module's backward pass begins
             self._close("enter")
-            self._in_backward = name
-            self._last = self._clock()
+            self._go_on(name)
 
         super().leave(module, inputs, output)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(enter_backward)
-        self._last = self._clock()
-
-    def _close(self, event: str) -> None:
-        """The time since the last event belongs to the module that runs."""
-        now = self._clock()
-        if self._on_gpu:
-            return
-        running = self.running[-1][0] if self.running else ""
-        module = self._in_backward if self.phase == "backward" else running
-        key = (self.phase, module, PYTHON, 0)
-        if key not in self._calls:
-            self._calls[key] = TimedCall(PYTHON, self.phase, module, "Python")
-        self._gaps[self.phase, event].append((key, now - self._last))
+        self._go_on(self.running[-1][0])
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -325,14 +292,12 @@ class TimeRecorder(OriginRecorder):
         origin = self.origin(_getframe(1))
         # a parameter accumulates its gradient
         module = origin.module.rpartition(".")[0] if origin.module_type == "Parameter" else origin.module
-        if self.phase == "backward":
-            self._in_backward = module
-        same = (self.phase, module, str(function))
+        same = (self._phase, module, str(function))
         self._seen[same] += 1
         key = (*same, self._seen[same])
         call = self._calls.get(key)
         if is_new := call is None or self._layout not in call.arguments:
-            call = call or TimedCall(str(function), self.phase, module, _kind(function, self.phase), origin.source)
+            call = call or TimedCall(str(function), self._phase, module, _kind(function, self._phase), origin.source)
             positional, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
             call.arguments[self._layout] = (*positional, options)
             self._calls[key] = call
@@ -345,11 +310,11 @@ class TimeRecorder(OriginRecorder):
             if copied.shape == result.shape and any(size > 1 and old != new for size, old, new in strides):
                 call.kind = COPY_KIND
         self._spans.append((key, start, stop))
-        self._last = self._clock()
+        self._go_on(module)
         return result
 
     def _now(self) -> Any:
-        if not self._on_gpu:
+        if not self._is_gpu:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -378,130 +343,147 @@ def _kind(function: Any, phase: str) -> str:
 class _Side:
     """The data of the model's tensors, its batch and an optimizer in one layout. The model itself is shared."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        weights: Weights,
-        memory_format: torch.memory_format | None,
-        precision: Precision,
-        device: torch.device,
-    ) -> None:
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
-            copied = tensor.detach().clone()  # keeps the strides
-            return images_in(memory_format, copied) if memory_format else copied
-
-        self._weights = [(tensor, placed(data)) for tensor, data in weights]
-        self.batch = tree_map_only(torch.Tensor, placed, batch)
+    def __init__(self, model: nn.Module, batch: Any, data: Data, precision: Precision) -> None:
+        self._batch, self._data = batch, data
         self.apply()
         masters = MasterWeights(model, precision)
-        self.parts: StepParts | None = None
+        self._parts: StepParts | None = None
         if parameters := masters.trainable():
+            device = next(iter(parameters.values())).device
             optimizer = build_optimizer(OptimConfig(), model, parameters, lr=1e-4)
             scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
-            self.parts = StepParts(model, masters, optimizer, scaler, precision, device)
+            self._parts = StepParts(model, masters, optimizer, scaler, precision, device)
 
     def apply(self) -> None:
-        for tensor, data in self._weights:
+        for tensor, data in self._data.items():
             tensor.data = data
 
-    def step(self, forward: Callable[[Any], torch.Tensor | None], start: Callable[[str], None]) -> None:
+    def step(self, forward: Forward, start: Callable[[str], None]) -> None:
         torch.manual_seed(0)  # the same choices in both layouts
         start("forward")
-        loss = forward(self.batch)
-        if loss is not None and loss.requires_grad and self.parts:
+        loss = forward(self._batch)
+        if loss is not None and self._parts:
             start("backward")
-            self.parts.scaler.scale(loss).backward()
+            self._parts.scaler.scale(loss).backward()
             start("update")
-            update_weights(self.parts)
+            update_weights(self._parts)
 
 
 def time_operators(
-    model: nn.Module,
-    batch: Any,
-    forward: Callable[[Any], torch.Tensor | None],
-    *,
-    precision: Precision,
-    device: torch.device,
-    time_limit_s: float,
+    model: nn.Module, batch: Any, forward: Forward, precision: Precision, device: torch.device, time_limit_s: float
 ) -> OperatorTimes:
     """Time the step in both layouts: contiguous, and the model's own, or channels_last if it is contiguous.
 
-    Args:
-        forward: returns the scalar loss of a batch, or None without a backward pass.
-        time_limit_s: for all rounds, of which there are at least 4 and at most 40.
+    `time_limit_s`: for all rounds, of which there are at least 4 and at most 40. The model stays as it is.
     """
     if has_borders(model):
         raise ConfigError("time=true compares with a contiguous model: leave out conversion=mixed")
     keep_freed_memory(device)
-    other_layout = torch.channels_last if model_memory_format(model) == "contiguous" else None
-    selection = kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled())
-    with _weights_restored(model) as weights, selection:
-        sides = [_Side(model, batch, weights, to, precision, device) for to in (torch.contiguous_format, other_layout)]
-        calls, ms = _rounds(sides, forward, device, time_limit_s)
-        tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 2]  # [N,...], or a list of images [C,H,W]
-        images = len(tensors[0]) if tensors[0].dim() > 3 else sum(tensor.dim() == 3 for tensor in tensors)
-        best_s = np.median(ms[:, :, 0], axis=0).min() / 1000
-        gflop = flops_of(lambda: forward(sides[1].batch)) / images / 1e9
-        used = utilisation(gflop, images / best_s, precision, device, training=sides[1].parts is not None)
-        image = torch.zeros(2, 64, 64, 64, device=device)
-        copies = [timed_s(lambda: image.clone(memory_format=torch.channels_last), device) for _ in range(9)]
-    recorder_ms, copy_ms_per_byte = float(np.median(ms[:, :, 1].mean(axis=1))), 1000 * median(copies) / image.nbytes
-    return OperatorTimes(calls, ms[:, :, 0], recorder_ms, copy_ms_per_byte, used)
+    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.dim() in CHANNELS_LAST)]
+    before = {tensor: tensor.data for tensor in tensors if tensor.layout == torch.strided}
+    other = torch.channels_last if model_memory_format(model) == "contiguous" else None
+    gc.collect()
+    gc.disable()  # it would fall on some operator
+    try:
+        with kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled()):
+            sides = []
+            for memory_format in (torch.contiguous_format, other):
+                copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (batch, before))
+                own_batch, data = images_in(memory_format, copied) if memory_format else copied  # keeps the strides
+                sides.append(_Side(model, own_batch, data, precision))
+            return _measured(sides, forward, device, time_limit_s)
+    finally:
+        gc.enable()
+        for tensor, data in before.items():
+            tensor.data = data
 
 
-def _rounds(
-    sides: list[_Side], forward: Callable[[Any], torch.Tensor | None], device: torch.device, time_limit_s: float
-) -> tuple[list[TimedCall], Times]:
-    """The calls with their times, and the milliseconds of the step and of recording it, [rounds, layouts, 2]."""
+def _measured(sides: list[_Side], forward: Forward, device: torch.device, time_limit_s: float) -> OperatorTimes:
     calls: dict[Key, TimedCall] = {}
 
-    def seconds_of(index: int, start: Callable[[str], None]) -> float:
+    def block(index: int) -> dict[Any, float]:
+        """Seconds of the step without the recorder, and of each call."""
+        sides[index].apply()
         wait_for(device)
         started_at = clock()
-        sides[index].step(forward, start)
+        sides[index].step(forward, lambda phase: None)
         wait_for(device)
-        return clock() - started_at
+        step_s = clock() - started_at
+        with TimeRecorder(LAYOUTS[index], device.type == "cuda", clock, calls) as recorder:
+            sides[index].step(forward, recorder.start)
+        return {"step": step_s, **recorder.seconds()}
 
-    def block(index: int) -> tuple[float, float, dict[Key, float]]:
-        sides[index].apply()
-        plain_s = seconds_of(index, lambda phase: None)
-        with TimeRecorder(LAYOUTS[index], device, clock, calls) as recorder:
-            recorded_s = seconds_of(index, recorder.start)
-        return plain_s, recorded_s - plain_s, recorder.seconds()
+    def ms_of(key: object) -> Times:
+        """The mean of both blocks of a layout; a block may lack a call, which other random numbers have chosen."""
+        seconds = np.array([[block.get(key, 0.0) for block in blocks] for blocks in rounds])
+        return 500 * (seconds[:, :2] + seconds[:, :1:-1])
 
     with _clock() as clock:
         block(0)
         block(1)
-        rounds: list[list[tuple[float, float, dict[Key, float]]]] = []
+        rounds: list[list[dict[Any, float]]] = []
         started_at = time.perf_counter()
         while len(rounds) < _MAX_ROUNDS:
             rounds.append([block(index) for index in (0, 1, 1, 0)])
             count = len(rounds)
             if count >= _MIN_ROUNDS and (time.perf_counter() - started_at) * (count + 1) / count > time_limit_s:
                 break
-    # the calls are complete only now: Python's random numbers can choose others in each step
-    rows = [[[*seconds, *(spent.get(key, 0.0) for key in calls)] for *seconds, spent in blocks] for blocks in rounds]
-    ms = 500 * (np.array(rows)[:, :2] + np.array(rows)[:, :1:-1])  # the mean of both blocks of a layout
-    for call, times in zip(calls.values(), ms.T[2:], strict=True):
-        call.ms = times.T
-    return list(calls.values()), ms[:, :, :2]
+    for key, call in calls.items():
+        call.ms = ms_of(key)
+    image = torch.zeros(2, 64, 64, 64, device=device)
+    copies = [timed_s(lambda: image.clone(memory_format=torch.channels_last), device) for _ in range(9)]
+    return OperatorTimes(list(calls.values()), ms_of("step"), 1000 * median(copies) / image.nbytes)
 
 
-@contextmanager
-def _weights_restored(model: nn.Module) -> Iterator[Weights]:
-    """The parameters, each once, and the buffers that have a layout, with their data, which steps leave as they are.
+# --- the program of one call ------------------------------------------------------------------------------------------
 
-    No garbage collection meanwhile, which would fall on some operator.
-    """
-    strided = [tensor for tensor in named_tensors(model).values() if tensor.layout == torch.strided]
-    kept = [tensor for tensor in strided if isinstance(tensor, nn.Parameter) or tensor.dim() in (4, 5)]
-    before = [(tensor, tensor.data) for tensor in {id(tensor): tensor for tensor in kept}.values()]
-    gc.collect()
-    gc.disable()
-    try:
-        yield before
-    finally:
-        gc.enable()
-        for tensor, data in before:
-            tensor.data = data
+_PROGRAM = '''"""{row.name}
+
+In a step of {model}: {row.contiguous_ms:.3g} ms contiguous, {row.channels_last_ms:.3g} ms channels_last.
+"""
+import platform, time, torch
+from math import inf, nan
+from torch import device
+
+def tensor(shape, strides, dtype):
+    size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides))
+    values = torch.rand(size) if shape and dtype.is_floating_point else torch.zeros(size)
+    return values.to("{device}", dtype).as_strided(shape, strides)
+
+torch.set_num_threads({threads})
+scratch = torch.zeros(16 * 2**20, device="{device}")
+wait = torch.cuda.synchronize if scratch.is_cuda else lambda: None
+calls = {{  # arguments by position and by name
+{arguments}
+}}
+times = {{layout: [] for layout in calls}}
+for _ in range(20):
+    for layout in [*calls, *reversed(calls)]:
+        *arguments, options = calls[layout]
+        scratch.add_(1)  # as in a step, the caches hold something else
+        wait()
+        started_at = time.perf_counter()
+        torch.ops.{call.operator}(*arguments, **options)
+        wait()
+        times[layout].append(1000 * (time.perf_counter() - started_at))
+for layout, found in times.items():
+    print(f"{{layout:14}} {call.direction:9} {{min(found):10.4f}} ms (fastest of {{len(found)}})")
+print(f"torch {{torch.__version__}}, {{platform.platform()}}, {{torch.get_num_threads()}} threads")
+'''
+
+
+class _Source(str):
+    """Python source that stands for itself in a repr."""
+
+    __repr__ = str.__str__
+
+
+def reproduction(row: Row, model: str, device: str) -> str:
+    """A program of torch alone that times the one call of a row in both layouts, to be pasted into an issue."""
+    (call,) = row.calls
+    described = tree_map_only(
+        torch.Tensor, lambda t: _Source(f"tensor({tuple(t.shape)}, {t.stride()}, {t.dtype})"), call.arguments
+    )
+    lines = "\n".join(f"    {layout!r}: {arguments!r}," for layout, arguments in described.items())
+    words = {"model": model, "device": device.partition(":")[0], "threads": torch.get_num_threads()}
+    return _PROGRAM.format(row=row, call=call, arguments=lines, **words)

@@ -1,6 +1,6 @@
 """Unusual models through audit and convert: they work, or are refused with a remedy.
 
-More kinds of outputs and weights: tests/comparison/test_odd_models.
+Training runs on the same models: tests/training/test_odd_models.
 """
 
 from collections.abc import Callable
@@ -36,16 +36,9 @@ class Body(nn.Module):
 
 def with_tensor(tensor: torch.Tensor | nn.Parameter) -> nn.Module:
     model = Body()
-    if isinstance(tensor, nn.Parameter):
-        model.register_parameter("tensor", tensor)
-    else:
-        model.register_buffer("tensor", tensor)
+    register = model.register_parameter if isinstance(tensor, nn.Parameter) else model.register_buffer
+    register("tensor", tensor)
     return model
-
-
-class ExtraState(Body):
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"seen": {1, 2}}
 
 
 class Swaps(Body):
@@ -130,7 +123,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "traced": (lambda: torch.jit.trace(Body().conv, torch.randn(2, 3, 8, 8)), "ok"),
     "fx": (lambda: torch.fx.symbolic_trace(PLAIN), "ok"),
     "compiled": (lambda: torch.compile(nn.Sequential(nn.ReLU()), backend="eager"), "ok"),
-    "extra state": (ExtraState, "ok"),
+    "extra state": (type("ExtraState", (Body,), {"get_extra_state": lambda self: {"seen": {1, 2}}}), "ok"),
     "swaps its parameter": (Swaps, "ok"),
     "cache, and a child called twice": (Cache, "ok"),
     "inference parameters": (torch.inference_mode()(lambda: Body()), "Inference"),

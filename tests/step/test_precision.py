@@ -59,7 +59,7 @@ def test_masters_have_the_models_strides_and_take_gradients_and_small_changes(ha
     model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
     gradient = weight.grad.float()
     masters.copy_gradients_from_model()
-    assert weight.grad is None and torch.equal(master.grad, gradient)
+    assert weight.grad is None and torch.equal(master.grad, gradient) and master.grad.stride() == master.stride()
     before = master.detach().clone()
     for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
         with torch.no_grad():
