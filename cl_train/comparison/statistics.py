@@ -57,14 +57,6 @@ def student_t(degrees: float) -> float:
     return sum(term / degrees**power for power, term in enumerate(terms))
 
 
-def interval_of_rounds(log_ratios: Sequence[float]) -> Interval:
-    """The t interval over rounds, each log(candidate / baseline) of one round A B B A; unbounded for one round."""
-    centre, count = statistics.fmean(log_ratios), len(log_ratios)
-    if count < 2:
-        return Interval(math.exp(centre), 0.0, math.inf, count)
-    return _interval(centre, student_t(count - 1) * statistics.stdev(log_ratios) / math.sqrt(count), count)
-
-
 def interval_of_runs(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Interval:
     """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s) of repeat k.
 
@@ -132,8 +124,13 @@ class Alternation:
         return len(self.blocks[0]) // 2
 
     def speed_ratios(self) -> list[Interval]:
-        """Speed of each variant / speed of the first one, with a 95 % interval over the rounds."""
-        return [interval_of_rounds(list(map(math.log, self.round_ratios(index)))) for index in range(len(self.blocks))]
+        """Speed of each variant / speed of the first one: the t interval over the rounds; unbounded for one round."""
+        ratios, count = [], self.rounds
+        for variant in range(len(self.blocks)):
+            logs = list(map(math.log, self.round_ratios(variant)))
+            half = student_t(count - 1) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else math.inf
+            ratios.append(_interval(statistics.fmean(logs), half, count))
+        return ratios
 
     def round_ratios(self, variant: int) -> list[float]:
         """Speed of a variant / speed of the first one in each round; their median ignores outliers."""

@@ -22,11 +22,14 @@ def flops_of(forward: Callable[[], object]) -> int:
 def utilisation(
     gflop_per_image: float, images_per_s: float, precision: Precision, device: torch.device, *, training: bool
 ) -> dict[str, Any]:
-    """What `images_per_s` on one device means: TFLOP/s, and its share of the rate of a matrix product, measured here.
+    """What `images_per_s` on one device means: TFLOP/s, and its share of the fastest of some products of matrices.
 
     `gflop_per_image`: of a forward pass; a backward pass computes two products for each of its own.
     """
-    measured = matmul_tflop_per_s(precision, device)
+    size = _MATMUL.get(device.type, 1024)
+    a, b = (torch.rand(size, size, device=device).to(precision.input_dtype) for _ in range(2))
+    with kernel_selection(tf32=precision.tf32, autotune=False), torch.no_grad():
+        measured = 2 * size**3 / min(timed_s(lambda: a @ b, device) for _ in range(21)) / 1e12
     tflop_per_s = gflop_per_image * images_per_s * (3 if training else 1) / 1000
     return {
         "gflop_per_image": round(gflop_per_image, 4),
@@ -40,12 +43,3 @@ def describe(used: dict[str, Any]) -> str:
     """A result of `utilisation` in one line."""
     rates = f"{used['gflop_per_image']:.3g} GFLOP per image, {used['tflop_per_s']:.3g} TFLOP/s"
     return f"{rates}: {used['matmul_pct']:.0f} % of a matrix product's"
-
-
-def matmul_tflop_per_s(precision: Precision, device: torch.device) -> float:
-    """The fastest of a few products of square matrices, in the dtype of the precision's convolutions."""
-    size = _MATMUL.get(device.type, 1024)
-    a, b = (torch.rand(size, size, device=device).to(precision.input_dtype) for _ in range(2))
-    with kernel_selection(tf32=precision.tf32, autotune=False), torch.no_grad():
-        seconds = min(timed_s(lambda: a @ b, device) for _ in range(21))
-    return 2 * size**3 / seconds / 1e12

@@ -5,7 +5,6 @@ Models that are not classifiers of tensors go through parity and compare_layouts
 
 import json
 import random
-import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -281,9 +280,7 @@ class ExtraState(Made):
 
 def weight_norm(make: Callable[[nn.Module], nn.Module]) -> nn.Module:
     convolution = nn.Conv2d(3, 8, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        make(convolution)
+    make(convolution)
     return features(first=convolution)
 
 
@@ -360,7 +357,7 @@ def outcome_of(function: Callable[..., Any], arguments: dict[str, Any], problem:
     return None
 
 
-@pytest.mark.filterwarnings("ignore:.*(torch.jit|quantiz|ao.quantization|lazy|Lazy).*")
+@pytest.mark.filterwarnings("ignore:.*(torch.jit|quantiz|ao.quantization|lazy|Lazy|weight_norm).*")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_parity_and_speed(name: str) -> None:
     build, arguments, expected = MODELS[name]

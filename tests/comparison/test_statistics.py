@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cl_train.comparison.statistics import (
+    Alternation,
     Interval,
-    interval_of_rounds,
     interval_of_runs,
     repeats_to_decide,
     student_t,
@@ -68,12 +68,13 @@ def test_the_number_of_repeats_that_is_recommended_decides() -> None:
         assert verdicts(needed, spread, ratio, 300)["inconclusive"] < 50
 
 
-def test_interval_of_rounds_is_the_t_interval() -> None:
-    interval = interval_of_rounds([0.1, 0.2, 0.3, 0.4])
+def test_the_interval_of_rounds_is_the_t_interval() -> None:
+    blocks = [math.exp(-log) for log in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)]
+    _, interval = Alternation([[1.0] * 8, blocks], 1.0, "").speed_ratios()
     half = 3.182 * math.sqrt(1 / 60) / 2  # stdev of the four is sqrt(1/60)
     expected = (math.exp(0.25), math.exp(0.25 - half), math.exp(0.25 + half), 4)
     assert (interval.ratio, interval.low, interval.high, interval.n) == pytest.approx(expected)
-    one = interval_of_rounds([0.3])
+    _, one = Alternation([[1.0] * 2, blocks[:2]], 1.0, "").speed_ratios()
     assert (one.low, one.high, verdict_of(one)) == (0.0, math.inf, "inconclusive"), "one round gives no verdict"
 
 

@@ -2,8 +2,7 @@
 
 import json
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from cl_train.commands import benchmark
+from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.comparison import suite
 from cl_train.comparison.paired import TimedModel
 from cl_train.comparison.parity import ParityReport
-from cl_train.comparison.suite import add_row, benchmark_loaders, open_table, run_suite, verdict, zoo_row
-from cl_train.config.schema import BenchmarkSettings, ConfigError, LoaderBenchmarkSettings, ZooSettings
+from cl_train.comparison.suite import add_row, open_table, run_suite, verdict, zoo_row
+from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
 from tests.data.image_folders import write_folder
-from tests.processes import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -166,34 +164,32 @@ def test_the_zoo_runs_continues_times_and_refuses(
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "loader_benchmark.py"
+
+def peers_main(words: list[str]) -> int:
+    from benchmarks import peers
+
+    return peers.main(["loader", *words])
 
 
-def test_rates_ratios_and_the_cores_that_a_rate_needs(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, train=40, val=2)
-    settings = LoaderBenchmarkSettings(
-        root=str(root), image_size=32, batch_size=8, images=32, rounds=2, workers=[1], gpu_images_per_s=1e9
-    )
-    result, text = benchmark_loaders(settings)
-    reference, row = result["rows"]
-    assert (reference["pipeline"], reference["ratio"]) == ("torchvision reference", 1.0)
-    assert (row["pipeline"], row["workers"]) == ("cl_train", 1) and row["images_per_s"] > 0 and row["ratio"] > 0
+@pytest.mark.parametrize(
+    ("main", "others"), [(loader_benchmark.main, []), pytest.param(peers_main, ["timm"], marks=pytest.mark.slow)]
+)
+def test_rates_ratios_and_the_cores_that_a_rate_needs(
+    main: Callable[[list[str]], int], others: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"data.root={write_folder(tmp_path, train=40, val=2)}",
+        "data.image_size=32",
+        "data.workers=1",
+        "images=32",
+    ]
+    assert main([*words, "batch_size=8", "rounds=2", "gpu_images_per_s=1e9", "json=true"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    reference, *_, row = result["rows"]
+    assert [one["pipeline"] for one in result["rows"]] == ["torchvision reference", *others, "cl_train"]
+    assert (reference["ratio"], row["workers"]) == (1.0, 1) and row["images_per_s"] > 0 and row["ratio"] > 0
     assert result["cores_needed"] == -(-(10**9) // int(row["images_per_s"]))
-    assert json.loads(json.dumps(result)) == result
-    assert f"need {result['cores_needed']} cores" in text and "too few" in text
+    assert f"need {result['cores_needed']} cores" in printed.err and "too few" in printed.err
     with pytest.raises(ConfigError, match="does not exist"):
-        benchmark_loaders(LoaderBenchmarkSettings(root=str(tmp_path / "nowhere")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [[str(SCRIPT), "json=true"], ["-m", "benchmarks.peers", "loader", "json=true"]])
-def test_the_programs_end_with_json(tmp_path: Path, program: list[str]) -> None:
-    root = write_folder(tmp_path, train=40, val=2)
-    words = [f"data.root={root}", "data.image_size=32", "batch_size=8", "images=16", "rounds=1", "data.workers=1"]
-    done = subprocess.run(
-        [sys.executable, *program, *words], capture_output=True, text=True, timeout=LIMIT_S, cwd=SCRIPT.parents[1]
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    names = [row["pipeline"] for row in result["rows"]]
-    assert names == ["torchvision reference", *["timm"] * ("loader" in program), "cl_train"]
+        main([f"data.root={tmp_path}/nowhere"])

@@ -5,7 +5,7 @@ import torch
 import torchvision
 
 from cl_train.step.precision import BY_NAME
-from cl_train.step.utilisation import flops_of, matmul_tflop_per_s, utilisation
+from cl_train.step.utilisation import flops_of, utilisation
 
 CPU = torch.device("cpu")
 QUICK = ("resnet18", "mobilenet_v2", "squeezenet1_1")
@@ -26,11 +26,9 @@ def test_flops_are_the_published_ones(name: str) -> None:
     assert flops_of(lambda: model(torch.empty(1, 3, size, size, device="meta"))) / 1e9 == pytest.approx(published, 0.02)
 
 
-def test_shares_are_of_three_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cl_train.step.utilisation.matmul_tflop_per_s", lambda *_: 400.0)
+def test_shares_are_of_three_forward_passes_and_of_a_measured_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cl_train.step.utilisation.timed_s", lambda *_: 2 * 512**3 / 400e12)
     trained, inferred = (utilisation(8.0, 5000.0, BY_NAME["fp16"], CPU, training=mode) for mode in (True, False))
     assert (trained["tflop_per_s"], trained["matmul_pct"], inferred["tflop_per_s"]) == (120, 30, 40)
-
-
-def test_a_product_is_measured() -> None:
-    assert 0 < matmul_tflop_per_s(BY_NAME["fp32"], CPU) < 100
+    monkeypatch.undo()
+    assert 0 < utilisation(8.0, 50.0, BY_NAME["fp32"], CPU, training=True)["matmul_tflop_per_s"] < 100
