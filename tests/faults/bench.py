@@ -1,11 +1,9 @@
 """What the faults share: runs to act on, undisturbed ones to compare with, and the count of what was lost."""
 
-import itertools
 import os
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +27,6 @@ class Outcome:
 
     tried: int = 0
     lost: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
     random: Random = field(default_factory=partial(Random, 1))
 
     @contextmanager
@@ -60,7 +57,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.images = self.folder / "images"
         write_images(self.images, {"train": 17, "val": 5})  # 51 and 15: neither divides by the batch of 8
-        self._numbers, self._references = itertools.count(), dict[str, Path]()
+        self._references: dict[str, Path] = {}
         self.seconds = 0.0  # that the last undisturbed run took
 
     def start(
@@ -120,7 +117,7 @@ class Bench:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
     def new_log(self) -> Path:
-        return self.folder / f"{next(self._numbers)}.log"
+        return self.new_folder() / "log"
 
 
 def newest_step(run: Path) -> int:

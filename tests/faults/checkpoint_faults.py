@@ -53,11 +53,11 @@ def kill_while_writing_checkpoint(bench: Bench, outcome: Outcome, count: int) ->
         run.send(signal.SIGKILL)
         run.wait()
         with outcome.attempt():
-            check_store(store, outcome)
+            check_store(store)
         shutil.rmtree(store, ignore_errors=True)
 
 
-def check_store(folder: Path, outcome: Outcome) -> None:
+def check_store(folder: Path) -> None:
     confirmed_file = folder.with_suffix(".confirmed")
     confirmed = [0, *map(int, confirmed_file.read_text().split())][-1] if confirmed_file.exists() else 0
     folder.mkdir(exist_ok=True)  # the process may have ended before
@@ -66,7 +66,6 @@ def check_store(folder: Path, outcome: Outcome) -> None:
         step = float(state["progress"]["step"])
         assert torch.equal(state["values"], torch.full((EIGHT_MB,), step)), f"{path}: values of another step"
     temporary = [path.name for path in folder.iterdir() if not path.name.endswith(".pt")]
-    outcome.counts["left a temporary file"] += bool(temporary)
     assert len(temporary) <= 1, f"{len(temporary)} temporary files"
     store = CheckpointStore(folder, keep=3, background=False)
     found = store.newest()

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import time
@@ -40,11 +39,8 @@ def kill_one_of_two_ranks(bench: Bench, outcome: Outcome, count: int) -> None:
         other = ranks[1 - victim].wait(bench.patience * (RANK_TIMEOUT_S + ROLL_CALL_S + 5))
         for rank in ranks:
             rank.kill_group()
-        if code == 0 or other == 0:
-            outcome.counts["ended before the kill"] += 1
-            shutil.rmtree(run, ignore_errors=True)
+        if code == 0 or other == 0:  # it ended before the kill
             continue
-        outcome.counts["killed before the first checkpoint"] += newest_step(run) == 0
         with outcome.attempt():
             tiny.check_loadable(run)
             assert other is not None, f"{run.name}: the other rank still ran"
@@ -52,7 +48,6 @@ def kill_one_of_two_ranks(bench: Bench, outcome: Outcome, count: int) -> None:
             is_named = f"rank {victim} is dead or hangs" in output or not newest_step(run)
             assert is_named, f"{run.name}: the rank is not named: {output[-600:]}"
             bench.check_resumed(run, reference, world=2)
-        shutil.rmtree(run, ignore_errors=True)
 
 
 def hang_one_of_two_ranks(bench: Bench, outcome: Outcome, count: int) -> None:
@@ -71,7 +66,6 @@ def hang_one_of_two_ranks(bench: Bench, outcome: Outcome, count: int) -> None:
             assert other == 1, f"{run.name}: exit code {other}"
             assert f"rank {victim} is dead or hangs" in output, f"{run.name}: not named: {output[-700:]}"
             tiny.check_loadable(run)
-        shutil.rmtree(run, ignore_errors=True)
 
 
 def resume_with_other_number_of_ranks(bench: Bench, outcome: Outcome, full: bool) -> None:
@@ -87,7 +81,6 @@ def resume_with_other_number_of_ranks(bench: Bench, outcome: Outcome, full: bool
                 bench.run(run, 143, world=world, hook="signal_after_save", plant=plant, **plain)
             bench.run(run, world=chain[-1], **plain)
             tiny.check_losses(run, reference, tolerance=1e-5)
-        shutil.rmtree(run, ignore_errors=True)
 
 
 # --- under the real torchrun ------------------------------------------------------------------------------------------
@@ -151,7 +144,7 @@ def rank_fails_under_torchrun(bench: Bench, outcome: Outcome) -> None:
     for signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
         for victim in (0, 1):
             with outcome.attempt():
-                one_rank_down(bench, signum, victim, outcome)
+                one_rank_down(bench, signum, victim)
 
 
 def restarted_by_torchrun(bench: Bench) -> None:
@@ -163,7 +156,7 @@ def restarted_by_torchrun(bench: Bench) -> None:
     bench.check_equal(run, bench.reference(world=2))
 
 
-def one_rank_down(bench: Bench, signum: signal.Signals, victim: int, outcome: Outcome) -> None:
+def one_rank_down(bench: Bench, signum: signal.Signals, victim: int) -> None:
     run = bench.folder / f"torchrun-{signum.name}-{victim}"
     agent = torchrun(bench, run, slow_ms=SLOW_STEP_MS)
     ranks = ranks_in_training(agent, run)

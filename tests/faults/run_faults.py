@@ -1,7 +1,6 @@
 """Whole runs killed, stopped and resumed, in training and in evaluation, and compared with undisturbed ones."""
 
 import json
-import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -18,16 +17,14 @@ EVAL_MS = 200  # per validation batch
 UNSAVED = {"checkpoint__every_steps": 0}
 
 
-def has_completed(run: Path, outcome: Outcome) -> bool:
+def has_completed(run: Path) -> bool:
     """A signal that comes later finds no run to stop."""
     summary = run / "summary.json"
-    has_ended = summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
-    outcome.counts["ended before the signal"] += has_ended
-    return has_ended
+    return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
 
 
 def kill_training_run(bench: Bench, outcome: Outcome, kills: int) -> None:
-    """SIGKILL of a whole run at random instants, `resume=auto` until done. A try is one kill of a live process."""
+    """SIGKILL of a whole run at random instants, `resume=auto` until done."""
     choice = outcome.random.choice
     for number in outcome.numbers_until(kills):
         undisturbed = {"channels_last": choice(("true", "false")), "log_every": choice((1, 3)), "epochs": 3}
@@ -38,8 +35,6 @@ def kill_training_run(bench: Bench, outcome: Outcome, kills: int) -> None:
         kill_on_the_way(bench, run, outcome, settings)
         with outcome.attempt():
             bench.check_resumed(run, reference, **settings)
-        outcome.tried -= 1  # the end of the run is no try of its own
-        shutil.rmtree(run, ignore_errors=True)
 
 
 def kill_on_the_way(bench: Bench, run: Path, outcome: Outcome, settings: dict[str, Any]) -> None:
@@ -53,14 +48,12 @@ def kill_on_the_way(bench: Bench, run: Path, outcome: Outcome, settings: dict[st
         running.send(signal.SIGKILL)
         code = running.wait()
         if code != -signal.SIGKILL:
-            outcome.counts["ended before the kill"] += 1
             outcome.lost += [] if code == 0 else [f"{run.name} ended with {code}: {running.output()[-500:]}"]
             continue
         with outcome.attempt():
             tiny.check_loadable(run)
             before, saved = saved, newest_step(run)
             assert saved >= before, f"{run.name}: step {before} was there before, now the newest is {saved}"
-        outcome.counts["killed before the first checkpoint"] += saved == 0
 
 
 def stop_signal_in_training(bench: Bench, outcome: Outcome, count: int) -> None:
@@ -75,13 +68,12 @@ def stop_signal_in_training(bench: Bench, outcome: Outcome, count: int) -> None:
         sent = time.monotonic()
         running.send(signum)
         code, seconds = running.wait(), time.monotonic() - sent
-        if not has_completed(run, outcome):
+        if not has_completed(run):
             with outcome.attempt():
                 assert code == 128 + signum, f"{run.name}: exit code {code}: {running.output()[-300:]}"
                 assert seconds <= bench.patience * 5, f"{run.name}: {seconds:.1f} s to exit"
                 check_stop(run, running)
                 bench.check_resumed(run, reference, **UNSAVED)
-        shutil.rmtree(run, ignore_errors=True)
     for one_more in (second_signal, early_signal, save_and_go_on):
         with outcome.attempt():
             one_more(bench)
@@ -117,9 +109,8 @@ def early_signal(bench: Bench) -> None:
     running = bench.start(bench.folder / "signal-early", "slow_data")
     wait_for(running.log, content="reading the data")
     running.send(signal.SIGINT)
-    code, output = running.wait(), running.output()
-    is_well = code == 130 and "stopped before the first step" in output and "Traceback" not in output
-    assert is_well, f"Ctrl-C before the first step: exit code {code}: {output[-400:]}"
+    assert running.wait() == 130, "Ctrl-C before the first step"
+    assert "stopped before the first step" in running.output() and "Traceback" not in running.output()
 
 
 def save_and_go_on(bench: Bench) -> None:
@@ -129,8 +120,7 @@ def save_and_go_on(bench: Bench) -> None:
     send_and_wait(running.pid, signal.SIGUSR1)
     hold.unlink()
     assert running.wait() == 0, "SIGUSR1: the run did not go on"
-    saved = sorted(path.name for path in run.glob("checkpoints/step-*.pt"))
-    assert "step-00000003.pt" in saved, f"SIGUSR1: no checkpoint of the held step, but {saved}"
+    assert (run / "checkpoints/step-00000003.pt").is_file(), "SIGUSR1: no checkpoint of the held step"
     bench.check_equal(run, bench.reference())
 
 
@@ -152,7 +142,6 @@ def resume_once(bench: Bench, reference: Path, step: int, workers: int, signum: 
     assert code in expected, f"{run.name}: exit code {code}"
     assert step <= newest_step(run) <= step + 1, f"{run.name}: newest checkpoint is step {newest_step(run)}"
     bench.check_resumed(run, reference, data__workers=workers)
-    shutil.rmtree(run, ignore_errors=True)
 
 
 def resume_with_other_layout_or_precision(bench: Bench, outcome: Outcome, full: bool) -> None:
@@ -222,7 +211,7 @@ def stop_signal_in_evaluation(bench: Bench, outcome: Outcome, rounds: int) -> No
             for one in runs:  # torchrun passes a signal on to all ranks
                 one.send(signum)
             codes, seconds = [one.wait() for one in runs], time.monotonic() - sent
-            if has_completed(run, outcome):
+            if has_completed(run):
                 continue
             with outcome.attempt():
                 assert codes == [128 + signum] * world, f"{run.name}: {codes} {runs[0].output()[-400:]}"

@@ -116,7 +116,6 @@ def test_fault(fault: Fault, bench: Bench, is_full: bool, caplog: pytest.LogCapt
             "tried": outcome.tried,
             "lost": len(outcome.lost),
             "first_losses": outcome.lost[:5],
-            "counts": dict(outcome.counts),
             "seconds": round(time.monotonic() - started, 1),
             "commit": str(git_state()["commit"] or "")[:7] or None,
             "torch": torch.__version__,

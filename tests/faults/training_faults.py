@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,11 +154,10 @@ def disk_full_in_training_run(bench: Bench, outcome: Outcome, full: bool) -> Non
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, options: str, outcome: Outcome) -> Iterator[bool]:
-    """A small file system. It needs root; elsewhere the rows are left out, and counted."""
+def mounted(folder: Path, options: str) -> Iterator[bool]:
+    """A small file system. It needs root; elsewhere it is left out."""
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     is_mounted = subprocess.run(command, capture_output=True).returncode == 0
-    outcome.counts["left out: cannot mount"] += not is_mounted
     try:
         yield is_mounted
     finally:
@@ -170,9 +170,10 @@ def disk_full_for_a_while(bench: Bench, outcome: Outcome, rounds: int, full_s: f
     step_s = 0.1
     settings = {"epochs": int((full_s + 3) / (step_s * tiny.STEPS_PER_EPOCH)) + 2}
     mount = bench.new_folder()
-    with mounted(mount, "size=8m", outcome) as is_mounted:
-        outcome.tried += not is_mounted
-        for number in range(rounds if is_mounted else 0):
+    with mounted(mount, "size=8m") as is_mounted:
+        if not is_mounted:
+            pytest.skip("cannot mount a file system")
+        for number in range(rounds):
             run, reference = mount / f"full-for-a-while-{number}", bench.reference(**settings)
             running = bench.start(run, "slow_steps", {"MS": int(1000 * step_s)}, **settings)
             wait_for(run / "metrics.jsonl", content="train")
@@ -183,7 +184,6 @@ def disk_full_for_a_while(bench: Bench, outcome: Outcome, rounds: int, full_s: f
             with outcome.attempt():
                 assert running.wait() == 0, f"{run.name}: exit code {running.wait()}: {running.output()[-500:]}"
                 bench.check_equal(run, reference)
-            shutil.rmtree(run)
 
 
 def fill(ballast: Path) -> None:
