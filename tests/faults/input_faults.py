@@ -228,7 +228,7 @@ def hostile_archives(bench: Bench, outcome: Outcome) -> None:
         before = contents(folder)
         with outcome.attempt():
             with pytest.raises(ConfigError, match=r"train\.tar"):
-                unpack(sandbox / "out", sandbox / "train.tar", None, None)
+                unpack(sandbox / "out", train=sandbox / "train.tar")
                 pytest.fail(f"{name}: accepted")
             assert contents(folder) == before, f"{name}: left or touched something"
 
@@ -249,7 +249,7 @@ def damaged_shards(bench: Bench, outcome: Outcome, count: int) -> None:
 
 def run_prepare(root: str, train: str, val: str, devkit: str) -> None:
     """In a child."""
-    unpack(Path(root), Path(train), Path(val), Path(devkit))
+    unpack(Path(root), train=Path(train), val=Path(val), devkit=Path(devkit))
 
 
 def generate_sample(folder: str) -> None:
