@@ -97,10 +97,6 @@ class ModelCard:
         values |= self.preprocessing.to_dict() if self.preprocessing else {}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items() if value}
 
-    def to_strings(self) -> dict[str, str]:
-        """`to_dict` for metadata that must be text: lists and numbers as JSON."""
-        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.to_dict().items()}
-
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":
         """From a file's metadata, which may hold anything: what is not as `to_dict` writes it is unknown."""
@@ -228,7 +224,8 @@ def write_weights(saved: SavedModel, path: Path) -> None:
     A file of torch.save is a plain state dict of contiguous tensors: equal weights are equal bytes. A program keeps its
     strides.
     """
-    texts, is_safetensors = saved.card.to_strings(), path.suffix == ".safetensors"
+    values, is_safetensors = saved.card.to_dict(), path.suffix == ".safetensors"
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     if saved.program is None or is_safetensors:
         state = {
             name: snapshot(v) if getattr(v, "layout", None) == torch.strided else v for name, v in saved.state.items()
@@ -240,7 +237,7 @@ def write_weights(saved: SavedModel, path: Path) -> None:
         safetensors.save_file(state, path, metadata={"format": "pt", **texts})
     elif saved.program is None:
         state = OrderedDict(state)
-        state._metadata = OrderedDict({"": {"version": 1, **saved.card.to_dict()}})  # type: ignore[attr-defined]
+        state._metadata = OrderedDict({"": {"version": 1, **values}})  # type: ignore[attr-defined]
         torch.save(state, path)
     else:
         what = f"torch cannot write the program as {path.suffix}"

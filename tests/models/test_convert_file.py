@@ -22,7 +22,7 @@ from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import ModelCard, Preprocessing, read_weights
 from cl_train.models.sources import build_model
 from cl_train.system import checkpoints as checkpoint
-from tests.networks import small
+from tests.networks import Fault, small
 
 IMAGES = (2, 3, 32, 32)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -202,7 +202,7 @@ def test_each_kind_runs_without_this_package_and_carries_the_card(suffix: str, t
     "metadata",
     [None, 3, {"mean": "[[["}, {1: 2, "mean": {"a": 1}}, {**CARD.to_dict(), "crop": 1 << 40},
      {**CARD.to_dict(), "std": [0, 1, 1]}, {**CARD.to_dict(), "interpolation": ["bilinear"]},
-     {**CARD.to_strings(), "resize": "31"}],
+     {**CARD.to_dict(), "resize": "31"}],
 )  # fmt: skip
 def test_a_card_of_odd_values_is_unknown(metadata: object) -> None:
     assert ModelCard.read(metadata).preprocessing is None
@@ -292,13 +292,6 @@ def test_a_missing_prefix_is_suggested(tmp_path: Path) -> None:
 # --- what is not proved is said ---------------------------------------------------------------------------------------
 
 
-class LayoutDependent(nn.Conv2d):
-    """Wrong in one of the layouts."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1.5 if classify(x) == "channels_last" else 1.0)
-
-
 class WithExtraState(nn.Conv2d):
     def get_extra_state(self) -> dict[str, int]:
         return {"updates": 7}
@@ -307,23 +300,17 @@ class WithExtraState(nn.Conv2d):
         self.updates = state["updates"]
 
 
-class Viewing(nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        return x.view(x.shape[0], -1)
+def with_extra_state(num_classes: int) -> nn.Module:
+    return WithExtraState(3, num_classes, 3)
 
 
-class Named(nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return {"a": super().forward(x)}
+def after_convolution(change: Callable[[torch.Tensor], Any]) -> Callable[[int], nn.Module]:
+    return lambda num_classes: nn.Sequential(nn.Conv2d(3, num_classes, 3), Fault(lambda _, x, number: change(x)))
 
 
-def of_class(kind: type[nn.Conv2d]) -> Callable[[int], nn.Module]:
-    return lambda num_classes: kind(3, num_classes, 3)
-
-
-layout_dependent, with_extra_state = of_class(LayoutDependent), of_class(WithExtraState)
-viewing, named = of_class(Viewing), of_class(Named)
+layout_dependent = after_convolution(lambda x: x * (1.5 if classify(x) == "channels_last" else 1.0))
+viewing = after_convolution(lambda x: x.view(x.shape[0], -1))
+named = after_convolution(lambda x: {"a": x})
 
 
 def bias_before_head(num_classes: int) -> nn.Module:
