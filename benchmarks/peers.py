@@ -34,7 +34,7 @@ from cl_train.comparison.statistics import alternate
 from cl_train.comparison.suite import Pipeline, benchmark_loaders
 from cl_train.config.schema import OVERWRITE_HELP, ConfigError, LoaderBenchmarkSettings, setting
 from cl_train.config.validation import load, optional_module
-from cl_train.data.collate import channels_last_collate
+from cl_train.data.image_loader import channels_last_collate
 from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, resolve_precision
 from cl_train.system.distributed import choose_device

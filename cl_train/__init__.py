@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from cl_train.comparison.paired import compare_layouts as compare_layouts
     from cl_train.comparison.parity import check_parity as check_parity
     from cl_train.config.schema import ConfigError as ConfigError
-    from cl_train.data.collate import channels_last_collate as channels_last_collate
     from cl_train.data.device import DevicePrefetcher as DevicePrefetcher
+    from cl_train.data.image_loader import channels_last_collate as channels_last_collate
     from cl_train.data.image_loader import image_loader as image_loader
     from cl_train.memory_format.audit import audit as audit
     from cl_train.memory_format.convert import convert as convert
@@ -29,7 +29,7 @@ _MODULES = {
     "ConfigError": "cl_train.config.schema",
     "DevicePrefetcher": "cl_train.data.device",
     "audit": "cl_train.memory_format.audit",
-    "channels_last_collate": "cl_train.data.collate",
+    "channels_last_collate": "cl_train.data.image_loader",
     "check_parity": "cl_train.comparison.parity",
     "choose_memory_format": "cl_train.comparison.paired",
     "classify": "cl_train.memory_format.layout",

@@ -1,6 +1,6 @@
 """Images: from a folder of JPEGs to normalised batches on the device; docs/architecture.md has the way in order.
 
 Read `build.py` first: it lists the images (`images.py`: folders; `tar_shards.py`; `user_dataset.py`: Datasets of the
-user), then makes the loader of each split. `image_loader.py` and `collate.py` serve other programs only. May import
+user), then makes the loader of each split. `image_loader.py` serves other programs only. May import
 system and config.
 """

@@ -37,22 +37,14 @@ class ImageData:
     """
 
     def __init__(
-        self,
-        cfg: DataConfig,
-        augment: AugmentConfig,
-        batch_size: int,
-        seed: int,
-        dist: Dist,
-        source: ImageSource | None = None,
-        *,
-        training: bool = True,
+        self, source: ImageSource, cfg: DataConfig, augment: AugmentConfig, batch_size: int, seed: int, dist: Dist
     ) -> None:
-        """As `build_data`; of `source` instead of the one that `cfg` names."""
+        """Without `source.train` the validation images stand for the training images too."""
         self._cfg, self._augment, self._batch_size, self._seed, self._dist = cfg, augment, batch_size, seed, dist
+        training = source.train is not None
         of_all_ranks = f"batch of all ranks, {batch_size * dist.world_size} ({batch_size} x {dist.world_size})"
         if training and augment.repeats > batch_size * dist.world_size:
             raise ConfigError(f"augment.repeats={augment.repeats} is more than the {of_all_ranks}; raise batch_size")
-        source = source or _source(cfg, dist, training)
         if training and augment.repeats > 1 and isinstance(source.train, IterableDataset):
             raise ConfigError("augment.repeats does not work with an IterableDataset, which controls its own order")
         self.classes, self.num_classes, self.fingerprint = source.classes, len(source.classes), source.fingerprint
@@ -67,9 +59,8 @@ class ImageData:
         if self.val_loader.reader.label_shape != self.label_shape:
             raise ConfigError("data.dataset: the labels of one split are vectors, those of the other are not")
         if training and self.batch_count() == 0:
-            raise ConfigError(
-                f"{self.train_images} training images are fewer than one {of_all_ranks}; lower batch_size"
-            )
+            too_few = f"{self.train_images} training images are fewer than one {of_all_ranks}"
+            raise ConfigError(f"{too_few}; lower batch_size")
         if training and self.train_loader.is_stream and dist.is_main:
             does = "its order depends on data.workers, and it divides its samples among ranks and workers"
             log.warning("data.dataset is an IterableDataset: %s; a resumed epoch reads the skipped batches again", does)
@@ -182,7 +173,12 @@ def build_data(
     memory."""
     if cfg.name == "synthetic":
         return SyntheticData(cfg, size_schedule(cfg), batch_size, seed=seed, world_size=dist.world_size)
-    return ImageData(cfg, augment, batch_size, seed, dist, training=training)
+    root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()
+    read = pkgutil.resolve_name(f"cl_train.data.{DATA_SETS[cfg.name].read}")
+    source: ImageSource = read(root, cfg, training=training)
+    for note in source.notes if dist.is_main else ():
+        log.info("%s", note)
+    return ImageData(source if training else replace(source, train=None), cfg, augment, batch_size, seed, dist)
 
 
 def size_schedule(cfg: DataConfig) -> SizeSchedule:
@@ -194,15 +190,5 @@ def images_of_folder(cfg: DataConfig, classes: tuple[str, ...], batch_size: int,
     """For predictions: all images below `data.root`, or of its folder of validation images, as `validation`."""
     assert cfg.root is not None
     images = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
-    cfg, source = replace(cfg, max_bad_images=len(images)), ImageSource(classes, images, images, "")
-    return ImageData(cfg, AugmentConfig(), batch_size, 0, dist, source, training=False)
-
-
-def _source(cfg: DataConfig, dist: Dist, training: bool) -> ImageSource:
-    """What the reader of `DATA_SETS` finds."""
-    root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()
-    read = pkgutil.resolve_name(f"cl_train.data.{DATA_SETS[cfg.name].read}")
-    source: ImageSource = read(root, cfg, training=training)
-    for note in source.notes if dist.is_main else ():
-        log.info("%s", note)
-    return source
+    cfg, source = replace(cfg, max_bad_images=len(images)), ImageSource(classes, None, images, "")
+    return ImageData(source, cfg, AugmentConfig(), batch_size, 0, dist)

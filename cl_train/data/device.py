@@ -35,8 +35,8 @@ class Batch:
 
 
 class RawBatch(NamedTuple):
-    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N]. It is in the loader's
-    memory, valid until the next one is requested, on CUDA until the third; or copied to the device."""
+    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N]; in the loader's memory
+    (see `HostLoader.batches`), or copied to the device."""
 
     images: Tensor
     targets: Tensor

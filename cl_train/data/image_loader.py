@@ -1,18 +1,22 @@
-"""The loader of train.py for any training loop."""
+"""For any training loop: the loader of train.py, and `channels_last_collate` for `torch.utils.data.DataLoader`."""
 
+import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
+from torch.utils.data import default_collate, get_worker_info
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
-from cl_train.data.build import ImageData
+from cl_train.data.build import Data, ImageData, build_data
 from cl_train.data.device import DeviceFormat, Normalise, to_device
 from cl_train.data.images import EXTENSIONS
 from cl_train.system.distributed import Dist
@@ -22,9 +26,10 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
     """Iterates over the batches of one split; created by `image_loader`. `classes`: their names, in the order of the
     labels. `bad_images`: names and reasons of the images that could not be read so far."""
 
-    def __init__(self, data: ImageData, normalise: Normalise | None) -> None:
-        self.classes, self.bad_images = data.classes, data.bad_images
-        self._loader, self._normalise = data.train_loader, normalise
+    def __init__(self, data: Data, split: str, normalise: Normalise | None) -> None:
+        assert isinstance(data, ImageData)
+        self.classes, self.bad_images, self._normalise = data.classes, data.bad_images, normalise
+        self._loader = data.train_loader if split == "train" else data.val_loader
         self._epoch = self._first_batch = 0
         weakref.finalize(self, self._loader.close).atexit = False  # a loader that is no longer used ends its workers
 
@@ -79,9 +84,9 @@ def image_loader(
             for epoch in range(90):
                 for images, targets in loader: ...
 
-    Training images get torchvision's RandomResizedCrop and horizontal flip, in an order and with random numbers that
-    depend only on `seed` and the epoch; the last, smaller batch is dropped. Validation images are resized and
-    centre-cropped, each once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes at any batch.
+    Training images get torchvision's RandomResizedCrop and horizontal flip; order and random numbers depend only on
+    `seed` and the epoch; the last, smaller batch is dropped. Validation images are resized and centre-cropped, each
+    once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes at any batch.
 
     Args:
         root, split: folder that holds `train/<class>/*` and `val/<class>/*`; "train" or "val".
@@ -111,14 +116,111 @@ def image_loader(
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
     normalise = None if device is None else Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    return ImageLoader(ImageData(cfg.data, augment, batch_size, seed, dist, training=split == "train"), normalise)
+    data = build_data(cfg.data, augment, batch_size=batch_size, seed=seed, dist=dist, training=split == "train")
+    return ImageLoader(data, split, normalise)
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:
-    """Those of `torch.distributed`, or the given ones. Raises ValueError: only one is given, or the rank is no rank."""
     if rank is None and world_size is None:
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
     if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size")
     return Dist(rank, world_size, device)
+
+
+# --- collation with one copy per image --------------------------------------------------------------------------------
+
+
+def channels_last_collate(samples: Sequence[Any]) -> Any:
+    """Collate samples as `default_collate` does, with images in channels_last.
+
+    `DataLoader(dataset, collate_fn=channels_last_collate)`. Samples are images, or tuples, lists or dicts that hold
+    images, at any depth. An image is a PIL image (mode L, RGB or RGBA), an ndarray [H, W, C], or a tensor [C, H, W] of
+    any strides, uint8 or floating point. It is copied once, into a batch [N, C, H, W] of the same dtype with strides
+    (H*W*C, 1, W*C, C), which is in shared memory when this runs in a DataLoader worker. Everything else (labels, boxes,
+    names) is collated by `default_collate`; tuples that hold images stay tuples, which it would turn into lists.
+
+    Raises:
+        ValueError: samples of different structure, or images of different shape or dtype; names the sample's index.
+    """
+    if not samples:
+        raise ValueError("cannot collate an empty list of samples")
+    with torch.no_grad():
+        return _collate(list(samples))
+
+
+def _collate(members: list[Any]) -> Any:
+    first = members[0]
+    if isinstance(first, (Mapping, tuple, list, Tensor, np.ndarray, Image.Image)):
+        expected = _form(first)
+        for index, member in enumerate(members):
+            if (found := _form(member)) != expected:
+                raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {expected}")
+    if _is_image(first):
+        return _stack(members)
+    if isinstance(first, Mapping):
+        return {key: _collate([member[key] for member in members]) for key in first}
+    if isinstance(first, (tuple, list)) and _holds_image(first):
+        columns = [_collate(list(column)) for column in zip(*members, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return default_collate(members)
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 3 and (value.dtype == torch.uint8 or value.is_floating_point())
+    if isinstance(value, np.ndarray):
+        return value.ndim == 3 and (value.dtype == np.uint8 or value.dtype.kind == "f")
+    return isinstance(value, Image.Image)
+
+
+def _holds_image(value: Any) -> bool:
+    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return _is_image(value) or any(map(_holds_image, members))
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    kind = type(value).__name__
+    if isinstance(value, Image.Image):
+        return "PIL image", value.size[::-1], f"mode {value.mode}"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return kind, tuple(value.shape), value.dtype if _is_image(value) else ""
+    if isinstance(value, Mapping):
+        return kind, sorted(map(str, value))
+    return kind, len(value) if isinstance(value, (tuple, list)) else ""
+
+
+def _stack(images: list[Any]) -> Tensor:
+    """Images of equal size -> [N, C, H, W] with channels_last strides, also where N, C, H or W is 1."""
+    first = images[0]
+    if 0 in (first.size if isinstance(first, Image.Image) else first.shape):
+        raise ValueError(f"cannot collate images without pixels: {_form(first)}")
+    if isinstance(first, Tensor):
+        if first.device.type != "cpu" or first.layout != torch.strided:
+            raise ValueError(f"cannot collate {first.layout} images on {first.device}: use dense ones on the CPU")
+        channels, height, width = first.shape
+        batch = _empty((len(images), height, width, channels), first.dtype)
+        if channels > 4 or all(image.stride(0) == 1 for image in images):
+            torch.cat([image.permute(1, 2, 0) for image in images], out=batch.view(-1, width, channels))
+        else:
+            for row, image in zip(batch, images, strict=True):
+                for channel in range(channels):  # contiguous images: half the time of one strided copy
+                    row[:, :, channel].copy_(image[channel])
+        return batch.permute(0, 3, 1, 2)
+    if isinstance(first, Image.Image) and first.mode not in ("L", "RGB", "RGBA"):
+        raise ValueError(f"cannot collate PIL images of mode {first.mode}: use image.convert('RGB')")
+    arrays = [np.asarray(image) for image in images]
+    shape = (len(arrays), *arrays[0].shape, 1)[:4]  # a grey PIL image gives [H, W]
+    batch = _empty(shape, torch.from_numpy(np.empty(0, arrays[0].dtype)).dtype)
+    np.concatenate(arrays, out=batch.numpy().reshape(-1, *arrays[0].shape[1:]))
+    return batch.permute(0, 3, 1, 2)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised batch; in a worker in shared memory, so that sending it to the parent does not copy it again."""
+    size = math.prod(shape) * dtype.itemsize
+    if get_worker_info() is None:  # NumPy asks for huge pages, which fault in faster
+        return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
+    memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    return memory.view(dtype).view(shape)

@@ -53,11 +53,9 @@ class BadImage(Exception):
 
 @dataclass(frozen=True)
 class Split:
-    """The encoded images of one split, in a fixed order. Subclasses implement `read`.
-
-    `names` holds the encoded names one after the other, each from its `starts`; `labels` are from 0. Arrays, because a
-    forked worker that reads a list of a million Python objects copies its memory page by page.
-    """
+    """The encoded images of one split, in a fixed order. Subclasses implement `read`. `names` holds the encoded names
+    one after the other, each from its `starts`; `labels` are from 0. Arrays, because a forked worker that reads a list
+    of a million Python objects copies its memory page by page."""
 
     names: npt.NDArray[np.uint8]
     starts: Indices
@@ -77,11 +75,11 @@ class Split:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Both splits of a data set; `classes` in the order of the labels. `fingerprint`: of the list of images, not of
-    the files' contents. `notes`: remarks for the user, one sentence each."""
+    """Both splits of a data set; `classes` in the order of the labels; `fingerprint` of the list, not of the files;
+    `notes`: remarks for the user, one sentence each."""
 
     classes: tuple[str, ...]
-    train: Any  # Split, or the user's Dataset
+    train: Any  # Split, or the user's Dataset; None: evaluation only
     val: Any
     fingerprint: str
     notes: tuple[str, ...] = ()
@@ -164,7 +162,7 @@ def _unreadable(error: OSError) -> NoReturn:
 def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
     """The folders that hold the classes of both splits; the same folder if it is to be split, or without training."""
     if re.match(r"\w+:/", str(root)):
-        raise ConfigError(f"data.root '{root}' is a URL, and data is read from the file system: copy or mount it")
+        raise ConfigError(f"data.root '{root}' is a URL: copy or mount it, data is read from the file system")
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise ConfigError(f"data.root '{root}' {what}; give the folder that holds train/ and val/, or try data=sample")
@@ -189,10 +187,8 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
 def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
     settled_ns = time.time_ns() - _SETTLED_NS
     classes = _class_names(base)
-    if (others := _class_names(val)) != classes:
-        pairs = ((base, set(classes) - set(others)), (val, set(others) - set(classes)))
-        parts = [f"only in {folder.name}: {listed(sorted(names))}" for folder, names in pairs if names]
-        raise ConfigError(f"'{base}' and '{val}' have different classes; {'; '.join(parts)}")
+    if different := sorted(set(classes) ^ set(_class_names(val))):
+        raise ConfigError(f"'{base}' and '{val}' have different classes; in one of them only: {listed(different)}")
     listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
     images = listings[base][0], listings[val][0]
     if cfg.val_fraction is not None:

@@ -35,6 +35,7 @@ from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
+Order = Callable[[int], Indices] | None  # of the samples of all ranks in an epoch; None: evaluation
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
@@ -113,11 +114,10 @@ class HostLoader:
         cfg: DataConfig,
         dist: Dist,
         bad_images: BadImages,
-        order: Callable[[int], Indices] | None,
+        order: Order,
     ) -> None:
-        """`order`: epoch -> the order of the training samples of all ranks, whose last incomplete batch is dropped and
-        whose bad samples are replaced by the following ones; None = evaluation: each sample once, without bad ones.
-        Raises ConfigError: the memory is too small."""
+        """With an `order` the last incomplete batch is dropped, and bad samples are replaced by the following ones; an
+        evaluation has each sample once, without bad ones. Raises ConfigError: the memory is too small."""
         self.reader, self.sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order, self.samples = bad_images, order, len(reader)
         most = min(_MAX_WORKERS, cores_of_process(dist.world_size))
@@ -321,9 +321,11 @@ def bottleneck_advice(
     if times.images == 0:
         return f"{waits}; data.workers={workers}, and this process has {cores} cores"
     busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
-    idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
+    idle_pct, rate = (
+        100 * (1 - busy_s / (seconds * max(1, workers))),
+        f"{times.images / busy_s:.0f} images/s per worker",
+    )
     file_ms, sample_ms = 1e3 * times.read_s / times.images, 1e3 * times.dataset_s / times.images
-    rate = f"{times.images / busy_s:.0f} images/s per worker"
     if times.read_s > 0.4 * busy_s:
         cause = f"storage: reading a file takes {file_ms:.1f} ms; use a local disk or a smaller copy of the data"
     elif workers > 0 and idle_pct > 15:
@@ -333,6 +335,7 @@ def bottleneck_advice(
     elif times.dataset_s > busy_s / 2:
         cause = f"your Dataset: __getitem__ takes {sample_ms:.1f} ms"
     else:
-        share = f"{100 * times.decode_s / busy_s:.0f} % of the workers' time"
-        cause = f"decoding: {share} ({rate}); use a smaller copy (prepare_imagenet resize)"
+        cause = (
+            f"decoding, {100 * times.decode_s / busy_s:.0f} % ({rate}); use smaller images (prepare_imagenet resize)"
+        )
     return f"{waits}; the bottleneck is {cause}"

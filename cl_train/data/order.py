@@ -76,19 +76,17 @@ def rank_share(order: Indices, batch: int, batch_size: int, rank: int, world_siz
 
 @dataclass(frozen=True)
 class SizeSchedule:
-    """Growing images: early epochs on small images take less time and cost little accuracy (Howard et al., DAWNBench
-    2018; FFCV's recipes). `points`: (epoch, image size in pixels), epochs ascend from 0."""
+    """Growing images (Howard et al., DAWNBench 2018). `points`: (epoch, image size in pixels), epochs from 0."""
 
     points: tuple[tuple[int, int], ...]
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """All sizes, in ascending order."""
         return tuple(sorted({self.image_size_at(epoch) for epoch in range(self.points[-1][0] + 1)}))
 
     def image_size_at(self, epoch: int) -> int:
-        """The side of the training images in `epoch`, pixels: linear between `points`, rounded to a multiple of 32, or
-        of the largest power of two that divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, 32, ..."""
+        """Linear between `points`, rounded to a multiple of 32, or of the largest power of two that divides both sizes:
+        [0, 16], [4, 32] gives 16, 16, 32, 32, 32, ..."""
         for (first, start), (last, end) in pairwise(self.points):
             if epoch < last:
                 grid = math.gcd(_GRID, start, end)

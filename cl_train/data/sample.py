@@ -1,9 +1,9 @@
 """The sample data: ten classes of textures, generated with ImageNet's layout and proportions. Imagenette: fetched.
 
-A class is a pattern of stripes or lines, the same after a flip or in a crop. Period, position, angle, colours and
-brightness differ in every image: its mean colour does not reveal its class.
+A class is a pattern, the same after a flip or in a crop. All else differs in every image, its mean colour too.
 """
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,9 +46,6 @@ def _wave(x: Field, duty: float = 0.5) -> Field:
     return (0.5 + 0.5 * np.tanh(3 * (np.sin(2 * np.pi * x) - np.cos(np.pi * duty)))).astype(np.float32)
 
 
-_lines = partial(_wave, duty=0.3)
-
-
 def _turned(x: Field, y: Field, degrees: float) -> Field:
     return x * np.float32(np.cos(np.radians(degrees))) + y * np.float32(np.sin(np.radians(degrees)))
 
@@ -70,6 +67,7 @@ def _from_centre(x: Field, y: Field) -> Field:
     return np.hypot(x - np.floor(x) - 0.5, y - np.floor(y) - 0.5)
 
 
+_lines = partial(_wave, duty=0.3)
 PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in periods, 0 to 1; sorted by name
     "clouds": _clouds,
     "columns": lambda x, y: _wave(x),
@@ -114,11 +112,10 @@ def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> Non
 
 def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -> None:
     """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for any number of processes (None: all cores)."""
-    places = []
-    for split, count in (("train", spec.train_per_class), ("val", spec.val_per_class)):
-        for label, name in enumerate(PATTERNS):
-            (folder / split / name).mkdir(parents=True, exist_ok=True)
-            places += [(split, label, number) for number in range(count)]
+    counts = {"train": spec.train_per_class, "val": spec.val_per_class}
+    places = [(split, label, n) for split in counts for label in range(len(PATTERNS)) for n in range(counts[split])]
+    for split, name in itertools.product(counts, PATTERNS):
+        (folder / split / name).mkdir(parents=True, exist_ok=True)
     write = partial(_write_image, folder, spec.scale)
     for _ in map_in_processes(write, places, processes, description="generating the sample data", unit="image"):
         pass
@@ -156,9 +153,7 @@ def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSour
     unpacked = root / "imagenette2-320"
     found = next((folder for folder in (root, unpacked) if (folder / "train").is_dir()), None)
     if found is None and not cfg.download:
-        raise ConfigError(
-            f"no Imagenette in '{root}'; data.download=true fetches it (326 MB), or give data.root=FOLDER"
-        )
+        raise ConfigError(f"no Imagenette in '{root}'; data.download=true fetches it, or give data.root=FOLDER")
     if found is None:
         from torchvision.datasets import Imagenette
 

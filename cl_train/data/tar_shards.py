@@ -1,11 +1,8 @@
 """WebDataset tar shards: every image is indexed once, then read at random, as from a folder.
 
-`*-train-*.tar` and `*-val-*.tar` (or `validation`, `valid`), with members `KEY.jpg|.jpeg|.png` and `KEY.cls` (the label
-as a number) or `KEY.json` (`{"label": 0}`). Images are sorted by label and key, as in the folder they were made from.
-
-`shards.json`, which `prepare_imagenet shards` writes, lists the classes and the number of images of every shard: what
-is missing is an error, and so are wrong labels. Without it, a wrong label is detected if it contradicts the WordNet id
-in the key, and a missing sample if only a part of it is missing.
+Images are sorted by label and key, as in the folder they were made from. `shards.json`, which `prepare_imagenet shards`
+writes, lists the classes and the number of images of every shard: with it, what is missing and wrong labels are errors.
+docs/imagenet.md describes the members, and what is detected without it.
 """
 
 import glob
@@ -68,9 +65,9 @@ class ShardSplit(Split):
 def read_shards(
     root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None
 ) -> ImageSource:
-    """Index the shards of a folder or a shell pattern, `/data/*/im-*.tar`, in `workers` processes, or take the index
-    from the user's cache. Without `training` the val shards may stand for both.
-    Raises ConfigError: no shards, damaged or missing ones, samples without image or label, contradicting labels."""
+    """Index the shards of a folder or shell pattern in `workers` processes, or take the index from the user's cache.
+    Without `training` the val shards may stand for both. Raises ConfigError: no shards, damaged or missing ones,
+    samples without image or label, contradicting labels."""
     shards, notes = _find_shards(str(root), training)
     files = [*shards["train"], *shards["val"]]
     manifest = Path(files[0]).parent / MANIFEST
@@ -103,8 +100,8 @@ def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple
             series.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if not training:
         shards["train"] = shards["train"] or shards["val"]
-    where = f"data.root={root} (a folder, or a shell pattern such as /data/*/im-*.tar)"
-    problems = [f"{where}: no {name} shards (*-{name}-*.tar)" for name in ("train", "val") if not shards[name]]
+    kinds = [name for name in ("train", "val") if not shards[name]]
+    problems = [f"data.root={root}: no {name} shards, *-{name}-*.tar, in this folder or pattern" for name in kinds]
     for (start, end), numbers in series.items():
         if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
             problems.append(f"{start}N{end}: shards are missing, N = {listed(lost)}")
@@ -222,7 +219,7 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[list[
         expected = {name: count for name, count in dict(manifest["images"]).items() if split_of(name) in splits}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
-    differing = [name for name in sorted(found | expected) if found.get(name) != expected.get(name)]
+    differing = sorted(name for name in found | expected if found.get(name) != expected.get(name))
     counts = [f"{name} has {found.get(name, 'missing')} of {expected.get(name, 0)} images" for name in differing]
     return classes, [f"{path} lists other numbers of images: {listed(counts)}"] if counts else []
 

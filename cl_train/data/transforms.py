@@ -1,7 +1,7 @@
 """From an encoded image to a row of a batch: crop, resize, flip, augmentation; MixUp and CutMix of a whole batch.
 
-All random numbers depend on the seed, the epoch and the image or batch alone. The crops are plain arithmetic, because
-torchvision draws each number with a tensor operation, which costs about 60 us per image.
+Random numbers depend on the seed, the epoch and the image or batch alone. Crops are plain arithmetic: torchvision draws
+each number with a tensor operation, which costs about 60 us per image.
 """
 
 import math
@@ -86,8 +86,8 @@ class ImageReader:
         return self._split.name(index)
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write image `index` into `row`, uint8 [3, size, size], with the random numbers of `random_index`, and return
-        its label. Raises BadImage."""
+        """Write image `index` into `row`, uint8 [3, size, size], and return its label. `random_index`: whose random
+        numbers it gets; not `index` for a repeated image, or one in the place of a bad one. Raises BadImage."""
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()

@@ -1,8 +1,5 @@
-"""Worker processes: `torch.utils.data.DataLoader` starts, feeds and ends them; this module adds the rest.
-
-A message about a dead or hung worker names the sample that it began last, and workers ignore the signals that the
-training process handles. The workers live until `close`.
-"""
+"""Worker processes: `torch.utils.data.DataLoader` starts, feeds and ends them, and they live until `close`. A message
+about a dead or hung one names the sample that it began last. They ignore the signals that the training handles."""
 
 import itertools
 import math

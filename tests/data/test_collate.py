@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, default_collate
 
-from cl_train.data.collate import channels_last_collate
+from cl_train.data.image_loader import channels_last_collate
 
 Pair = namedtuple("Pair", "image label")
 
@@ -82,14 +82,6 @@ def test_a_worker_hands_over_a_batch_in_shared_memory(workers):
     assert [labels.tolist() for _, labels in batches] == [[0, 1, 2], [3, 4, 5]]
     assert all(is_nhwc(images) and images.is_shared() == (workers == 1) for images, _ in batches)
     assert torch.equal(batches[1][0], torch.stack([image for image, _ in samples[3:]]))
-
-
-def test_pinning_keeps_the_strides(monkeypatch):
-    """The allocation that `Tensor.pin_memory` makes: sizes and strides of the source. CUDA is not needed for it."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: torch.empty_like(self).copy_(self))
-    batch = channels_last_collate([(image, 0) for image in arrays()])
-    pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
-    assert is_nhwc(pinned[0]) and torch.equal(pinned[0], batch[0])
 
 
 GOOD = arrays(1)[0]

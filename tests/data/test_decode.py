@@ -72,13 +72,6 @@ def test_the_limit_of_pixels_is_the_one_that_is_checked(monkeypatch):
     assert MAX_PIXELS < 2**31 / 3, "the sizes of decoded images fit in 31 bits"
 
 
-def test_exif_orientation_is_ignored():
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    plain, rotated = encoded(noise(30, 40)), encoded(noise(30, 40), exif=turned)
-    assert np.array_equal(Encoded(plain).decode(), Encoded(rotated).decode())
-
-
 def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):
     """A wrong sampling factor is a KeyError in simplejpeg."""
     data = bytearray(jpeg())

@@ -122,20 +122,3 @@ def test_synthetic_yields_one_batch_again_and_again_the_same_in_both_layouts():
     assert torch.equal(*pixels)
     data = data_of(**options, world_size=3)
     assert data.batch_count() == 100 // 24 and 3 * val_count(data) == data.val_images
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_batches_are_the_cpus(tmp_path):
-    root = write_folder(tmp_path, train=40, val=7)
-    cuda = torch.device("cuda", 0)
-    for dtype in (torch.float32, torch.float16):
-        reference = folder_data(root)
-        data = folder_data(root, workers=2, device=cuda)
-        on_gpu = list(data.train(0, DeviceFormat(cuda, dtype, torch.channels_last)))
-        on_host = list(reference.train(0, DeviceFormat(CPU, dtype, torch.channels_last)))
-        for gpu, host in zip(on_gpu, on_host, strict=True):
-            assert gpu.images.is_contiguous(memory_format=torch.channels_last)
-            assert torch.allclose(gpu.images.cpu().float(), host.images.float(), atol=2e-3)
-            assert torch.equal(gpu.targets.cpu(), host.targets)
-        data.close()

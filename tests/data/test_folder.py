@@ -85,7 +85,7 @@ def webp(root):
         (flat, {}, ["has no class folders", "ILSVRC2012_val_00000001.JPEG", "prepare_imagenet"]),
         (lambda root: (root / "mine").mkdir(), {"val_split": "mine"}, ["has no class folders"]),
         (lambda root: None, {"val_split": "nothing"}, ["'nothing'"]),
-        (new_classes, {}, ["only in train: cat", "only in val: dog"]),
+        (new_classes, {}, ["in one of them only: cat, dog"]),
         (webp, {}, ["class_1", "2 .webp", "data.extensions"]),
         (lambda root: None, {"val_fraction": 0.5}, ["/val"]),
         (lambda root: (root / "train/class_1/0001.jpg").unlink(), {}, ["for 1 of 2 classes: class_1"]),

@@ -24,8 +24,7 @@ def test_the_order_depends_on_seed_and_epoch_and_stays_the_same_between_releases
 
 def test_streams_of_order_samples_and_batches_do_not_share_numbers():
     order = np.random.Generator(np.random.Philox(key=[3, 5], counter=[0, 0, 0, 1]))
-    samples = [SampleGenerator().of_sample(3, 5, index) for index in (0, 1)]
-    streams = [order, *samples, batch_generator(3, 5, 0)]
+    streams = [order, *(SampleGenerator().of_sample(3, 5, index) for index in (0, 1)), batch_generator(3, 5, 0)]
     numbers = np.concatenate([stream.random(64) for stream in streams])
     assert len(np.unique(numbers)) == len(numbers)
 

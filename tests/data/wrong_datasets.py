@@ -1,11 +1,9 @@
 """Wrong Datasets of a user: each function breaks one promise, in the sample, the target, the length or the process."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -139,11 +137,7 @@ def busy(size):
 HANGS = {
     "sleep": sleep,
     "busy": busy,
-    "locked": lambda size: [lock.acquire() for lock in [threading.Lock()] * 2],
-    "pipe": lambda size: os.read(os.pipe()[0], 1),
-    "joined": lambda size: [(t.start(), t.join()) for t in [threading.Thread(target=sleep, args=(0,), daemon=True)]],
     "child": lambda size: subprocess.run(["sleep", "10000"], check=True),
-    "queue": lambda size: queue.Queue().get(),
 }
 ATTRIBUTES = [{"classes": names} for names in (5, "cats", (), {"cat": 1}, {"cat"})]
 ATTRIBUTES += [{"num_classes": count} for count in ("x", 0, -3, 2.5, True, 10**12, None)]
