@@ -41,7 +41,7 @@ class AuditSettings:
     precision: str = setting("auto", schema.PRECISION_HELP, choices=schema.PRECISIONS)
     device: str = setting("auto", "cuda if available, else cpu", choices=schema.DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
-    measure: bool = setting(True, "time the step and each permuting copy")
+    measure: bool = setting(True, "time the step, and the copies by their bytes")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
     time_limit_s: float = setting(30.0, "time=true: for all rounds; at least four are measured", above=0)
     repro: str | None = setting(None, "time=true: file for a program of torch alone that times the worst operator")
@@ -96,7 +96,7 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
 
             if not write_times_chart(report.times, f"{report.model}, {report.precision} on {report.device}", chart):
                 raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
-    text, lost = f"{report}\n\n{report.summary()}", report.totals["lost"]
+    text, lost = str(report), report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:
         text += f"\n{lost} calls lose channels_last, more than max_lost={settings.max_lost}"

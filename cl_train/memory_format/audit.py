@@ -14,7 +14,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import Call, LayoutReport, grouped
 from cl_train.memory_format.crashes import crash_safe
-from cl_train.memory_format.layout import CHANNELS_LAST, classify, model_memory_format, refuse_lazy, to_memory_format
+from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.model_call import (
     call_model,
     failure_explained,
@@ -24,7 +24,7 @@ from cl_train.memory_format.model_call import (
     tensors_in,
 )
 from cl_train.memory_format.operator_recorder import OperatorRecorder
-from cl_train.memory_format.operator_times import time_operators
+from cl_train.memory_format.operator_times import copy_ms_per_byte, time_operators
 from cl_train.step.precision import Precision, autocast
 from cl_train.system.machine import timed_s
 
@@ -57,7 +57,7 @@ def audit(
         loss: returns a scalar from the model's output; None: mean square of its floating-point tensors, or of `output`.
         output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a tuple's index.
         backward: False: forward only, without gradients.
-        measure: also time the step, and each permuting copy separately, in milliseconds.
+        measure: also time the step, and one permuting copy, from which each call's milliseconds follow by its bytes.
         time: also time every operator of the step, with an SGD update, in both layouts, for about `time_limit_s`.
         name: of the model, for the report.
 
@@ -85,14 +85,15 @@ def audit(
         with recorder:
             step()
         if measure:
-            report.step_ms = _median_ms(step, device)
+            report.step_ms = 1000 * median([timed_s(step, device) for _ in range(4)][1:])  # the first warms up
         model.zero_grad(set_to_none=True)
         if time:
             report.times = time_operators(model, batch, forward, precision, device, time_limit_s)
     report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, *_SAME_CALL)]
     report.step_bytes = recorder.step_bytes
     if measure:
-        _time_copies(report.calls, device)
+        ms_per_byte = copy_ms_per_byte(device)
+        report.calls = [replace(call, copy_ms=ms_per_byte * call.moved_bytes) for call in report.calls]
     return report
 
 
@@ -117,25 +118,6 @@ def _forward(
     if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
         raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
     return scalar if scalar.requires_grad else None
-
-
-def _time_copies(calls: list[Call], device: torch.device) -> None:
-    """Time one permuting copy per shape, scaled by bytes, because a weight may have been copied instead."""
-    ms_per_byte: dict[tuple[str, tuple[int, ...]], float] = {}
-    for call in calls:
-        key = (call.dtype, call.shape)
-        if not call.moved_bytes or len(call.shape) not in CHANNELS_LAST:
-            continue
-        if key not in ms_per_byte:
-            image = torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device)
-            copy = partial(to_memory_format(image, torch.channels_last).clone, memory_format=torch.contiguous_format)
-            ms_per_byte[key] = _median_ms(copy, device) / (2 * image.nbytes)
-        call.copy_ms = ms_per_byte[key] * call.moved_bytes
-
-
-def _median_ms(work: Callable[[], object], device: torch.device) -> float:
-    """Median of three runs after one for warm-up. The host waits for the device before and after each."""
-    return 1000 * median([timed_s(work, device) for _ in range(4)][1:])
 
 
 SHAPE = (2, 8, 8, 8)  # every dimension above 1, so that no probe is ambiguous

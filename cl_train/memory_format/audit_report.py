@@ -96,7 +96,7 @@ class LayoutReport:
 
     @property
     def copy_ms(self) -> float | None:
-        """Milliseconds of a step spent on such copies, each timed separately; None if not measured."""
+        """Milliseconds of a step spent on such copies; None if not measured."""
         return None if self.step_ms is None else _total(self.calls, "copy_ms")
 
     def verdict(self) -> list[str]:
@@ -125,12 +125,6 @@ class LayoutReport:
         module = f"{first.module or '(top)'} {list(first.shape)}"
         return f"{_count(calls)} x {what}: {cost}, {first.copy} copy (first at {where} in {module})"
 
-    def summary(self) -> str:
-        """The outcome in one sentence."""
-        kept, lost, restored = (self.totals[outcome] for outcome in OUTCOMES[:3])
-        cost = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" if lost or restored else ""
-        return f"{self.model} loses channels_last in {lost} of {kept + lost + restored} operator calls{cost}"
-
     def to_dict(self) -> dict[str, Any]:
         """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
         return {
@@ -147,8 +141,12 @@ class LayoutReport:
 
     def __str__(self) -> str:
         totals = ", ".join(f"{number} {outcome}" for outcome, number in self.totals.items())
+        moved = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" * bool(self.moved_bytes)
         where = f"{self.precision} on {self.device}, torch {self.torch}"
-        parts = [f"{self.model} ({self.model_memory_format}), input {self.input}, {where}", f"operator calls: {totals}"]
+        parts = [
+            f"{self.model} ({self.model_memory_format}), input {self.input}, {where}",
+            f"operator calls: {totals}{moved}",
+        ]
         parts += [f"- {line}" for line in self.verdict()]
         if self.compiled:
             parts += ["", "compiled graphs:", "", markdown_table(self.compiled)]

@@ -119,7 +119,7 @@ class OperatorTimes:
 
     calls: list[TimedCall]
     step_ms: Times
-    copy_ms_per_byte: float  # of a copy into the other layout
+    copy_ms_per_byte: float  # that a copy into the other layout reads or writes
 
     def __post_init__(self) -> None:
         self.speed_ratio = float(np.median(self.step_ms[:, 0] / self.step_ms[:, 1]))
@@ -154,7 +154,7 @@ class OperatorTimes:
             backward = [call for call in calls if call.direction == "backward"]  # names its gradient, then its image
             given = [next(iter(call.arguments.values())) for call in backward or calls]
             copied = sum(one.nbytes for tensors in given for one in tensors[: 1 + bool(backward)])
-            if row.is_loss and row.calls[0].module and 0 < 2 * self.copy_ms_per_byte * copied < row.difference_ms:
+            if row.is_loss and row.calls[0].module and 0 < 4 * self.copy_ms_per_byte * copied < row.difference_ms:
                 found.append(row.name)
         return found
 
@@ -430,9 +430,14 @@ def _measured(sides: list[_Side], forward: Forward, device: torch.device, time_l
                 break
     for key, call in calls.items():
         call.ms = ms_of(key)
+    return OperatorTimes(list(calls.values()), ms_of("step"), copy_ms_per_byte(device))
+
+
+def copy_ms_per_byte(device: torch.device) -> float:
+    """Milliseconds for each byte that a copy into the other layout reads or writes."""
     image = torch.zeros(2, 64, 64, 64, device=device)
     copies = [timed_s(lambda: image.clone(memory_format=torch.channels_last), device) for _ in range(9)]
-    return OperatorTimes(list(calls.values()), ms_of("step"), 1000 * median(copies) / image.nbytes)
+    return 1000 * median(copies) / (2 * image.nbytes)
 
 
 # --- the program of one call ------------------------------------------------------------------------------------------
