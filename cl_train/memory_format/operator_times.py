@@ -203,7 +203,7 @@ class OperatorTimes:
     def __str__(self) -> str:
         parts = [*self.summary(), *(f"- {line}" for line in self.advice())]
         for name, rows in self.tables.items():
-            parts += ["", f"{name}:", "", markdown_table([row.to_dict() for row in rows[:_SHOWN]])]
+            parts += ["", f"{name}:", "", markdown_table([row.to_dict() for row in rows[:_SHOWN]])] if rows else []
         return "\n".join(parts)
 
 
