@@ -143,11 +143,8 @@ class LayoutReport:
         totals = ", ".join(f"{number} {outcome}" for outcome, number in self.totals.items())
         moved = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" * bool(self.moved_bytes)
         where = f"{self.precision} on {self.device}, torch {self.torch}"
-        parts = [
-            f"{self.model} ({self.model_memory_format}), input {self.input}, {where}",
-            f"operator calls: {totals}{moved}",
-        ]
-        parts += [f"- {line}" for line in self.verdict()]
+        model = f"{self.model} ({self.model_memory_format}), input {self.input}, {where}"
+        parts = [model, f"operator calls: {totals}{moved}", *(f"- {line}" for line in self.verdict())]
         if self.compiled:
             parts += ["", "compiled graphs:", "", markdown_table(self.compiled)]
         return "\n".join([*parts, "", str(self.times)] if self.times else parts)

@@ -164,10 +164,8 @@ class OperatorTimes:
         saves = [row for row in kinds if row.is_gain][:2]
         loses = [row for row in self.tables["operators"] if row.is_loss and row.calls[0].kind != COPY_KIND][:2]
         loses += [row for row in kinds if row.is_loss and row.name == COPY_KIND]
-        gains, losses = (
-            " and ".join(f"{abs(row.difference_ms):.2g} ms in {row.name}" for row in rows) or "nothing"
-            for rows in (saves, loses)
-        )
+        words = [[f"{abs(row.difference_ms):.2g} ms in {row.name}" for row in rows] for rows in (saves, loses)]
+        gains, losses = (" and ".join(rows) or "nothing" for rows in words)
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
         step = f"the step takes {contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last"
         explained = f"the rows explain {self.explained_pct:.0f} % of the step"
