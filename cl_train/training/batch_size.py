@@ -6,12 +6,10 @@ import math
 import statistics
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from cl_train.comparison.paired import CONTIGUOUS, Layout, TimedModel, Workload, measurement_state
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
@@ -39,11 +37,9 @@ class BatchSpeed(NamedTuple):
 
 
 def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
-    """`cfg` with the number of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires.
-
-    Rank 0 measures eager steps on images of the largest size; on a CPU in a forked process, which the system may kill.
-    Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly.
-    """
+    """`cfg` with the number of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires. Rank 0
+    measures eager steps on images of the largest size; on a CPU in a forked process, which the system may kill.
+    ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly."""
     if cfg.batch_size == AUTO_BATCH_SIZE:
         return dataclasses.replace(cfg, batch_size=on_main(lambda: _fastest_batch_size(cfg, dist), dist))
     if cfg.global_batch_size is None:
@@ -76,7 +72,15 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
         layout = CONTIGUOUS  # on a CPU channels_last may crash, which `auto` avoids
     with measurement_state(workload):
         model = build_model(dataclasses.replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process)
-        measure = partial(_measure, model, layout, workload)
+
+        @crash_safe
+        def measure(batch_size: int) -> BatchSpeed:
+            release_memory()
+            timed = TimedModel(model, layout, dataclasses.replace(workload, batch_size=batch_size))
+            timed.warm_up()
+            peak_gib = timed.peak_memory_gib([timed])
+            return BatchSpeed(batch_size, batch_size / statistics.median(timed.block_times_s(STEPS)), peak_gib)
+
         chosen, measured = search(measure, largest, limit_gib, TIME_LIMIT_S[device.type])
     release_memory()
     if device.type == "cuda":
@@ -84,15 +88,6 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)
     log.info("batch_size=auto: %d (images/s by size, in %.1f GiB: %s)", chosen, limit_gib, speeds)
     return chosen
-
-
-@crash_safe
-def _measure(model: nn.Module, layout: Layout, workload: Workload, batch_size: int) -> BatchSpeed:
-    release_memory()
-    timed = TimedModel(model, layout, dataclasses.replace(workload, batch_size=batch_size))
-    timed.warm_up()
-    peak_gib = timed.peak_memory_gib([timed])
-    return BatchSpeed(batch_size, batch_size / statistics.median(timed.block_times_s(STEPS)), peak_gib)
 
 
 def search(

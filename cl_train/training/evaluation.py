@@ -52,11 +52,9 @@ def evaluate_model(
     metrics: Callable[..., Any] | None = None,
     flip: bool = False,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this rank.
-
-    `metrics` are called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
-    Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
-    """
+    """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this rank. `metrics` are
+    called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
+    Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded."""
     for buffer in model.buffers() if dist.world_size > 1 else ():  # BatchNorm's statistics, as rank 0 saves them
         torch.distributed.broadcast(buffer, src=0)
     skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)

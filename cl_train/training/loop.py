@@ -30,11 +30,10 @@ log = logging.getLogger(__name__)
 def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     """Run `cfg` with its records in `folder` (rank 0's). A program that goes on after the run gives its own `command`.
 
-    Raises:
-        ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
-        TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
+    Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
+    TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
     """
-    signals = StopRequest(ends_process=command is None)
+    signals = StopRequest(ends_process=command is None)  # at the second Ctrl-C; a program gets a KeyboardInterrupt
     with ExitStack() as last, ExitStack() as stack:
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))

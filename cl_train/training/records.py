@@ -47,11 +47,9 @@ _PLACE = ("kind", "step", "epoch", "time")  # of a record in a run
 
 
 class Records:
-    """The records of one run: `metrics.jsonl`, `config.yaml`, `summary.json`, also for the trackers.
-
-    `folder` None (other ranks than 0): nothing is written. `description`: the part of the summary that is known before
-    the first step. A resumed run drops records of lost work, and of an evaluation that will be repeated.
-    """
+    """`metrics.jsonl`, `config.yaml`, `summary.json`, and what the trackers receive; nothing without a `folder` (other
+    ranks than 0). `description`: the part of the summary that is known before the first step. A resumed run drops
+    records of lost work, and of an evaluation that will be repeated."""
 
     def __init__(
         self, folder: Path | None, cfg: Config, trackers: "Trackers", description: dict[str, Any], progress: Progress
@@ -89,11 +87,9 @@ class Records:
         return self.of_kind("train") or [record for record in self._earlier if record["kind"] == "train"]
 
     def finish(self, status: str, **results: Any) -> dict[str, Any]:
-        """Write `summary.json` with `results`, which the records do not have, and return its content.
-
-        Percent is 0-100, unknown is None. Results are those of this process, unless it had nothing left to train.
-        Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed.
-        """
+        """Write `summary.json` with `results`, which the records do not have, and return its content. Percent is 0-100,
+        unknown is None. Results are those of this process, unless it had nothing left to train.
+        Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed."""
         everything, progress = self._earlier + self._new, self._progress
         records = self._new if status == "failed" or self.of_kind("train") else everything
         trained = [record for record in records if record["kind"] == "train"]
