@@ -27,11 +27,8 @@ FP32 = resolve_precision("fp32", CPU)
 
 
 def failing(error: Exception) -> nn.Module:
-    def fail(*_: object) -> None:
-        raise error
-
     model = nn.Identity()
-    model.register_forward_pre_hook(fail)
+    model.register_forward_pre_hook(Mock(side_effect=error))
     return model
 
 
@@ -137,25 +134,20 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
     monkeypatch.setattr(batch_size, "STEPS", 1)
     monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
     cfg = tiny("batch_size=auto", "channels_last=auto", "precision=bf16", "augment.repeats=2")
-    asked: list[list[BatchSpeed]] = []
-
-    def kept(*arguments: Any) -> tuple[int, list[BatchSpeed]]:
-        chosen, measured = search(*arguments)
-        asked.append(measured)
-        return chosen, measured
-
-    monkeypatch.setattr(batch_size, "search", kept)
+    found: list[tuple[int, list[BatchSpeed]]] = []
+    monkeypatch.setattr(batch_size, "search", lambda *a: found.append(search(*a)) or found[-1])
     state = torch.get_rng_state()
     free = resolve_batch_size(cfg, ALONE)
-    limit_gib = asked[0][2].peak_memory_gib  # of 32 images
+    limit_gib = found[0][1][2].peak_memory_gib  # of 32 images
     monkeypatch.setattr(batch_size, "available_bytes", lambda device: int(limit_gib * 2**30))
     bounded = resolve_batch_size(cfg, ALONE)
     assert torch.equal(torch.get_rng_state(), state)
-    assert asked[0][-1].batch_size == 96, "there are 96 training images"
-    peaks = [item.peak_memory_gib for item in asked[0]]
+    (_, measured), (_, fitting) = found
+    assert measured[-1].batch_size == 96, "there are 96 training images"
+    peaks = [item.peak_memory_gib for item in measured]
     assert peaks == sorted(peaks) and peaks[-1] > 2 * peaks[0]
-    assert 8 <= bounded.batch_size < 32 and asked[1][-1].peak_memory_gib <= 0.9 * limit_gib
-    assert free.batch_size in [item.batch_size for item in asked[0]]
+    assert 8 <= bounded.batch_size < 32 and fitting[-1].peak_memory_gib <= 0.9 * limit_gib
+    assert free.batch_size in [item.batch_size for item in measured]
     assert replace(free, batch_size=0) == cfg, "nothing else of the settings changes"
     assert resolve_batch_size(free, ALONE) is free, "a number is left alone"
 

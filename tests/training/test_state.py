@@ -32,7 +32,6 @@ def build(channels_last: bool = False, optimizer: str = "sgd", half: bool = Fals
 
 
 def saved(path: Path, state: TrainState, steps: int = 2) -> dict[str, Any]:
-    """A checkpoint after a few steps."""
     for step in range(steps):
         images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
         state.model(images).square().mean().backward()
