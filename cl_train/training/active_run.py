@@ -105,8 +105,7 @@ class ThroughputMeter:
 
 
 def reads_late(device: torch.device) -> bool:
-    """Whether the host would wait for the device by reading a log line at once."""
-    return device.type != "cpu"
+    return device.type != "cpu"  # whose host would wait for it by reading a log line at once
 
 
 @dataclass
@@ -240,5 +239,5 @@ def check_bad_steps(found: list[tuple[int, int, float]], count: int, limit: int)
 
 
 def mean(records: list[dict[str, Any]], name: str) -> float:
-    images = sum(record["images"] for record in records)  # the weights
+    images = sum(record["images"] for record in records)  # not fmean: it raises an exception for losses like 1e308
     return sum(float(record[name]) * record["images"] for record in records) / images

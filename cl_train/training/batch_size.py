@@ -49,9 +49,7 @@ def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
     if rest or not micro_steps:
         raise ConfigError(f"{asked}: it is not a multiple; choose another batch_size")
     if micro_steps > 1 and cfg.ddp_static_graph:
-        raise ConfigError(
-            f"{asked} needs micro-steps, not with ddp_static_graph=true: raise batch_size or set it to false"
-        )
+        raise ConfigError(f"{asked} needs micro-steps: raise batch_size, or set ddp_static_graph=false")
     return dataclasses.replace(cfg, accumulate_steps=micro_steps)
 
 

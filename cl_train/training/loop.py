@@ -3,7 +3,7 @@
 import logging
 import shlex
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -47,7 +47,8 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         run_log.open_file(folder if dist.is_main else None)
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
         stack.push(partial(record_failure, run))
-        profile_step = stack.enter_context(profile(folder if cfg.profile and dist.is_main else None, dist.device))
+        profiling = profile(folder, dist.device) if cfg.profile and dist.is_main else nullcontext(lambda: None)
+        profile_step = stack.enter_context(profiling)
         # Until here a signal ends the process at once; from now on it does not interrupt the closing of data and files.
         last.enter_context(signals)
         cfg, plan, state, progress, meter = run.plan.cfg, run.plan, run.state, run.progress, run.meter

@@ -191,15 +191,14 @@ def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
     medians = {str(size): round(spread(found, "images_per_s")["median"], 2) for size, found in sorted(by_size.items())}
     image_size = without_warmup(records)[-1]["image_size"]
     records = by_size[image_size]
-    waited_s = sum(record["data_wait_pct"] * record["seconds"] for record in records)
     end_to_end = {name: round(value, 2) for name, value in spread(records, "images_per_s").items()}
     speeds = {"end_to_end": end_to_end, "compute": None, "loader": None}
-    step_ms = spread(records, "step_ms")
+    step_ms, waits_pct = spread(records, "step_ms"), [record["data_wait_pct"] for record in records]
     return {
         "image_size": image_size,
         "images_per_s": speeds | ({"by_image_size": medians} if len(medians) > 1 else {}),
         "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
-        "data_wait_pct": round(waited_s / sum(record["seconds"] for record in records), 2),
+        "data_wait_pct": round(statistics.fmean(waits_pct, weights=[record["seconds"] for record in records]), 2),
     }
 
 
@@ -300,11 +299,8 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def profile(folder: Path | None, device: torch.device) -> Iterator[Callable[[], object]]:
+def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]]:
     """Trace three steps after seven, into `trace.json.gz` and `operators.txt`; call what it gives once per step."""
-    if folder is None:
-        yield lambda: None
-        return
     trace = folder / "trace.json.gz"
     key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
 

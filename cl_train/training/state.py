@@ -90,14 +90,11 @@ class Plan:
 
     def lr_at(self, progress: Progress) -> float:
         """The learning rate of the next step; `optim.lr` is scaled linearly to the batch (Goyal et al. 2017)."""
-        lr, reference = self.cfg.optim.lr, self.cfg.optim.reference_batch_size
-        return lr_at(
-            progress.epoch * self.steps_per_epoch + progress.step_in_epoch,
-            self.cfg.schedule,
-            lr=lr * (self.global_batch_size / reference) if reference else lr,
-            steps_per_epoch=self.steps_per_epoch,
-            total_steps=self.steps_per_epoch * len(self.image_sizes),
-        )
+        step = progress.epoch * self.steps_per_epoch + progress.step_in_epoch
+        reference, lr = self.cfg.optim.reference_batch_size, self.cfg.optim.lr
+        lr = lr * (self.global_batch_size / reference) if reference else lr
+        sizes = {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.steps_per_epoch * len(self.image_sizes)}
+        return lr_at(step, self.cfg.schedule, lr=lr, **sizes)
 
     def is_epoch_end(self, progress: Progress) -> bool:
         return progress.step_in_epoch == self.steps_per_epoch or progress.step >= self.last_step
@@ -203,9 +200,7 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, tr
     if training:
         problems += differences(saved, current, ("data_fingerprint", "global_batch_size"))
     if problems:
-        advice = (
-            "resume needs the same model, classes, data and global batch; weights=<checkpoint> takes the weights only"
-        )
+        advice = "resume needs the same model, classes, data and global batch; weights=<checkpoint> takes weights only"
         raise ConfigError([*(f"resume: {problem}" for problem in problems), advice])
     if not training:
         return []
