@@ -79,14 +79,12 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)  # gpu[003-007,010] of gpu[003-007,010],other1
     assert first is not None
     environment.update(
-        {
-            "RANK": environment.get("SLURM_PROCID", ""),
-            "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
-            "WORLD_SIZE": tasks,
-            "LOCAL_WORLD_SIZE": per_node[min(node, len(per_node) - 1)],
-            "MASTER_ADDR": environment.get("MASTER_ADDR") or re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]),  # gpu003
-            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
-        }
+        RANK=environment.get("SLURM_PROCID", ""),
+        LOCAL_RANK=environment.get("SLURM_LOCALID", ""),
+        WORLD_SIZE=tasks,
+        LOCAL_WORLD_SIZE=per_node[min(node, len(per_node) - 1)],
+        MASTER_ADDR=environment.get("MASTER_ADDR") or re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]),  # gpu003
+        MASTER_PORT=environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
     )
 
 
