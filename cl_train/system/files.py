@@ -261,8 +261,8 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
             except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
                 before, holder = holder, os.pread(file.fileno(), 4096, 0).decode(errors="replace") or "another process"
             if waiting_for is None:
-                folder = Path(path).parent
-                raise LockHeld(f"another run writes to {folder} ({holder}): stop it, or choose another hydra.run.dir")
+                what = f"another run writes to {Path(path).parent} ({holder})"
+                raise LockHeld(f"{what}: stop it, or choose another hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER")
             if holder != before:
                 print(f"waiting for {waiting_for}: locked by {holder} ({path})", file=sys.stderr, flush=True)
             time.sleep(0.2)

@@ -56,6 +56,6 @@ def test_freed_memory_is_kept_without_page_faults_until_it_is_released() -> None
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     keep_freed_memory(CPU)
-    assert min(page_faults() for _ in range(20)) < 1000  # small tensors may take the place of the first ones
+    assert any(page_faults() < 1000 for _ in range(20))  # small tensors may take the place of the first ones
     release_memory()
     assert page_faults() > 10_000
