@@ -50,9 +50,8 @@ def main(words: list[str]) -> int:
         from cl_train.comparison.sweep import run_sweep
         from cl_train.training.setup import check_runs
 
-        settings = [run.cfg for run in runs]
-        check_runs(settings)
-        return run_sweep(words, runs=settings)
+        check_runs([run.cfg for run in runs])
+        return run_sweep(words, runs=runs)
     try:
         return _train(runs[0], command=None).exit_code
     except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save

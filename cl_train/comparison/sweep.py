@@ -25,8 +25,8 @@ from pathlib import Path
 from cl_train.comparison.pairs import read_run
 from cl_train.comparison.report import compare_folders
 from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, plan_sweep, problem_of, write_end
-from cl_train.config.command_line import check_command_line, quoted
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.command_line import Composed, check_command_line, quoted
+from cl_train.config.schema import ConfigError
 from cl_train.system.files import lock_file
 from cl_train.system.processes import STOP_SIGNALS, end_with_parent, read_launch
 
@@ -49,7 +49,7 @@ class Slot:
     cpus_per_task: int | None = None  # of srun
 
 
-def run_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> int:
+def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) -> int:
     """Run all jobs of train.py's `arguments`, then write the comparison. `runs` as in `plan_sweep`.
 
     Returns the exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison is written too).

@@ -7,13 +7,13 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from cl_train.comparison.pairs import read_run
 from cl_train.comparison.statistics import MIN_WINDOWS
-from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, CommandLine, check_command_line, compose, split_sweep
+from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, CommandLine, Composed, compose
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
 from cl_train.config.validation import from_mapping, setting_fields
 from cl_train.data.sample import PATTERNS, SampleSpec
@@ -107,43 +107,44 @@ def lines_of_log(folder: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -> Sweep:
+def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) -> Sweep:
     """The jobs of train.py's arguments, or those of the sweep that `resume_sweep=` names.
 
-    `runs`: what `check_command_line` returned for the arguments; None = call it, 0.1 s per run. Raises ConfigError: a
-    setting of the sweep itself, runs too short for a comparison, or a folder that is in use.
+    `runs`: what `compose` returned for the arguments; None = call it, 0.1 s per run. Raises ConfigError: a setting of
+    the sweep itself, runs too short for a comparison, or a folder that is in use.
     """
-    fixed, axes = split_sweep(arguments)
+    runs = compose(CommandLine.parse(arguments)) if runs is None else runs
+    by_place = list(zip(*(run.words for run in runs), strict=True))
+    fixed = [words[0] for words in by_place if len(set(words)) == 1]
+    varied = {_key(words[0]) for words in by_place if len(set(words)) > 1}
     for_sweep = [word for word in fixed if _is_own(word)]
     hydra = [word for word in fixed if word.startswith("hydra.")]
     words = [word for word in fixed if word not in (*for_sweep, *hydra)]
-    problems = []
-    for axis in axes:
-        if _is_own(axis[0]) and _key(axis[0]) != "nproc":
-            problems.append(f"{_key(axis[0])} belongs to the whole sweep and takes one value")
-        if len(set(axis)) < len(axis):
-            problems.append(f"{_key(axis[0])}: a value is listed twice; repeats=2 runs every job twice")
+    problems = [
+        f"{k} belongs to the whole sweep and takes one value" for k in sorted(varied) if _is_own(k) and k != "nproc"
+    ]
+    if len({run.words for run in runs}) < len(runs):
+        problems.append("a value is listed twice; repeats=2 runs every job twice")
     if any(_key(word) == "hydra.run.dir" for word in hydra):
         problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
     if problems:
         raise ConfigError(problems)
-    runs = check_command_line(arguments) if runs is None else runs
-    settings = runs[0]
+    settings = runs[0].cfg
     if settings.resume_sweep is not None:
         launcher = [word for word in for_sweep if word.startswith("launcher")]
-        if words or axes or {_key(word) for word in for_sweep} - {"resume_sweep", "only_group", *map(_key, launcher)}:
+        if words or varied or {_key(word) for word in for_sweep} - {"resume_sweep", "only_group", *map(_key, launcher)}:
             raise ConfigError("resume_sweep runs what is missing in a sweep: leave out the other settings")
         sweep = replace(read_sweep(Path(settings.resume_sweep)), only_group=settings.only_group)
         return replace(sweep, launcher=settings.launcher) if launcher else sweep
     if settings.only_group is not None:
         raise ConfigError("only_group needs resume_sweep=FOLDER")
-    jobs = _plan_jobs(words, axes, runs)
-    folder = compose(CommandLine.parse(hydra))[0].folder("sweep")
+    jobs = _plan_jobs(words, varied, runs)
+    folder = runs[0].folder("sweep")
     if (folder / "sweep.json").is_file():
         raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
     if taken := [job.name for job in jobs if (folder / job.name).exists()]:
         raise ConfigError(f"{folder / taken[0]} exists already: choose another folder with hydra.sweep.dir=FOLDER")
-    by, keys = settings.compare_by, {_setting_of(axis[0]) for axis in axes}
+    by, keys = settings.compare_by, set(map(_setting_of, varied))
     if keys and by not in keys and keys <= setting_fields(Config).keys():  # not: an experiment
         advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
         print(f"warning: all jobs have the same {by}, so nothing is compared; use {advice}", flush=True)
@@ -151,7 +152,7 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Config] | None = None) -
 
 
 def _is_own(word: str) -> bool:
-    """Whether a setting belongs to the sweep, not to its jobs."""
+    """Whether a setting, as `key=value` or the key, belongs to the sweep, not to its jobs."""
     return _key(word) in (*MULTIRUN_KEYS, "launcher") or word.startswith("launcher.")
 
 
@@ -164,10 +165,11 @@ def _setting_of(word: str) -> str:
     return f"{_key(word)}.name" if _key(word) in GROUPS else _key(word)
 
 
-def _plan_jobs(fixed: Sequence[str], axes: Sequence[Sequence[str]], runs: Sequence[Config]) -> list[Job]:
+def _plan_jobs(fixed: Sequence[str], varied: Collection[str], runs: Sequence[Composed]) -> list[Job]:
     """Order: jobs that differ only in the compared key are adjacent, and their repeats alternate: A B B A A B."""
     groups: dict[tuple[str, ...], list[Job]] = {}
-    for chosen, cfg in zip(itertools.product(*axes), runs, strict=True):
+    for run in runs:
+        cfg, chosen = run.cfg, [word for word in run.words if _key(word) in varied]
         others = tuple(word for word in chosen if _setting_of(word) != cfg.compare_by)
         compared = [word for word in chosen if word not in others]
         if compared and _has_few_windows(cfg):
@@ -184,9 +186,9 @@ def _plan_jobs(fixed: Sequence[str], axes: Sequence[Sequence[str]], runs: Sequen
     jobs: list[Job] = []
     names: Counter[str] = Counter()
     for number, sides in enumerate(groups.values()):
-        for repeat in range(1, runs[0].repeats + 1):
+        for repeat in range(1, runs[0].cfg.repeats + 1):
             for job in sides if repeat % 2 else sides[::-1]:
-                name = safe_name(f"{job.name}_{repeat}" if runs[0].repeats > 1 else job.name)
+                name = safe_name(f"{job.name}_{repeat}" if runs[0].cfg.repeats > 1 else job.name)
                 names[name] += 1
                 name += f"-{names[name]}" if names[name] > 1 else ""  # a/b and a_b make the same name
                 jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat, group=number))

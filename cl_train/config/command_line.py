@@ -90,7 +90,8 @@ class Composed:
 
     cfg: Config
     raw: DictConfig
-    given_keys: frozenset[str]  # what the command line sets
+    words: tuple[str, ...]  # the arguments that give this run alone
+    given_keys: frozenset[str]  # what they set
 
     def folder(self, kind: str) -> Path:
         """The folder of the "run" or the "sweep". Raises ConfigError: its name cannot be resolved."""
@@ -118,7 +119,7 @@ def compose(line: CommandLine) -> list[Composed]:
         axes += [] if found else [_alternatives(word, line.folders)]
     for words in itertools.product(*axes):
         try:
-            runs.append(run := _composed(words, line.folders))
+            runs.append(run := _composed(words, line))
         except ConfigError as error:
             problems += error.problems
             continue
@@ -177,14 +178,6 @@ def _word_problems(word: str, folders: Sequence[Path], multirun: bool = False) -
 def _chosen_by_group(word: str) -> str:
     group, _, value = word.partition("=")
     return f"write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
-
-
-def split_sweep(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The words of a sweep that was checked already: those of every job, and those of each key that varies."""
-    line = CommandLine.parse(words)
-    axes = [_alternatives(word, line.folders) for word in line.words]
-    fixed = [f"--config-dir={line.config_dir}"] if line.config_dir else []
-    return fixed + [axis[0] for axis in axes if len(axis) == 1], [axis for axis in axes if len(axis) > 1]
 
 
 def _alternatives(word: str, folders: Sequence[Path]) -> list[str]:
@@ -286,16 +279,17 @@ def _start_words(typed: Mapping[str, Any], folders: Sequence[Path]) -> list[str]
     return words
 
 
-def _composed(words: Sequence[str], folders: Sequence[Path]) -> Composed:
-    """The settings that the words and the files in `folders` give. The file of `config=` is between them."""
+def _composed(words: Sequence[str], line: CommandLine) -> Composed:
+    """The settings that the words and the files of the line give. The file of `config=` is between them."""
     typed = {override.key_or_group: override.value() for override in map(_parsed, words)}
     try:
-        raw = _compose_files([*_start_words(typed, folders), *words], folders)
+        raw = _compose_files([*_start_words(typed, line.folders), *words], line.folders)
         nodes = {str(key): raw[key] for key in raw if key != "hydra"}
         plain = {k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v for k, v in nodes.items()}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
-    composed = Composed(load(plain), raw, frozenset(typed))
+    options = [f"--config-dir={line.config_dir}"] if line.config_dir else []
+    composed = Composed(load(plain), raw, (*options, *words), frozenset(typed))
     for key in typed.keys() & {*HYDRA_KEYS}:
         composed.folder(key.split(".")[1])
     return composed

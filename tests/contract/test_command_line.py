@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cl_train.cli import main
-from cl_train.config.command_line import CONF_DIR, GROUPS, check_command_line, group_choices, split_sweep
+from cl_train.config.command_line import CONF_DIR, GROUPS, CommandLine, check_command_line, compose, group_choices
 from cl_train.config.schema import OPTIMIZERS, Config, ConfigError, OptimConfig
 from cl_train.config.validation import load, setting_fields, settings_from_arguments
 from tests.faults.forkserver import ForkServer
@@ -289,8 +289,8 @@ def test_recipes_of_another_folder(tmp_path: Path) -> None:
     words = [f"--config-dir={tmp_path}", "experiment=mine", "optim=adamw"]
     (cfg,) = check_command_line(words)
     assert (cfg.epochs, cfg.optim.weight_decay) == (77, 0.05)
-    fixed, _ = split_sweep(["-m", *words])
-    assert check_command_line(fixed) == [cfg], "the jobs of a sweep find it too"
+    (run,) = compose(CommandLine.parse(["-m", *words]))
+    assert check_command_line(run.words) == [cfg], "the jobs of a sweep find it too"
 
 
 def test_a_value_is_read_in_the_type_of_its_setting() -> None:
