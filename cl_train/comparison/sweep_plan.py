@@ -120,9 +120,8 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     for_sweep = [word for word in fixed if _is_own(word)]
     hydra = [word for word in fixed if word.startswith("hydra.")]
     words = [word for word in fixed if word not in (*for_sweep, *hydra)]
-    problems = [
-        f"{k} belongs to the whole sweep and takes one value" for k in sorted(varied) if _is_own(k) and k != "nproc"
-    ]
+    own = sorted(key for key in varied if _is_own(key) and key != "nproc")
+    problems = [f"{key} belongs to the whole sweep and takes one value" for key in own]
     if len({run.words for run in runs}) < len(runs):
         problems.append("a value is listed twice; repeats=2 runs every job twice")
     if any(_key(word) == "hydra.run.dir" for word in hydra):
