@@ -122,8 +122,8 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     words = [word for word in fixed if word not in (*for_sweep, *hydra)]
     own = sorted(key for key in varied if _is_own(key) and key != "nproc")
     problems = [f"{key} belongs to the whole sweep and takes one value" for key in own]
-    if len({run.words for run in runs}) < len(runs):
-        problems.append("a value is listed twice; repeats=2 runs every job twice")
+    if twice := [words for words, count in Counter(run.words for run in runs).items() if count > 1]:
+        problems.append(f"a value is listed twice ({' '.join(twice[0])}); repeats=2 runs every job twice")
     if any(_key(word) == "hydra.run.dir" for word in hydra):
         problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
     if problems:
