@@ -173,7 +173,7 @@ def test_runs_that_are_not_compared_or_one_window_longer_are_accepted(words: str
         ("channels_last=true,false hydra.sweep.dir={sweep}", "resume_sweep"),
         ("resume_sweep={sweep}/..", "sweep.json"),
         ("seed=1,2 only_group=1", "only_group needs resume_sweep"),
-        ("channels_last=false,false", "a value is listed twice (channels_last=false"),
+        ("channels_last=false,false", "listed twice .channels_last=false"),
         *((f"channels_last=true,false {words}", "log_every") for words in SHORT),
         ("channels_last=true,false launcher.gpus=all hydra.sweep.dir={sweep}/new", "launcher.gpus"),
     ],
