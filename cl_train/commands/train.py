@@ -109,7 +109,8 @@ def _train(run: Composed, command: str | None) -> "RunResult":
             resume_path(cfg.resume)  # before the sample data is generated
         folder = run.folder("run")
     if cfg.evaluate_only and cfg.weights is not None and cfg.resume is None:
-        cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, run.given_keys))
+        given = {word.partition("=")[0].lstrip("+") for word in run.words}
+        cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given))
     return loop.train(cfg, folder, command=command)
 
 

@@ -91,7 +91,6 @@ class Composed:
     cfg: Config
     raw: DictConfig
     words: tuple[str, ...]  # the arguments that give this run alone
-    given_keys: frozenset[str]  # what they set
 
     def folder(self, kind: str) -> Path:
         """The folder of the "run" or the "sweep". Raises ConfigError: its name cannot be resolved."""
@@ -289,7 +288,7 @@ def _composed(words: Sequence[str], line: CommandLine) -> Composed:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     options = [f"--config-dir={line.config_dir}"] if line.config_dir else []
-    composed = Composed(load(plain), raw, (*options, *words), frozenset(typed))
+    composed = Composed(load(plain), raw, (*options, *words))
     for key in typed.keys() & {*HYDRA_KEYS}:
         composed.folder(key.split(".")[1])
     return composed
