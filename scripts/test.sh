@@ -5,7 +5,7 @@ export EXTRAS=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --faults ]; then
     shift
-    exec .venv/bin/python -m pytest tests/faults --full "$@"
+    exec .venv/bin/python -m pytest tests/faults --full -rA "$@"
 fi
 # Three processes on two cores, because many tests wait; a file stays in one. Later arguments win: -n 0 is one process.
 exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,9 +1,5 @@
-"""The fault matrix: which faults are planted, and how often in the ordinary tests (quick) and by `--full`.
+"""The fault matrix: which faults are planted, and how often in the ordinary tests (quick) and by `--full`."""
 
-`--full` writes each row that has run into results/faults-full.json.
-"""
-
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -11,21 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
-from cl_train.system.files import write_json
-from cl_train.system.machine import git_state
-from tests.faults import (
-    checkpoint_faults,
-    command_faults,
-    input_faults,
-    rank_faults,
-    run_faults,
-    tiny,
-    training_faults,
-)
+from tests.faults import checkpoint_faults, command_faults, input_faults, rank_faults, run_faults, tiny, training_faults
 from tests.faults.bench import Bench, Outcome
-from tests.faults.forkserver import REPOSITORY, ForkServer
+from tests.faults.forkserver import ForkServer
 
 
 @dataclass(frozen=True)
@@ -107,18 +92,5 @@ def test_fault(fault: Fault, bench: Bench, is_full: bool, caplog: pytest.LogCapt
         pytest.skip("takes long even for one try: --full")
     outcome, started = Outcome(), time.monotonic()
     fault.plant(bench, outcome, *arguments)
-    if is_full:
-        path = REPOSITORY / "results/faults-full.json"
-        rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
-        rows[name_of(fault)] = {
-            "row": name_of(fault),
-            "fault": (fault.plant.__doc__ or "").splitlines()[0],
-            "tried": outcome.tried,
-            "lost": len(outcome.lost),
-            "first_losses": outcome.lost[:5],
-            "seconds": round(time.monotonic() - started, 1),
-            "commit": str(git_state()["commit"] or "")[:7] or None,
-            "torch": torch.__version__,
-        }
-        write_json(path, {"counts": "full", "rows": [*rows.values()]})
+    print(f"{name_of(fault)}: {len(outcome.lost)} of {outcome.tried} lost, {time.monotonic() - started:.0f} s")
     assert outcome.tried and not outcome.lost, outcome.lost
