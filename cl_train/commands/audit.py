@@ -11,6 +11,8 @@
 Exit codes: 0 done, 1 more than max_lost calls lost the format, 2 wrong usage or a model that does not run.
 """
 
+import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +78,8 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         dtype = resolve_precision(settings.precision, device).input_dtype
         where = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
         rows = operator_support(device, dtype)
-        return {
-            "schema_version": 1,
-            **where,
-            "operators": rows,
-        }, f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
+        text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
+        return {"schema_version": 1, **where, "operators": rows}, text
     if not settings.time and (settings.repro or settings.chart):
         raise ConfigError("repro= and chart= need time=true")
     with ExitStack() as stack:
@@ -89,18 +88,23 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
             for key, name in (("repro", settings.repro), ("chart", settings.chart))
         )
         report = _audit_model(settings)
+        result, text = report.to_dict(), str(report)
         if program:
-            program.write_text(reproduction(report.times.worst(), report.model, report.device), encoding="utf-8")
+            worst = report.times.worst()
+            program.write_text(reproduction(worst, report.model, report.device), encoding="utf-8")
+            ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
+            result["alone"] = (ran.stdout or ran.stderr).splitlines()
+            text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])
         if chart:
             from cl_train.comparison.report import write_times_chart  # with Hydra, 0.1 s
 
             if not write_times_chart(report.times, f"{report.model}, {report.precision} on {report.device}", chart):
                 raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
-    text, lost = str(report), report.totals["lost"]
+    lost = report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:
         text += f"\n{lost} calls lose channels_last, more than max_lost={settings.max_lost}"
-    return {**report.to_dict(), "exceeded": exceeded}, text
+    return {**result, "exceeded": exceeded}, text
 
 
 def _audit_model(settings: AuditSettings) -> Any:

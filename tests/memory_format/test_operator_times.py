@@ -162,6 +162,7 @@ def test_the_command_tells_all_and_writes_its_files(
     assert report["times"]["modules"] and report["exceeded"] is True
     assert report["totals"]["lost"] == 32 and report["step_ms"] > 0
     compile(Path("slow.py").read_text(), "slow.py", "exec")
+    assert [line.split()[0] for line in report["alone"]] == ["contiguous", "channels_last", "torch"]
     assert Path("times.png").read_bytes().startswith(b"\x89PNG")
     for wrong, message in (
         (["time=true", "repro=slow.py"], "^repro=.*exists"),
