@@ -68,8 +68,8 @@ def audit(
     refuse_lazy(model)
     images = _first_images(batch)
     device = images.device
-    own_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
-    forward = partial(_forward, model, precision, device, own_loss if backward else None)
+    scalar_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
+    forward = partial(_forward, model, precision, device, scalar_loss if backward else None)
     described = f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
     where = (precision.name, str(device), torch.__version__)
     report = LayoutReport(name or type(model).__name__, model_memory_format(model), described, *where)

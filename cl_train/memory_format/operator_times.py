@@ -338,8 +338,8 @@ def _kind(function: Any, phase: str) -> str:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-class _Side:
-    """The data of the model's tensors, its batch and an optimizer in one layout. The model itself is shared."""
+class _Step:
+    """The training step in one layout, with data of the model's tensors, a batch and an optimizer of its own."""
 
     def __init__(self, model: nn.Module, batch: Any, data: Data, precision: Precision) -> None:
         self._batch, self._data = batch, data
@@ -356,7 +356,7 @@ class _Side:
         for tensor, data in self._data.items():
             tensor.data = data
 
-    def step(self, forward: Forward, start: Callable[[str], None]) -> None:
+    def run(self, forward: Forward, start: Callable[[str], None]) -> None:
         torch.manual_seed(0)  # the same choices in both layouts
         start("forward")
         loss = forward(self._batch)
@@ -384,31 +384,31 @@ def time_operators(
     gc.disable()  # it would fall on some operator
     try:
         with kernel_selection(tf32=precision.tf32, autotune=not torch.are_deterministic_algorithms_enabled()):
-            sides = []
+            steps = []
             for memory_format in (torch.contiguous_format, other):
                 copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (batch, before))
-                own_batch, data = images_in(memory_format, copied) if memory_format else copied  # keeps the strides
-                sides.append(_Side(model, own_batch, data, precision))
-            return _measured(sides, forward, device, time_limit_s)
+                placed_batch, data = images_in(memory_format, copied) if memory_format else copied  # keeps the strides
+                steps.append(_Step(model, placed_batch, data, precision))
+            return _measured(steps, forward, device, time_limit_s)
     finally:
         gc.enable()
         for tensor, data in before.items():
             tensor.data = data
 
 
-def _measured(sides: list[_Side], forward: Forward, device: torch.device, time_limit_s: float) -> OperatorTimes:
+def _measured(steps: list[_Step], forward: Forward, device: torch.device, time_limit_s: float) -> OperatorTimes:
     calls: dict[Key, TimedCall] = {}
 
     def block(index: int) -> dict[Any, float]:
         """Seconds of the step without the recorder, and of each call."""
-        sides[index].apply()
+        steps[index].apply()
         wait_for(device)
         started_at = clock()
-        sides[index].step(forward, lambda phase: None)
+        steps[index].run(forward, lambda phase: None)
         wait_for(device)
         step_s = clock() - started_at
         with TimeRecorder(LAYOUTS[index], device.type == "cuda", clock, calls) as recorder:
-            sides[index].step(forward, recorder.start)
+            steps[index].run(forward, recorder.start)
         return {"step": step_s, **recorder.seconds()}
 
     def ms_of(key: object) -> Times:
