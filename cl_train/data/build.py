@@ -32,9 +32,7 @@ DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_fol
 class ImageData:
     """Training and validation images of one run, as this rank sees them. The order and the augmentation of an image do
     not depend on workers or world size; MixUp and CutMix combine a rank's images, so they depend on the world size.
-
-    `fingerprint`: of the list of files and the classes. `bad_images`: found so far by this rank.
-    """
+    `fingerprint`: of the list of files and the classes. `bad_images`: found so far by this rank."""
 
     def __init__(
         self, source: ImageSource, cfg: DataConfig, augment: AugmentConfig, batch_size: int, seed: int, dist: Dist
@@ -76,7 +74,7 @@ class ImageData:
         shards = images.by_shard() if cfg.shuffle == "shards" and isinstance(images, ShardSplit) else None
         count, global_batch_size = len(reader), self._batch_size * dist.world_size
 
-        def order(epoch: int) -> Indices:  # without `self`, which holds the loader: the memory is freed with it
+        def order(epoch: int) -> Indices:  # refers to no loader: a cycle would keep its memory
             indices = shard_permutation(seed, epoch, shards) if shards else permutation(seed, epoch, count)
             return repeated(indices, repeats, global_batch_size)
 
@@ -168,9 +166,8 @@ Data = ImageData | SyntheticData
 def build_data(
     cfg: DataConfig, augment: AugmentConfig, *, batch_size: int, seed: int, dist: Dist, training: bool = True
 ) -> Data:
-    """The data of `cfg` for this rank, in batches of `batch_size` images. Without `training` the validation images
-    stand for the training images too. Raises ConfigError: data that is missing, or does not fit the settings or
-    memory."""
+    """The data of `cfg` for this rank. Without `training` the validation images stand for the training images too.
+    Raises ConfigError: data that is missing, or does not fit the settings or memory."""
     if cfg.name == "synthetic":
         return SyntheticData(cfg, size_schedule(cfg), batch_size, seed=seed, world_size=dist.world_size)
     root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()

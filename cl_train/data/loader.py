@@ -52,7 +52,7 @@ class WorkerTimes(NamedTuple):
 
 
 class BadImageError(RuntimeError):
-    """A sample cannot be read (on_bad_image=error), or more than data.max_bad_images cannot (on_bad_image=skip)."""
+    """A sample cannot be read, or with on_bad_image=skip more than data.max_bad_images."""
 
 
 class BadImages:
@@ -304,10 +304,8 @@ class HostLoader:
                 return
         if self._order is not None:
             bad = "".join(f"; {name}: {reason}" for name, reason in list(self._bad_images.reasons.items())[-1:])
-            raise WorkerError(
-                f"data.dataset ended after {number} of {count} batches of {size} samples on rank {self._dist.rank}: its"
-                f" length is {self.samples}, of all ranks and workers together{bad}"
-            )
+            ended = f"data.dataset ended after {number} of {count} batches of {size} samples on rank {self._dist.rank}"
+            raise WorkerError(f"{ended}: its length is {self.samples}, of all ranks and workers together{bad}")
 
 
 def bottleneck_advice(

@@ -38,9 +38,8 @@ def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: 
 
 def repeated(order: Indices, repeats: int, ranks_batch_size: int) -> Indices:
     """Repeated augmentation (Hoffer et al., "Augment your batch", 2020): each batch of all ranks holds its images
-    `repeats` times, in an epoch of the same length. Copy c of image i is index i + c * images, with random numbers of
-    its own. Copies are a batch's share apart: `repeats` ranks hold different copies, as with timm's RepeatAugSampler.
-    """
+    `repeats` times, in an epoch of the same length. Copy c of image i is index i + c * images, with its own random
+    numbers. Copies are a batch's share apart: `repeats` ranks hold different ones, as with timm's RepeatAugSampler."""
     batches, distinct = len(order) // ranks_batch_size, -(-ranks_batch_size // repeats)
     images = order[: batches * distinct].reshape(batches, 1, distinct)
     copies = images + len(order) * np.arange(repeats).reshape(repeats, 1)

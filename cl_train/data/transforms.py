@@ -30,7 +30,7 @@ RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, p
 
 
 class Box(NamedTuple):
-    """A rectangle of an image, pixels."""
+    """Of an image, pixels."""
 
     top: int
     left: int
@@ -68,8 +68,8 @@ def default_val_resize(image_size: int) -> int:
 
 
 class ImageReader:
-    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips. `times`: an array of the loader
-    in the order of `WorkerTimes`. `label_shape`: () of int64, or [classes] of the float32 that a Dataset may give."""
+    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips. `times`: see `WorkerTimes`.
+    `label_shape`: () of int64, or [classes] of the float32 that a Dataset may give."""
 
     dtype = torch.uint8
     label_shape: tuple[int, ...] = ()

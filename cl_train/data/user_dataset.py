@@ -1,8 +1,6 @@
-"""The user's own torch Dataset or IterableDataset: `data=dataset data.dataset=package.module:function`.
-
-Nothing that a Dataset does can end the program without a line that names its sample: exceptions, `sys.exit`, and, in a
-worker, a crash or a hang. No value is converted unless its meaning is certain.
-"""
+"""The user's own torch Dataset or IterableDataset. Nothing that it does can end the program without a line that names
+its sample: exceptions, `sys.exit`, and, in a worker, a crash or a hang. No value is converted unless its meaning is
+certain."""
 
 import math
 import operator

@@ -155,8 +155,8 @@ class Workers(Dataset[Any]):
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
         try:
             with warnings.catch_warnings():
-                # Of more workers than cores, which the user chose; and of a forked copy of a threaded process, which
-                # may deadlock if it takes one of the parent's locks: workers take none.
+                # Of more workers than cores, which the user chose; of a fork of a threaded process, whose locks no
+                # worker takes.
                 warnings.simplefilter("ignore")
                 self._received = received = iter(DataLoader(self, **options))
         except OSError as error:

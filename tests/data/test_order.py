@@ -56,14 +56,10 @@ def test_repeated_batches_have_equal_sizes_for_any_number_of_repeats(repeats, ba
 
 def test_the_order_by_shards_is_a_permutation_that_stays_near_the_shards():
     shards = tuple(np.array_split(np.random.default_rng(0).permutation(1000), 10))
-    order = shard_permutation(0, 3, shards, window=50)
-    assert sorted(order) == list(range(1000))
-    assert np.array_equal(order, shard_permutation(0, 3, shards, window=50))
-    assert not np.array_equal(order, shard_permutation(0, 4, shards, window=50))
-    shard_of = np.empty(1000, int)
-    for number, shard in enumerate(shards):
-        shard_of[shard] = number
-    assert max(len(set(shard_of[order[start : start + 50]])) for start in range(0, 1000, 50)) <= 3
+    order, again, other = (shard_permutation(0, epoch, shards, window=50) for epoch in (3, 3, 4))
+    assert sorted(order) == list(range(1000)) and np.array_equal(order, again) and not np.array_equal(order, other)
+    shard_of = {image: number for number, shard in enumerate(shards) for image in shard}
+    assert all(len({shard_of[image] for image in order[start : start + 50]}) <= 3 for start in range(0, 1000, 50))
 
 
 @pytest.mark.parametrize(

@@ -145,34 +145,24 @@ SCRIPT = """
 import os, signal, time
 from tests.data.image_folders import folder_data
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for _ in range({parents}):
-    if os.fork() == 0:
-        data = folder_data({root!r}, workers=2)
-        batches = data.train_loader.batches(0)
-        next(batches)
-        pids = [os.getpid(), *[process.pid for process in data.train_loader._workers.processes]]
-        os.write(1, (" ".join(map(str, pids)) + "\\n").encode())
-        time.sleep(10_000)
+data = folder_data({root!r}, workers=2)
+batches = data.train_loader.batches(0)
+next(batches)
+print(*[process.pid for process in data.train_loader._workers.processes], flush=True)
 time.sleep(10_000)
 """
-STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 
 
 @pytest.mark.slow
-def test_workers_end_when_their_parent_is_stopped(root):
-    program = SCRIPT.format(root=str(root), parents=len(STOP_SIGNALS))
-    starter = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    families = [[int(pid) for pid in starter.stdout.readline().split()] for _ in STOP_SIGNALS]
-    for number, (parent, *children) in zip(STOP_SIGNALS, families, strict=True):
-        processes = [Process(pid) for pid in (parent, *children)]
-        assert len(children) == 2 and all(process.is_running() for process in processes)
-        os.kill(parent, number)
-        wait_until(lambda: not any(process.is_running() for process in processes))  # noqa: B023
-    starter.kill()
-    starter.wait(LIMIT_S)
-    starter.stdout.close()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_when_their_parent_is_stopped(root, number):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SCRIPT.format(root=str(root))], **options) as parent:
+        children = [Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2 and all(process.is_running() for process in children)
+        parent.send_signal(number)
+        parent.wait(LIMIT_S)
+    wait_until(lambda: not any(process.is_running() for process in children))
 
 
 @pytest.mark.slow
