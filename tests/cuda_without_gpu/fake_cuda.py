@@ -7,7 +7,7 @@ allocator's rule for `record_stream` is checked when memory is freed.
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, ClassVar
 
@@ -30,10 +30,8 @@ def kernels_without_meta() -> torch.library.Library:
     """torch 2.15 cannot run these on tensors without data; they update in place and return nothing that is used."""
     library = torch.library.Library("aten", "IMPL")
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr"):
-        try:
+        with suppress(RuntimeError):  # a later torch has it
             library.impl(name, lambda *arguments, **words: None, "Meta")
-        except RuntimeError:  # a later torch has it
-            continue
     library.impl("_amp_update_scale_", lambda scale, *arguments, **words: scale, "Meta")
     return library
 

@@ -109,8 +109,7 @@ def check_failure(store: CheckpointStore, folder: Path, state: Any) -> None:
         store.save(state, step)
         store.wait()
     found = store.newest()
-    is_first = found is not None and found[0].name == "step-00000001.pt" and torch.equal(found[1]["w"], state["w"])
-    assert is_first, "the previous checkpoint is not the newest"
+    assert found is not None and torch.equal(found[1]["w"], state["w"])
     assert os.listdir(folder) == ["step-00000001.pt"], f"left {os.listdir(folder)}"
     with (
         unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0),
@@ -143,8 +142,7 @@ def truncated_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
         with outcome.attempt():
             check_refused(bad)
             found = store.newest()
-            is_used = found is not None and found[0] == good and found[2] and str(bad) in found[2][0]
-            assert is_used, "the one before it was not used, or the bad one not named"
+            assert found is not None and found[0] == good and str(bad) in found[2][0]
 
 
 def check_refused(path: Path) -> None:

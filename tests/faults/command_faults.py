@@ -125,8 +125,7 @@ def odd_folders_and_environments(bench: Bench, outcome: Outcome) -> None:
             if is_mounted:
                 running = bench.start(here / name / "run", "short_retries")
                 with outcome.attempt():
-                    is_told = running.wait() in codes and "Traceback" not in running.output()
-                    assert is_told, f"{name}: exit code {running.wait()}: {running.output()[-600:]}"
+                    assert running.wait() in codes and "Traceback" not in running.output(), (name, running.output())
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -163,8 +162,7 @@ def check_sweep(bench: Bench, folder: Path) -> None:
     assert sweep.wait() == 1, f"exit code {sweep.wait()}: {sweep.output()[-500:]}"
     names = [job.name for job in read_sweep(folder).jobs]
     outcomes = [problem_of(folder / name) for name in names]
-    is_told = len(names) == len(MODELS) and outcomes[0] is None and all(outcomes[1:])
-    assert is_told, f"how the jobs ended: {outcomes}"
+    assert len(names) == len(MODELS) and outcomes[0] is None and all(outcomes[1:]), outcomes
     stamp = (folder / names[0] / "summary.json").stat().st_mtime_ns
     broken.unlink()
     check_sweep_resumed(bench, folder)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from cl_train.system.checkpoints import CheckpointStore, load
-from tests.networks import dropout
+from tests.networks import Fault, dropout
 
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 STEPS = STEPS_PER_EPOCH * EPOCHS
@@ -21,21 +21,23 @@ STEPS = STEPS_PER_EPOCH * EPOCHS
 CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wait_pct", "warmup", "peak_memory_gib"}
 
 
-class Failing(nn.Module):
+def failing(num_classes: int, how: str) -> nn.Module:
     """A model whose job fails as long as the file PLANT_BROKEN is there."""
 
-    def __init__(self, num_classes: int, how: str) -> None:
-        super().__init__()
-        self.body, self.how = dropout(num_classes), how
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def fail(module: Fault, images: torch.Tensor, number: int) -> None:
         if os.path.exists(os.environ.get("PLANT_BROKEN", "")):
-            if self.how == "raise":
+            if how == "raise":
                 raise RuntimeError("planted in the forward pass")
-            if self.how == "memory":
+            if how == "memory":
                 raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.body(images)
+
+    return nn.Sequential(Fault(fail), dropout(num_classes))
+
+
+raising = partial(failing, how="raise")
+killed = partial(failing, how="kill")
+out_of_memory = partial(failing, how="memory")
 
 
 class Slow(nn.Module):
@@ -55,11 +57,6 @@ class Slow(nn.Module):
             is_ema = not next(self.parameters()).requires_grad
             Path(f"{marker}.ema" if is_ema else marker).touch()
         return self.body(images)
-
-
-raising = partial(Failing, how="raise")
-killed = partial(Failing, how="kill")
-out_of_memory = partial(Failing, how="memory")
 
 
 def words(images: Path, run: Path, **settings: Any) -> list[str]:
@@ -105,8 +102,7 @@ def final_state(run: Path) -> dict[str, Any]:
 def differences(ours: Any, theirs: Any) -> list[str]:
     """Where two states differ by as much as a bit."""
     (leaves, structure), (others, other_structure) = map(tree_flatten_with_path, (ours, theirs))
-    if structure != other_structure:
-        return [f"{structure} and {other_structure}"]
+    assert structure == other_structure
     return [keystr(path) for (path, one), (_, other) in zip(leaves, others, strict=True) if not is_same(one, other)]
 
 
