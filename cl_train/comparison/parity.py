@@ -32,7 +32,7 @@ from cl_train.comparison.paired import (
     workload_of,
 )
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child
+from cl_train.memory_format.crashes import Crash, OutOfMemory, crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, classify, to_memory_format
 from cl_train.memory_format.model_call import (
     call_model,
@@ -165,11 +165,11 @@ def check_parity(
         return report(None, note="no input and no weight has another order in memory in channels_last")
     step = partial(_step, model, replace(workload, batch=batch), seed)
     try:
-        return report(**in_child(lambda: _compare_layouts(model, step, layout, workload.precision, shape)))
+        return report(**_compare_layouts(model, step, layout, workload.precision, shape))
     except OutOfMemory:
         raise
     except Crash as crash:
-        in_child(lambda: _contiguous_steps(step, shape))  # a crash there is no difference, and is raised
+        _compare_layouts(model, step, CONTIGUOUS, workload.precision, shape)  # a crash there is no difference: raised
         return report(False, first_divergence=str(crash))
 
 
@@ -188,21 +188,19 @@ def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _contiguous_steps(step: Step, shape: str) -> tuple[Record, Record, torch.dtype, str]:
-    """In the precision, then in float64, or in fp32 if the model does not run in float64, for the reason returned."""
-    what = f"the model does not run on a batch {shape}"
-    with failure_explained(what, "give another batch or image_size, or mode=train or infer alone"):
-        plain = step(CONTIGUOUS)
-    try:
-        return plain, step(CONTIGUOUS, torch.float64), torch.float64, ""
-    except Exception as error:  # a model that creates or expects fp32 tensors
-        reason = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
-        return plain, step(CONTIGUOUS, torch.float32), torch.float32, reason
-
-
+@crash_safe
 def _compare_layouts(model: nn.Module, step: Step, layout: Layout, precision: Precision, shape: str) -> dict[str, Any]:
     """The fields of the report."""
-    plain, reference, exact_dtype, note = _contiguous_steps(step, shape)
+    remedy = "give another batch or image_size, or mode=train or infer alone"
+    with failure_explained(f"the model does not run on a batch {shape}", remedy):
+        plain = step(CONTIGUOUS)
+    exact_dtype, exact_limit, note = torch.float64, FLOAT64_LIMIT, ""
+    try:
+        reference = step(CONTIGUOUS, exact_dtype)
+    except Exception as error:  # a model that creates or expects fp32 tensors
+        exact_dtype, exact_limit = torch.float32, FLOAT32_LIMIT
+        note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
+        reference = step(CONTIGUOUS, exact_dtype)
     results = [tensor for kind in ("eval results", "results") for _, tensor in reference.get(kind, [])]
     if not any(tensor.isfinite().any() for tensor in results):
         return {"passed": None, "note": "the contiguous model returns nothing that is finite"}
@@ -210,7 +208,6 @@ def _compare_layouts(model: nn.Module, step: Step, layout: Layout, precision: Pr
         converted, rounded = step(layout, exact_dtype), step(layout)
     except Exception as error:
         return {"passed": False, "first_divergence": explain_failure(error), "note": note}
-    exact_limit = FLOAT64_LIMIT if exact_dtype == torch.float64 else FLOAT32_LIMIT
     exactly = partial(_compare, reference, reference, computed_in=str(exact_dtype), limit=lambda *_: exact_limit)
     checks = exactly(converted)
     if any(one.failed for one in checks) and any(one.failed for one in exactly(step(CONTIGUOUS, exact_dtype))):
