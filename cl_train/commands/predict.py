@@ -92,11 +92,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
     data = images_of_folder(cfg, card.classes, settings.batch_size, Dist(0, 1, device))
     form = DeviceFormat(device, precision.input_dtype, memory_format)
     rows: list[Any] = []
-    kernels, bar = (
-        kernel_selection(tf32=precision.tf32, autotune=False),
-        progress_bar("images", data.val_images, shown=True),
-    )
-    with kernels, bar:
+    bar = progress_bar("images", data.val_images, shown=True)
+    with kernel_selection(tf32=precision.tf32, autotune=False), bar:
         for logits, targets in outputs(model.to(device), data.validation(form), precision, flip=settings.evaluate_flip):
             labels, best = labels_and_top5(logits, targets)
             shares = logits.softmax(1).gather(1, best)

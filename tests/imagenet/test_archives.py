@@ -5,7 +5,6 @@ import hashlib
 import os
 import shutil
 import tarfile
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,28 +83,6 @@ def test_the_official_archives_become_a_folder_that_trains(tmp_path: Path) -> No
     before = snapshot(out)
     assert unpack(out, **archives) == {"train": 12, "val": 9}  # again: nothing to do
     assert snapshot(out) == before
-
-
-def test_interrupted_between_any_two_files_it_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archives = make_archives(tmp_path)
-    unpack(tmp_path / "reference", **archives)
-    read = imagenet.read_member
-    for budget in range(1, 9):
-        left = budget
-
-        def read_some(*arguments: object) -> bytes:
-            nonlocal left
-            if left == 0:
-                raise KeyboardInterrupt
-            left -= 1
-            return read(*arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(imagenet, "read_member", read_some)
-        with suppress(KeyboardInterrupt):
-            unpack(tmp_path / "out", **archives)
-    monkeypatch.undo()
-    unpack(tmp_path / "out", **archives)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "reference")
 
 
 def test_flat_validation_files_are_moved(tmp_path: Path) -> None:
