@@ -127,9 +127,7 @@ def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chose
 
 
 @pytest.mark.slow
-def test_the_real_search_keeps_within_the_memory_it_is_given(
-    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_keeps_within_its_memory(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     """An injected limit: what is measured for the chosen size stays below it, and the generators stay as they were."""
     monkeypatch.setattr(batch_size, "STEPS", 1)
     monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
@@ -153,9 +151,7 @@ def test_the_real_search_keeps_within_the_memory_it_is_given(
 
 
 @pytest.mark.slow
-def test_a_run_with_auto_trains_and_writes_the_number_down(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_auto_writes_the_number_down(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size, "STEPS", 1)
     monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

@@ -15,12 +15,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models import sources
-from cl_train.models.sources import (
-    build_model,
-    follow_published_preprocessing,
-    log_preprocessing,
-    published_preprocessing,
-)
+from cl_train.models.sources import build_model, log_preprocessing, published_preprocessing
 from cl_train.step.precision import resolve_precision
 from cl_train.training.evaluation import outputs, rows_of
 from cl_train.training.state import TrainingFault
@@ -51,9 +46,7 @@ def reference_transform(model: str, weights: str) -> Callable[[Image.Image], tor
         ("timm/vit_tiny_patch16_224", "pretrained", 2),  # mean and std 0.5
     ],
 )
-def test_logits_equal_those_of_the_published_pipeline(
-    tmp_path: Path, model_name: str, weights: str, levels: int
-) -> None:
+def test_logits_are_those_of_the_published_pipeline(tmp_path: Path, model_name: str, weights: str, levels: int) -> None:
     """In float64, with BatchNorm statistics of the images. Both resizes work on uint8: few pixels round differently."""
     published = published_preprocessing(model_name, weights).settings()
     root = write_folder(tmp_path / "images", train=8, val=6)
@@ -82,9 +75,8 @@ def test_logits_equal_those_of_the_published_pipeline(
     assert logits.argmax(1).equal(expected.argmax(1)) and len(images) == 6
 
 
-@pytest.mark.parametrize(
-    ("model", "weights", "expected"),
-    [
+def test_published_settings() -> None:
+    for model, weights, expected in (
         ("resnet50", "IMAGENET1K_V1", (224, 256, "bilinear", 0.485)),
         ("resnet50", "DEFAULT", (224, 232, "bilinear", 0.485)),
         ("vit_l_16", "IMAGENET1K_SWAG_E2E_V1", (512, 512, "bicubic", 0.485)),
@@ -92,11 +84,9 @@ def test_logits_equal_those_of_the_published_pipeline(
         ("timm/convnext_atto", "pretrained", (288, math.floor(288 / 0.95), "bicubic", 0.485)),  # its test size
         ("resnet18", "weights.pt", None),
         ("timm/coat_lite_medium_384", "pretrained", None),  # squash
-    ],
-)
-def test_published_settings(model: str, weights: str, expected: tuple[int, int, str, float] | None) -> None:
-    found = published_preprocessing(model, weights)
-    assert (found and (found.crop, found.resize, found.interpolation, found.mean[0])) == expected
+    ):
+        found = published_preprocessing(model, weights)
+        assert (found and (found.crop, found.resize, found.interpolation, found.mean[0])) == expected, (model, weights)
 
 
 def test_evaluation_follows_the_weights_but_not_against_the_user(
@@ -106,11 +96,11 @@ def test_evaluation_follows_the_weights_but_not_against_the_user(
     monkeypatch.setattr(sources, "torchvision_weights", lambda *names: reads.append(names) or original(*names))
     published_preprocessing.cache_clear()
     data, model, weights = DataConfig(image_size=128), "resnet50", "IMAGENET1K_V2"
-    followed = follow_published_preprocessing(data, model, weights, {"model", "weights", "data.root"})
+    followed = sources.follow_published_preprocessing(data, model, weights, {"model", "weights", "data.root"})
     assert (followed.image_size, followed.val_size, followed.val_resize) == (224, None, 232)
-    kept = follow_published_preprocessing(data, model, weights, {"data.image_size", "data.std"})
+    kept = sources.follow_published_preprocessing(data, model, weights, {"data.image_size", "data.std"})
     assert (kept.image_size, kept.val_resize, kept.mean) == (128, None, data.mean)
-    assert follow_published_preprocessing(data, model, "weights.pt", set()) == data
+    assert sources.follow_published_preprocessing(data, model, "weights.pt", set()) == data
     log_preprocessing(followed, model, weights, evaluate_only=True)
     assert not caplog.records
     log_preprocessing(kept, model, weights, evaluate_only=True)
@@ -144,9 +134,7 @@ def test_report_leaves_skipped_images_out(train: Callable[..., Run], tmp_path: P
     assert not (train(*words).folder / "report").exists()
 
 
-def test_report_of_synthetic_data_and_of_a_model_with_more_outputs_than_classes(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_of_noise_and_of_more_outputs(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     def more_outputs(num_classes: int) -> nn.Module:
         model = networks.small(num_classes + 8)
         with torch.no_grad():
@@ -167,9 +155,7 @@ SOFT = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.0, 0.
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("targets", [SOFT, torch.tensor([0, -100, 1, 2])])
-def test_evaluation_is_exact_with_any_targets_and_of_both_mirror_images_and_changes_nothing(
-    targets: torch.Tensor, flip: bool
-) -> None:
+def test_evaluation_is_exact_and_changes_nothing(targets: torch.Tensor, flip: bool) -> None:
     torch.manual_seed(0)
     model, images = networks.small(3), torch.randn(4, 3, 32, 32)
     labels = targets.argmax(1) if targets.ndim == 2 else targets

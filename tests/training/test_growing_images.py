@@ -14,6 +14,7 @@ import torch
 from cl_train.comparison.pairs import compare_pair, read_run
 from cl_train.config.schema import Config
 from cl_train.config.validation import load
+from cl_train.training import loop
 from tests.conftest import Run
 from tests.faults.forkserver import ForkServer
 
@@ -22,9 +23,7 @@ GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epo
 
 
 def train_to_the_end(values: dict[str, Any], folder: str) -> None:
-    from cl_train.training.loop import train
-
-    sys.exit(train(load(values), Path(folder)).exit_code)
+    sys.exit(loop.train(load(values), Path(folder)).exit_code)
 
 
 def forked(server: ForkServer, cfg: Config, folder: Path, kill_at: str) -> int | None:
@@ -39,22 +38,21 @@ def forked(server: ForkServer, cfg: Config, folder: Path, kill_at: str) -> int |
 @pytest.mark.parametrize(
     ("words", "kills"),
     [
-        (("checkpoint.every_steps=2",), ["train,16,2", "val,40,1", "train,24,4", "train,32,1"]),
+        ("checkpoint.every_steps=2", "train,16,2 val,40,1 train,24,4 train,32,1"),
         (
-            ("cuda_graph=true", "data.workers=2", "channels_last=true", "batch_size=8"),
-            [kill for size in (16, 24, 32) for kill in (f"train,{size},1", f"train,{size},3", "val,40,2")],
+            "cuda_graph=true data.workers=2 channels_last=true batch_size=8",
+            " ".join(f"train,{size},1 train,{size},3 val,40,2" for size in (16, 24, 32)),
         ),
     ],
 )
 def test_killed_in_every_phase_and_resumed_to_the_same_bits(
-    tiny: Callable[..., Config], tmp_path: Path, words: tuple[str, ...], kills: list[str], fork_server: ForkServer
+    tiny: Callable[..., Config], tmp_path: Path, words: str, kills: str, fork_server: ForkServer
 ) -> None:
     """SIGKILL in training on each size, at its first and at a later batch, and in the evaluation after each size."""
-    words = (*GROWING, "model=tests.networks:killed_at", "ema_decay=0.9", "resume=auto", *words)
-    cfg = tiny(*words)
+    cfg = tiny(*GROWING, "model=tests.networks:killed_at", "ema_decay=0.9", "resume=auto", *words.split())
     assert forked(fork_server, cfg, tmp_path / "whole", "train,0,0") == 0
     whole = Run(tmp_path / "whole", 0)
-    for kill_at in kills:
+    for kill_at in kills.split():
         assert forked(fork_server, cfg, tmp_path / "killed", kill_at) == -signal.SIGKILL, kill_at
     assert forked(fork_server, cfg, tmp_path / "killed", "train,0,0") == 0
     killed = Run(tmp_path / "killed", 0)

@@ -78,9 +78,7 @@ def test_each_precision_and_layout_trains(train: Train, precision: str, channels
 
 
 @pytest.mark.slow
-def test_losses_depend_on_the_seed_and_not_on_layout_compiler_or_a_change_of_layout(
-    train: Train, tmp_path: Path, without_inductor: None
-) -> None:
+def test_losses_depend_on_the_seed_not_on_the_layout(train: Train, tmp_path: Path, without_inductor: None) -> None:
     whole = train("epochs=7", "optim.lr=0.1")
     assert len(whole.losses) == 21 and train("epochs=7", "optim.lr=0.1").losses == whole.losses
     assert train("epochs=7", "optim.lr=0.1", "seed=2", "max_steps=3").losses != whole.losses[:3]
@@ -112,9 +110,7 @@ def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation
     assert median(waits_pct) < 10 and min(waits_pct) <= done.summary["data_wait_pct"] <= max(waits_pct)
 
 
-def test_augmentation_averaging_clipping_accumulation_smoothing_and_a_best_checkpoint_that_is_not_due(
-    train: Train,
-) -> None:
+def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train: Train) -> None:
     done = train(
         *("augment=strong", "ema_decay=0.5", "optim=adamw", "optim.clip_norm=1", "accumulate_steps=3", "batch_size=8"),
         *("label_smoothing=0.1", "schedule=linear", "schedule.warmup_epochs=0.5", "optim.lr=0.01"),
@@ -146,9 +142,7 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tm
 
 
 @pytest.mark.slow
-def test_an_evaluation_needs_its_split_and_leaves_the_records_of_the_run(
-    train: Train, image_folder: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_leaves_the_run_alone(train: Train, image_folder: Path, tmp_path: Path) -> None:
     trained = train("ema_decay=0.5", "epochs=1")
     before = {path: path.read_bytes() for path in trained.folder.rglob("*") if path.is_file()}
     done = train("evaluate_only=true", f"resume={trained.folder}")
