@@ -335,9 +335,9 @@ class Trackers:
         self._running: list[tuple[threading.Thread, SimpleQueue[Record | None]]] = []
         for name in log_to:
             records: SimpleQueue[Record | None] = SimpleQueue()
-            arguments = (find_tracker(name), iter(records.get, None))
+            given = (find_tracker(name), iter(records.get, None))
             # A daemon: a tracker that hangs does not keep the process alive.
-            thread = threading.Thread(target=_track, args=arguments, name=f"log_to={name}", daemon=True)
+            thread = threading.Thread(target=_track, args=given, name=f"log_to={name}", daemon=True)
             thread.start()
             self._running.append((thread, records))
 
@@ -371,7 +371,7 @@ def find_tracker(name: str) -> Tracker:
         return _TRACKERS[name]
     if ":" not in name:
         known = "must be tensorboard, wandb, mlflow or package.module:function"
-        raise ConfigError(f"log_to={name}: {known}{suggest(name, list(_TRACKERS))}")
+        raise ConfigError(f"log_to={name}: {known}{suggest(name, [*_TRACKERS])}")
     function = user_function("log_to", name)
 
     def call(records: Iterator[Record]) -> None:

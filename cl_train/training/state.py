@@ -121,8 +121,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class TrainState:
-    """The model of a run, the objects that train it, and the step."""
-
     model: nn.Module  # not wrapped: for evaluation and checkpoints
     parts: StepParts  # optimizer, loss scaler and the model that trains: wrapped in DDP, compiled
     ema: EMA | None
