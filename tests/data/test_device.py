@@ -59,7 +59,6 @@ def test_any_number_of_channels_is_normalised():
         ({"mean": [0.5], "std": [0.0]}, "std"),
         ({"mean": [], "std": []}, "std"),
         ({"mean": [0.5], "std": [float("nan")]}, "std"),
-        ({"dtype": torch.uint8}, "uint8"),
         ({"dtype": torch.int32}, "int32"),
         ({"memory_format": torch.preserve_format}, "preserve_format"),
     ],

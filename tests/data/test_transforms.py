@@ -156,9 +156,8 @@ def test_timms_policy_is_timms():
 def test_three_augment_turns_a_third_of_the_images_grey():
     augment = image_augment(AugmentConfig(policy="three_augment"), MEAN)
     results = [augment(IMAGE.clone(), seed) for seed in range(60)]
-    grey = sum(torch.equal(result[0], result[1]) and torch.equal(result[0], result[2]) for result in results)
-    smooth = sum(float(result.float().diff(dim=2).abs().mean()) < 40 for result in results)
-    assert 10 < grey < 30 and smooth > 5
+    assert 10 < sum(bool((result == result[0]).all()) for result in results) < 30
+    assert sum(float(result.float().diff(dim=2).abs().mean()) < 40 for result in results) > 5, "some are blurred"
 
 
 def test_mixup_is_timms():
