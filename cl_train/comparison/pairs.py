@@ -4,7 +4,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,16 +22,8 @@ MAX_GAP_H = 12.0  # between the end of one run and the start of the other: machi
 FAULTY_SHARE = 0.1  # of the windows, updates or images of a run: from here on it is not the speed of training
 
 _FIELDS = setting_fields(Config)
-# Fields of summary.json and the settings that they report.
-_SETTING_OF = {name: name for name in ("model", "precision", "compile", "seed", "epochs")}
-_SETTING_OF |= {"channels_last_requested": "channels_last", "memory_format": "channels_last"}
-_SETTING_OF |= {"image_size": "data.image_size"}
 # Fields of the summary that must be equal, like the settings with affects="speed".
 _FACTS = ("precision", "device", "device_name", "world_size")
-_NUMBERS = {  # of a window and of the summary
-    *("step", "image_size", "images_per_s", "data_wait_pct", "time", "world_size", "global_batch_size", "images_seen"),
-    *("skipped_images", "amp.skipped_steps", "others_pct", "peak_memory_gib", "val.top1"),
-}
 # Fields that may differ too when runs are compared by a key: they follow from it, or its group sets them.
 _DEPENDENT = {
     "channels_last": ("conversion", "select"),
@@ -45,10 +37,7 @@ _DEPENDENT = {
 # Fields with the value that a run used, for settings that can be `auto`.
 _OUTCOME = {"channels_last": "memory_format", "precision": "precision", "device": "device", "nproc": "world_size"}
 # Fields that the report lists as equal, without the prefix `data.`.
-_SHOWN = [
-    *("precision", "device", "compile", "batch_size", "world_size", "device_name", "channels_last"),
-    *("data.name", "data.image_size", "data.workers"),
-]
+_SHOWN = (*_FACTS, "compile", "batch_size", "channels_last", "data.name", "data.image_size", "data.workers")
 
 
 @dataclass(frozen=True)
@@ -62,9 +51,8 @@ class Run:
     steps: list[int]  # at which these windows ended
     data_wait_pct: float  # median over these windows
     losses: dict[int, float]  # training loss by step, without NaN and Inf
-    times: tuple[float, float] | None  # unix time of the first and the last window, seconds; None = unknown
+    times: tuple[float, float]  # unix time of the first and the last window, seconds
     problems: list[str]  # why this run cannot be compared with any other
-    remarks: list[str]  # what to know about it
     repeat: int | None = None  # number of the repeat in a sweep
 
     def fact(self, name: str) -> Any:
@@ -109,55 +97,59 @@ def read_run(folder: Path) -> Run:
 
     Raises ConfigError: not a run folder, damaged, or without a window.
     """
-    if not (folder / "metrics.jsonl").is_file():  # nor a FIFO, which would block
-        raise ConfigError(f"{folder} is not a run folder: it has no file metrics.jsonl")
+    file = "metrics.jsonl"
+    if not (folder / file).is_file():  # nor a FIFO, which would block
+        raise ConfigError(f"{folder} is not a run folder: it has no file {file}")
     try:
-        windows, problems = _read_windows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
-        config = _read_mapping(folder / "config.yaml", parse_yaml)
-        summary = _read_mapping(folder / "summary.json", json.loads) if (folder / "summary.json").exists() else {}
-        summary = _known(summary, "summary.json")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} cannot be read as a run folder: {' '.join(str(error).split())[:300]}") from None
+        windows, problems = _read_windows((folder / file).read_text(encoding="utf-8"))
+        file = "config.yaml"
+        config = dict(flatten(parse_yaml((folder / file).read_text(encoding="utf-8"))))
+        file, summary = "summary.json", {}
+        if (folder / file).exists():
+            leaves = flatten(json.loads((folder / file).read_text(encoding="utf-8")))
+            summary = {name: value for name, value in leaves if value is not None}
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{folder}/{file} cannot be read: {' '.join(str(error).split())[:300]}") from None
     if not windows:
         raise ConfigError(f"{folder}: the run ended before its first window of log_every steps")
-    problems += _contradictions(windows, summary, config)
+    if not summary:
+        problems.append("no summary.json: the run was killed or has not ended")
+    elif summary.get("status") not in ("completed", "interrupted", None):
+        problems.append(f"status {summary['status']}")
+    steps = [window["step"] for window in windows]
+    if steps != sorted(set(steps)):
+        problems.append("a step is recorded twice or out of order")
+    for before, after in pairwise(windows):
+        for name in ("memory_format", "precision", "world_size", "device_name"):
+            if name in before and name in after and before[name] != after[name]:
+                problems.append(f"{name} changed at step {after['step']}: {before[name]} before, {after[name]} after")
     nonfinite = sum(not math.isfinite(window["loss"]) for window in windows)
-    steps, skipped = windows[-1]["step"], summary.get("amp.skipped_steps", 0)
-    images = summary.get("images_seen") or steps * summary.get("global_batch_size", 1)
-    skipped_images = summary.get("skipped_images", 0)
-    faults = {  # what the run did instead of training, with its share
-        f"the loss of {nonfinite} of {len(windows)} windows is not finite": nonfinite / len(windows),
-        f"{skipped} of {steps} updates were skipped, because gradients overflowed": skipped / max(1, steps),
-        f"{skipped_images} of {images} images were skipped": skipped_images / max(1, images),
-    }
-    problems += [fault for fault, share in faults.items() if share >= FAULTY_SHARE]
+    skipped, skipped_images = summary.get("amp.skipped_steps", 0), summary.get("skipped_images", 0)
+    images = summary.get("images_seen") or steps[-1] * summary.get("global_batch_size", 1)
+    for count, total, fault in (
+        (nonfinite, len(windows), "windows have a loss that is not finite"),
+        (skipped, steps[-1], "updates were skipped, because gradients overflowed"),
+        (skipped_images, images, "images were skipped"),
+    ):
+        if count >= FAULTY_SHARE * max(1, total):
+            problems.append(f"{count} of {total} {fault}")
     settings = config | {"nproc": summary.get("world_size", 1)}  # config.yaml has 1: torchrun starts the processes
     measured = [window for window in windows if not window.get("warmup")]
     if config.get("data.size_schedule") and measured:  # growing images: the speed is that of the last size
         settings["data.image_size"] = measured[-1].get("image_size")
         measured = [window for window in measured if window.get("image_size") == measured[-1].get("image_size")]
-    waits_pct = [window["data_wait_pct"] for window in measured if "data_wait_pct" in window]
-    times = [window["time"] for window in windows if "time" in window]
+    times = [window["time"] for window in windows]
     return Run(
         folder=folder,
         settings=settings,
         summary=summary,
         images_per_s=[window["images_per_s"] for window in measured],
         steps=[window["step"] for window in measured],
-        data_wait_pct=statistics.median(waits_pct) if waits_pct else 0.0,
+        data_wait_pct=statistics.median(window["data_wait_pct"] for window in measured) if measured else 0.0,
         losses={window["step"]: window["loss"] for window in windows if abs(window["loss"]) < 1e12},
-        times=(min(times), max(times)) if times else None,
+        times=(min(times), max(times)),
         problems=[f"{folder.name}: {problem}" for problem in problems],
-        remarks=[f"{folder.name}: {fault}" for fault, share in faults.items() if 0.01 <= share < FAULTY_SHARE],
     )
-
-
-def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The leaves of a file by their full keys."""
-    try:
-        return dict(flatten(parse(path.read_text(encoding="utf-8"))))
-    except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{path.name}: {error}") from None
 
 
 def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -165,60 +157,23 @@ def _read_windows(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     lines = text.rstrip().splitlines()
     windows, problems = [], []
     for number, line in enumerate(lines, start=1):
-        where = f"metrics.jsonl, line {number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            problems += [f"{where} cannot be read"] if number < len(lines) else []
+            problems += [f"metrics.jsonl, line {number} cannot be read"] if number < len(lines) else []
             continue
-        if not isinstance(record, dict):
-            raise ValueError(f"{where} is {record!r:.80}")
         if record.get("kind", "train") == "train":
-            window = _known(record, where)
-            if "step" not in window or not window.get("images_per_s"):
-                raise ValueError(f"{where} has no step or no images_per_s")
-            loss = window.get("loss")  # JSON has no NaN
-            windows.append(window | {"loss": loss if isinstance(loss, int | float) else math.nan})
+            if not (record.keys() >= {"step", "time", "data_wait_pct"} and 0 < record["images_per_s"] < math.inf):
+                raise ValueError(f"line {number} is not a window of training")
+            record["loss"] = math.nan if record.get("loss") is None else record["loss"]  # JSON has no NaN
+            windows.append(record)
     return windows, problems
-
-
-def _known(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """The document without nulls. Raises ValueError: a field of `_NUMBERS` is not a number from 0 to 1e12."""
-    known = {name: value for name, value in document.items() if value is not None}
-    for name in known.keys() & _NUMBERS:
-        if type(known[name]) not in (int, float) or not 0 <= known[name] <= 1e12:
-            raise ValueError(f"{where}: {name} is {known[name]!r:.80}")
-    return known
-
-
-def _contradictions(
-    windows: Sequence[dict[str, Any]], summary: dict[str, Any], config: dict[str, Any]
-) -> Iterator[str]:
-    """A run that failed, was killed, resumed in another way or written by two, and records against the settings."""
-    if not summary:
-        yield "no summary.json: the run was killed or has not ended"
-    elif (status := summary.get("status")) not in ("completed", "interrupted", None):
-        yield f"status {status}"
-    for name, setting in _SETTING_OF.items():
-        asked, reported = show(config.get(setting)).lower(), show(summary.get(name)).lower()
-        is_size_of_schedule = name == "image_size" and config.get("data.size_schedule")
-        is_open = {asked, reported} & {"auto", "null", "mixed"} or is_size_of_schedule
-        if not is_open and reported not in (asked, LAYOUT_NAMES.get(asked)):
-            yield f"config.yaml has {setting}={asked}, summary.json has {name} {summary[name]}"
-    for before, after in pairwise(windows):
-        if after["step"] <= before["step"]:
-            yield f"step {after['step']} is recorded twice or out of order"
-            break
-    for before, after in pairwise(windows):
-        for name in ("memory_format", "precision", "world_size", "device_name"):
-            if name in before and name in after and before[name] != after[name]:
-                yield f"{name} changed at step {after['step']}: {before[name]} before, {after[name]} after"
 
 
 def compare_runs(runs: Sequence[Run], by: str = "channels_last") -> list[Pair]:
     """Pair runs that differ only in `by`; one without a partner, with the most similar run, as not comparable."""
     groups: dict[str, dict[str, list[Run]]] = {}
-    for run in sorted(runs, key=lambda run: run.times or (0.0, 0.0)):
+    for run in sorted(runs, key=lambda run: run.times):
         signature = str(sorted(_held_equal(run, by).items()))
         groups.setdefault(signature, {}).setdefault(str(run.settings.get(by)), []).append(run)
     pairs, single = [], []
@@ -250,7 +205,7 @@ def compare_pair(*sides: Sequence[Run], by: str = "channels_last") -> Pair:
     held_equal = {"model": " and ".join(dict.fromkeys(str(runs[0].fact("model")) for runs in (first, second)))}
     held_equal |= {name.removesuffix(".name").removeprefix("data."): first[0].fact(name) for name in equal}
     reasons = list(_obstacles(first, second, by, names))
-    interval, verdict, needed = None, "not_comparable", None
+    interval, verdict = None, "not_comparable"
     if all(len(run.images_per_s) >= MIN_WINDOWS for run in [*first, *second]):
         interval = interval_of_runs(*([run.images_per_s for run in runs] for runs in (first, second)))
         verdict = "not_comparable" if reasons else verdict_of(interval)
@@ -265,10 +220,7 @@ def compare_pair(*sides: Sequence[Run], by: str = "channels_last") -> Pair:
     notes = [*reasons, *_remarks(first, second, by)]
     if interval and interval.n == 1 and verdict != "not_comparable":
         notes.append("one run per side cannot show how much processes differ: 5 % is assumed; repeats=3 measures it")
-    if interval and verdict == "inconclusive":
-        needed = repeats_to_decide(interval)
-        span = f"any ratio from {interval.low:.2f} to {interval.high:.2f} is possible"
-        notes.append(f"{span}; {needed or 'over 100'} repeats would decide it")
+    needed = repeats_to_decide(interval) if interval and verdict == "inconclusive" else None
     gaps = []
     for one, other in zip(first, second, strict=True):
         steps = sorted(one.losses.keys() & other.losses.keys())
@@ -277,15 +229,15 @@ def compare_pair(*sides: Sequence[Run], by: str = "channels_last") -> Pair:
     return Pair(held_equal, *names, first, second, interval, verdict, bottleneck, loss_gap, needed, notes)
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings with an effect on speed or loss that the runs do not have in common."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if _affects(key) != "nothing")
-    return [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
-
-
 def _affects(key: str) -> str:
     """As in `schema.setting`; an unknown setting may affect the speed."""
     return str(_FIELDS[key].metadata["affects"]) if key in _FIELDS else "speed"
+
+
+def _differing(runs: Sequence[Run]) -> list[str]:
+    """The settings with an effect on speed or loss that the runs do not have in common."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if _affects(key) != "nothing")
+    return [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
 
 
 def _differences(first: Run, second: Run, by: str) -> list[tuple[str, Any, Any]]:
@@ -303,7 +255,7 @@ def _held_equal(run: Run, by: str) -> dict[str, Any]:
 
 def _same_repeats(baseline: list[Run], candidate: list[Run]) -> tuple[list[Run], list[Run]]:
     """The repeats and seeds that both sides have; where runs cannot be distinguished, all pair in order."""
-    keys = {*differing(baseline), *differing(candidate)}
+    keys = {*_differing(baseline), *_differing(candidate)}
     one, other = (
         {str([run.repeat, *(run.settings.get(key) for key in keys)]): run for run in runs}
         for runs in (baseline, candidate)
@@ -348,36 +300,29 @@ def _obstacles(first: list[Run], second: list[Run], by: str, names: tuple[str, s
         if (count := len(run.images_per_s)) < MIN_WINDOWS:
             advice = "use more steps or a smaller log_every"
             yield f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}: {advice}"
-    times = [sorted((one.times, two.times)) for one, two in zip(first, second, strict=True) if one.times and two.times]
-    gap_h = max(((later[0] - earlier[1]) / 3600 for earlier, later in times), default=0.0)
+    times = [sorted((one.times, two.times)) for one, two in zip(first, second, strict=True)]
+    gap_h = max((later[0] - earlier[1]) / 3600 for earlier, later in times)
     if gap_h > MAX_GAP_H:
         yield f"the runs are {gap_h:.0f} hours apart: repeat them on the same day"
-    # On a CPU the load of other processes is measured; nothing measures who else uses a GPU.
-    if (overlap := _overlap(runs)) and not on_cpu:
-        yield f"{overlap}, perhaps on the same device: run them in turn"
+    for before, after in pairwise(sorted(runs, key=lambda run: run.times)):
+        # On a CPU the load of other processes is measured; nothing measures who else uses a GPU.
+        if after.times[0] < before.times[1] and not on_cpu:
+            both = f"{before.folder.name} and {after.folder.name}"
+            yield f"{both} ran at the same time, perhaps on the same device: run them in turn"
     one, other = (max(run.summary.get("others_pct", 0.0) for run in side) for side in (first, second))
     # A GPU's speed suffers less; equal load is no problem.
     if max(one, other) >= TOO_BUSY_PCT and (on_cpu or abs(one - other) >= TOO_BUSY_PCT):
         yield f"other processes used up to {one:.0f} % ({names[0]}) and {other:.0f} % ({names[1]}) of the CPU cores"
 
 
-def _overlap(runs: Sequence[Run]) -> str | None:
-    """Which two runs overlapped in time."""
-    known = sorted((run.times, run.folder.name) for run in runs if run.times)
-    overlaps = (f"{one} and {other}" for (times, one), (later, other) in pairwise(known) if later[0] < times[1])
-    return next((f"{names} ran at the same time" for names in overlaps), None)
-
-
 def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
     """Notes that do not prevent a verdict but help to interpret it."""
     baseline, candidate, runs = first[0], second[0], [*first, *second]
-    changed = differing([baseline, candidate])
+    changed = _differing([baseline, candidate])
     if loss_only := [key for key in changed if key != by and _affects(key) == "loss"]:
         yield f"the loss gap is not caused by {by} only; also different: {', '.join(loss_only)}"
     if dependent := [key for key in changed if key in _DEPENDENT.get(by, ())]:
         yield f"also different, which compare_by={by} allows: {', '.join(dependent)}"
-    if baseline.settings.get(by) == candidate.settings.get(by):
-        yield f"both sides have the same {by}"
     if by == "channels_last" and baseline.settings.get("compile"):
         yield "compiled: the compiler may use channels_last convolutions on the contiguous side too"
     if any("others_pct" not in run.summary for run in runs):
@@ -385,9 +330,6 @@ def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
     busiest = max(run.summary.get("others_pct", 0.0) for run in runs)
     if BUSY_PCT <= busiest < TOO_BUSY_PCT:
         yield f"other processes used up to {busiest:.0f} % of the CPU cores during the runs"
-    if (overlap := _overlap(runs)) and baseline.fact("device") == "cpu":
-        yield overlap
-    yield from dict.fromkeys(remark for run in runs for remark in run.remarks)
     commits = dict.fromkeys(str(run.summary["git.commit"])[:10] for run in runs if "git.commit" in run.summary)
     if len(commits) > 1:
         yield f"the runs used several commits of the program: {', '.join(commits)}"

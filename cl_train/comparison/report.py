@@ -7,30 +7,25 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cl_train.comparison.pairs import Pair, Run, compare_pair, compare_runs, differing, read_run
+from cl_train.comparison.pairs import Pair, Run, compare_pair, compare_runs, read_run
 from cl_train.comparison.statistics import Interval
 from cl_train.comparison.sweep_plan import Job, problem_of, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.files import safe_name, write_json, write_text
 
-if TYPE_CHECKING:
-    from cl_train.memory_format.operator_times import OperatorTimes
-
 SCHEMA_VERSION = 1
 EXPLANATION = (
-    "images/s: medians of windows after warm-up. Ratio: candidate / baseline with its 95 % interval. n: runs per side. "
-    "Loss gap: candidate - baseline, mean over the last quarter of the common steps. docs/comparison.md explains "
-    "verdicts and intervals."
+    "images/s: medians of windows after warm-up. Ratio: candidate / baseline. n: runs per side. Loss gap: candidate - "
+    "baseline, over the last quarter of the common steps. docs/comparison.md explains verdicts and intervals."
 )
 # Of the verdicts: green and purple, distinguishable with a colour vision deficiency (ColorBrewer PRGn).
 COLOURS = dict(
     faster="#1b7837", slower="#762a83", no_difference="#222222", inconclusive="#808080", not_comparable="#b0b0b0"
 )
-_TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-_COMPACT_ROWS = 12  # from this number on without words beside the points
+_TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,6 @@ class Report:
     pairs: Sequence[Pair]
     failed: Sequence[dict[str, Any]] = ()  # job, overrides and why: as in comparison.json
     by: str = "channels_last"
-    differing: Sequence[str] = ()  # settings that the runs do not have in common
 
 
 def compare_folders(
@@ -58,21 +52,14 @@ def compare_folders(
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")
-    failed: list[dict[str, Any]] = []
-    if len(folders) > 1:
-        runs = [read_run(folder) for folder in folders]
-    else:
-        runs, failed, compare_by = _read_jobs(folders[0])
-        by, out = by or compare_by, out or (folders[0] if compare_by else None)
-    by = by or "channels_last"
+    runs, failed, compare_by = _read_jobs(folders[0]) if len(folders) == 1 else (list(map(read_run, folders)), [], None)
+    by, out = by or compare_by or "channels_last", out or (folders[0] if compare_by else None)
     for model, why in (parity_failures or {}).items():
         runs = [replace(run, problems=[*run.problems, why]) if run.fact("model") == model else run for run in runs]
     pairs = [compare_pair(*([run] for run in runs), by=by)] if len(folders) == 2 else compare_runs(runs, by)
-    report = Report(pairs, failed, by, differing(runs))
+    report = Report(pairs, failed, by)
     if out:
         write_report(report, out)
-    for job in [] if show_table else report.failed:
-        print(f"not finished: job {job['job']} ({job['overrides']}): {job['why']}")
     where = f"Report: {out / 'comparison.md'}" if out else "For the report as files: out=FOLDER"
     print(f"{as_markdown(report)}\n{where}" if show_table else f"{verdict_sentence(report)} {where}", flush=True)
     return report
@@ -114,42 +101,41 @@ def write_report(report: Report, folder: Path) -> None:
         reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
         bars.append(Bar(label, pair.interval, pair.verdict, f"{_ratio(pair)} {pair.words}{reason}"))
     sides, equal = _sides(report.pairs), _equal_for_all(report.pairs)
-    facts = [str(equal[name]) for name in ("model", "precision", "device_name") if equal.get(name)]
-    title = f"Training speed: {sides[1]} against {sides[0]}\n{', '.join(facts)}"
+    facts = ", ".join(str(equal[name]) for name in ("model", "precision", "device_name") if equal.get(name))
+    title = f"Training speed: {sides[1]} against {sides[0]}\n{facts}"
     has_chart = write_chart({"": bars}, title, sides, folder / "comparison.png")
-    text = as_markdown(report, has_chart=has_chart)
-    write_text(folder / "comparison.md", text)
+    text, image = as_markdown(report), "\n![speed ratios with 95 % intervals](comparison.png)\n"
+    write_text(folder / "comparison.md", text + image if has_chart else text)
     _write_dashboard(report.pairs, labels, text, folder)
 
 
 def _row(pair: Pair) -> dict[str, Any]:
     """A pair as in comparison.json."""
+
+    def medians(name: str, digits: int) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for side, runs in (("baseline", pair.baseline_runs), ("candidate", pair.candidate_runs)):
+            known = [value for run in runs if (value := run.results[name]) is not None]
+            found[f"{side}_{name}"] = round(statistics.median(known), digits) if known else None
+        return found
+
     interval = pair.interval.to_dict() if pair.interval else {"ratio": None, "ci95": None}
     return {
         **pair.held_equal,
         "baseline": pair.baseline,
         "candidate": pair.candidate,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        **_medians(pair, "images_per_s", 2),
+        **medians("images_per_s", 2),
         **interval,
         "n": len(pair.baseline_runs),
         "verdict": pair.verdict,
         "repeats_to_decide": pair.repeats_to_decide,
         "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
-        **_medians(pair, "top1", 2),
+        **medians("top1", 2),
         "bottleneck": pair.bottleneck,
-        **_medians(pair, "peak_memory_gib", 3),
+        **medians("peak_memory_gib", 3),
         "notes": pair.notes,
     }
-
-
-def _medians(pair: Pair, name: str, digits: int) -> dict[str, float | None]:
-    """The medians of a result over the runs of both sides."""
-    medians: dict[str, float | None] = {}
-    for side, runs in zip(("baseline", "candidate"), pair.sides.values(), strict=True):
-        known = [value for run in runs if (value := run.results[name]) is not None]
-        medians[f"{side}_{name}"] = round(statistics.median(known), digits) if known else None
-    return medians
 
 
 def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
@@ -159,15 +145,11 @@ def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
 
 
 def _labels(pairs: Sequence[Pair]) -> list[str]:
-    """For each pair the model, and the settings that differ between the pairs."""
-    common = [key for key in pairs[0].held_equal if all(key in pair.held_equal for pair in pairs)] if pairs else []
-    varying = [key for key in common if key != "model" and len({str(pair.held_equal[key]) for pair in pairs}) > 1]
-    has_sides = len({(pair.baseline, pair.candidate) for pair in pairs}) > 1
-    labels = []
-    for pair in pairs:
-        parts = [str(pair.held_equal["model"]), *(f"{key}={pair.held_equal[key]}" for key in varying)]
-        labels.append(" ".join([*parts, f"{pair.candidate} / {pair.baseline}"] if has_sides else parts))
-    return labels
+    """For each pair the model, and the settings and sides that differ between the pairs."""
+    facts = [pair.held_equal | {"baseline": pair.baseline, "candidate": pair.candidate} for pair in pairs]
+    common = [key for key in facts[0] if key != "model" and all(key in one for one in facts)] if facts else []
+    varying = [key for key in common if len({str(one[key]) for one in facts}) > 1]
+    return [" ".join([str(one["model"]), *(f"{key}={one[key]}" for key in varying)]) for one in facts]
 
 
 def _equal_for_all(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -176,49 +158,31 @@ def _equal_for_all(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def verdict_sentence(report: Report) -> str:
-    """The outcome, for the last line on the console."""
-    pairs, failed = report.pairs, len(report.failed)
-    after = f" {failed} job{'s' if failed > 1 else ''} did not finish." if failed else ""
-    if not pairs:
-        keys = report.differing if report.by not in report.differing else []
-        advice = f"; they differ in {', '.join(keys[:3])}: use compare_by={keys[0]}" if keys else ""
-        return f"Nothing to compare: no two runs differ only in {report.by}{advice}.{after}"
-    if len(pairs) == 1:
-        return f"{_pair_sentence(pairs[0])}{after}"
-    parts = []
-    for verdict in COLOURS:
-        members = [(label, pair) for label, pair in zip(_labels(pairs), pairs, strict=True) if pair.verdict == verdict]
-        words = [f"{label} {pair.interval.ratio:.2f}x" for label, pair in members if pair.interval]
-        if verdict == "not_comparable":
-            words = [f"{label}: {pair.notes[0]}" for label, pair in members]
-        if members:
-            parts.append(f"{verdict.replace('_', ' ')} in {len(members)} ({'; '.join(words)})")
-    baseline, candidate = _sides(pairs)
-    return f"Speed of {candidate} against {baseline}, {len(pairs)} pairs: {'; '.join(parts)}.{after}"
-
-
-def _pair_sentence(pair: Pair) -> str:
-    precision, interval = pair.held_equal.get("precision"), pair.interval
-    what = f"{pair.held_equal['model']}{f' ({precision})' if precision else ''}"
-    if pair.verdict == "not_comparable" or interval is None:
-        return f"{what}: the speeds of {pair.candidate} and {pair.baseline} are not comparable: {pair.notes[0]}."
-    bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
-    if pair.verdict == "no_difference":
-        return f"{what}: no difference in speed between {pair.candidate} and {pair.baseline} ({bounds})."
-    if pair.verdict == "inconclusive":
+    """The outcome, a line for each pair."""
+    lines = []
+    for label, pair in zip(_labels(report.pairs), report.pairs, strict=True):
+        precision, interval = pair.held_equal.get("precision"), pair.interval
+        what = f"{label} ({precision})" if precision and "precision=" not in label else label
+        if pair.verdict == "not_comparable" or interval is None:
+            lines.append(f"{what}: {pair.candidate} and {pair.baseline} are not comparable: {pair.notes[0]}.")
+            continue
+        ratio = f"{interval.ratio:.2f} times the speed of {pair.baseline}"
+        bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
         needed = f"; about {pair.repeats_to_decide} repeats would decide" if pair.repeats_to_decide else ""
-        return f"{what}: inconclusive whether {pair.candidate} is faster than {pair.baseline} ({bounds}){needed}."
-    warning = f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
-    speed = f"{interval.ratio:.2f} times the speed of {pair.baseline}"
-    return f"{what}: {pair.candidate} is {pair.verdict}, {speed} ({bounds}).{warning}"
+        warning = f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
+        lines.append(f"{what}: {pair.candidate} has {ratio} ({bounds}): {pair.words}{needed}.{warning}")
+    if not report.pairs:
+        lines = [f"Nothing to compare: no two runs differ only in {report.by}. compare_by=SETTING names another one."]
+    if failed := len(report.failed):
+        lines[-1] += f" {failed} job{'s' if failed > 1 else ''} did not finish."
+    return "\n".join(lines)
 
 
-def as_markdown(report: Report, *, has_chart: bool = False) -> str:
-    """The page `comparison.md`."""
+def as_markdown(report: Report) -> str:
+    """The page `comparison.md`, without the chart."""
     pairs, labels = report.pairs, _labels(report.pairs)
     lines = ["# Comparison", "", verdict_sentence(report), ""]
     lines += [markdown_table(_table(pairs, labels)), ""] if pairs else []
-    lines += ["![speed ratios with 95 % intervals](comparison.png)", ""] if has_chart else []
     if equal := _equal_for_all(pairs):
         shown = [f"{key} {'auto' if value is None else value}" for key, value in equal.items()]
         lines += [f"Equal for all: {', '.join(shown)}.", ""]
@@ -238,24 +202,23 @@ def as_markdown(report: Report, *, has_chart: bool = False) -> str:
 def _table(pairs: Sequence[Pair], labels: Sequence[str]) -> list[dict[str, str]]:
     """Cells by the titles of their columns."""
 
-    def both(pair: Pair, name: str, digits: int) -> str:
-        values = _medians(pair, name, 3).values()
+    def both(row: dict[str, Any], name: str, digits: int) -> str:
+        values = row[f"baseline_{name}"], row[f"candidate_{name}"]
         return " / ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
-    has_top1 = any(value is not None for pair in pairs for value in _medians(pair, "top1", 2).values())
     return [
         {
             "": label,
-            f"images/s: {' / '.join(_sides(pairs))}": both(pair, "images_per_s", 1),
+            f"images/s: {' / '.join(_sides(pairs))}": both(row, "images_per_s", 1),
             "ratio [95 %]": _ratio(pair),
-            "n": str(len(pair.baseline_runs)),
+            "n": str(row["n"]),
             "verdict": f"**{pair.words}**",
-            **({"top-1 %": both(pair, "top1", 2)} if has_top1 else {}),
+            "top-1 %": both(row, "top1", 2),
             "loss gap": "-" if pair.loss_gap is None else f"{pair.loss_gap:.4f}",
-            "peak memory GiB": both(pair, "peak_memory_gib", 2),
+            "peak memory GiB": both(row, "peak_memory_gib", 2),
             "bottleneck": pair.bottleneck,
         }
-        for label, pair in zip(labels, pairs, strict=True)
+        for label, pair, row in zip(labels, pairs, map(_row, pairs), strict=True)
     ]
 
 
@@ -266,8 +229,6 @@ def _ratio(pair: Pair) -> str:
 
 def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path) -> None:
     """A run per side with its medians and ranges, their charts, and the page; tags sort behind train/ and val/."""
-    import numpy as np
-    from PIL import Image
     from torch.utils.tensorboard import SummaryWriter
 
     parts = ("median", "low", "high")
@@ -285,12 +246,9 @@ def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str
                     for part, value in zip(parts, band, strict=True):
                         writer.add_scalar(f"versus/{kind}/{safe_name(label)}/{part}", value, step)
     with SummaryWriter(str(folder)) as writer:
-        writer.add_text("comparison", "\n".join(line for line in markdown.splitlines() if not line.startswith("![")))
+        writer.add_text("comparison", markdown)
         if pairs:
             writer.add_custom_scalars(charts)
-        if (folder / "comparison.png").is_file():
-            with Image.open(folder / "comparison.png", formats=("PNG",)) as chart_image:
-                writer.add_image("versus/chart", np.asarray(chart_image.convert("RGB")), dataformats="HWC")
 
 
 def _bands(runs: Sequence[Run]) -> Iterator[tuple[str, int, list[float]]]:
@@ -319,11 +277,16 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
 
     Returns False if matplotlib is not installed or there is nothing to draw.
     """
-    rows = max(map(len, panels.values()), default=0)
-    is_compact = rows >= _COMPACT_ROWS
-    figure = _figure(max(7.5, 4.5 * len(panels)), 1.9 + (0.2 if is_compact else 0.62) * rows, title)
-    if not rows or figure is None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
         return False
+    rows = max(map(len, panels.values()), default=0)
+    if not rows:
+        return False
+    row_inches = 0.62 if any(bar.words for bars in panels.values() for bar in bars) else 0.25
+    figure = Figure((max(7.5, 4.5 * len(panels)), 1.9 + row_inches * rows), dpi=130, layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold")
     # 1 and all ratios; an interval that extends beyond half or twice its ratio is clipped.
     shown = [bar.interval for bars in panels.values() for bar in bars if bar.interval]
     low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)]) / 1.15
@@ -337,70 +300,21 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
             axes.axvspan(start, end, color=COLOURS[verdict], alpha=0.06, lw=0)
             place = {"xycoords": ("data", "axes fraction"), "ha": "center", "color": COLOURS[verdict]}
             axes.annotate(f"{sides[1]} is {verdict}", (math.sqrt(start * end), 1.01), **place)
-        ticks = [tick for tick in _TICKS if low <= tick <= high and (high < 2 * low or tick not in (0.9, 1.1))]
+        ticks = [tick for tick in _TICKS if low <= tick <= high]
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.minorticks_off()
         axes.set_yticks(range(len(bars)), [textwrap.fill(bar.label, 22) for bar in bars])
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         for row, bar in enumerate(bars):
-            _draw(axes, row, bar, (low, high), is_compact)
-    figure.savefig(path)
-    return True
-
-
-def _figure(width: float, height: float, title: str) -> Any:
-    """None if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return None
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    figure.suptitle(title, fontsize=12, fontweight="bold")
-    return figure
-
-
-def _draw(axes: Any, row: int, bar: Bar, limits: tuple[float, float], is_compact: bool) -> None:
-    colour, middle, gap = COLOURS[bar.verdict], math.sqrt(limits[0] * limits[1]), 0.0
-    if bar.interval:
-        middle, gap = bar.interval.ratio, 0.2
-        ends = max(bar.interval.low, limits[0]), min(bar.interval.high, limits[1])
-        face = "white" if bar.verdict in ("inconclusive", "not_comparable") else colour  # hollow: decides nothing
-        axes.plot(ends, [row, row], color=colour, lw=2 if is_compact else 5)
-        axes.plot(middle, row, "o", color=colour, mfc=face, mew=2, ms=5 if is_compact else 11)
-    if not is_compact:
-        plain = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-        place = {"ha": "center", "va": "bottom" if gap else "center", "bbox": plain, "fontsize": 9}
-        dark = "#555555" if bar.verdict == "not_comparable" else colour
-        axes.text(middle, row - gap, textwrap.fill(bar.words, 62, max_lines=2), color=dark, **place)
-
-
-def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
-    """The step in both layouts, stacked by kind of operator, and the ten largest differences of modules."""
-    figure = _figure(10, 4.6, f"{title}\n{times.summary()[1]}")
-    if figure is None:
-        return False
-    stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
-    kinds = sorted(times.rows(lambda call: call.kind), key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
-    stacks = [(row.name, [row]) for row in kinds[:7]] + [("other", kinds[7:])]
-    bottom = (0.0, 0.0)
-    colours = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#bbbbbb"]
-    for (name, rows), colour in zip(stacks, colours, strict=False):
-        ms = sum(row.contiguous_ms for row in rows), sum(row.channels_last_ms for row in rows)
-        stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, color=colour, width=0.6)
-        bottom = bottom[0] + ms[0], bottom[1] + ms[1]
-    stacked.set_ylabel("milliseconds of a step, by kind of operator")
-    stacked.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    rows = times.tables["modules"][:10]
-    for y, row in enumerate(rows):
-        colour = COLOURS["slower" if row.difference_ms > 0 else "faster"]
-        differences.barh(y, row.difference_ms, color=colour, alpha=1.0 if row.is_loss or row.is_gain else 0.3)
-        differences.plot(row.interval_ms, [y, y], color="#333333", lw=1.5)
-    differences.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    differences.invert_yaxis()
-    differences.axvline(0, color="#333333", lw=1)
-    differences.set_xlabel("ms that channels_last costs more (pale: within noise)")
-    for axes in (stacked, differences):
-        axes.spines[["top", "right"]].set_visible(False)
+            colour, middle = COLOURS[bar.verdict], bar.interval.ratio if bar.interval else math.sqrt(low * high)
+            if bar.interval:
+                face = (
+                    "white" if bar.verdict in ("inconclusive", "not_comparable") else colour
+                )  # hollow: decides nothing
+                axes.plot((max(bar.interval.low, low), min(bar.interval.high, high)), (row, row), color=colour, lw=4)
+                axes.plot(middle, row, "o", color=colour, mfc=face, mew=2, ms=8)
+            words = textwrap.fill(bar.words, 62, max_lines=2)
+            axes.text(middle, row - 0.15, words, ha="center", va="bottom", fontsize=9, color="#333333")
     figure.savefig(path)
     return True

@@ -1,11 +1,11 @@
 """`python train.py -m ...`: run every job of a sweep in its own process, here or on a Slurm cluster, then compare.
 
-A job that fails or is killed does not affect the others: `resume_sweep` runs it again. On a cluster each group of jobs
-that are compared is an element of an array, which runs this program for that group: `resume_sweep=FOLDER only_group=N`.
-Before the time limit, and when Slurm preempts the element, the running job saves a checkpoint; the element is requeued
-and resumes there.
+On a cluster each group of jobs that are compared is an element of an array, which runs this program for that group:
+`resume_sweep=FOLDER only_group=N`. Before the time limit, and when Slurm preempts the element, the running job saves a
+checkpoint; the element is requeued and resumes there.
 """
 
+import itertools
 import math
 import os
 import re
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,17 @@ from pathlib import Path
 from cl_train.comparison.pairs import read_run
 from cl_train.comparison.report import compare_folders
 from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, plan_sweep, problem_of, write_end
-from cl_train.config.command_line import Composed, check_command_line, quoted
+from cl_train.config.command_line import Composed, quoted
 from cl_train.config.schema import ConfigError
-from cl_train.system.files import lock_file
+from cl_train.system.files import LockHeld, lock_file
 from cl_train.system.processes import STOP_SIGNALS, end_with_parent, read_launch
 
 PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _QUEUE_POLL_S = 5.0
 _TIME_LIMIT_SIGNAL = signal.SIGUSR2
-_ERROR_LINE = re.compile(
-    r"^(?:\[rank\d+\]: ?)?(?:[\w.]*(?:Error|Exception|Interrupt|Fault|Exit)\b.*|.*\bthe run failed: .*)"
-)
+_WARNING_S = 120  # before the time limit the jobs are asked to save a checkpoint
+_ERROR_LINE = re.compile(r"(?:\[rank\d+\]: ?)?[\w.]*(?:Error|Exception|Interrupt|Fault|Exit)\b|.*\bthe run failed: ")
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,7 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
     Raises ConfigError: as `plan_sweep` and `plan_slots`, under torchrun or srun, or another process runs this sweep.
     """
     if read_launch() is not None:
-        raise ConfigError(
-            "torchrun and srun cannot start a sweep; python train.py -m nproc=N starts each job under torchrun"
-        )
+        raise ConfigError("torchrun and srun cannot start a sweep: python train.py -m nproc=N starts torchrun")
     sweep = plan_sweep(arguments, runs)
     if sweep.only_group is not None:
         return _run_element(sweep)
@@ -77,7 +74,7 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
         sweep.save()
         print(f"sweep of {len(sweep.jobs)} jobs, {count} to run, in {sweep.folder}/<job>/{LOG_NAME}", flush=True)
         if sweep.launcher.name == "local":
-            signum = LocalJobs(sweep.folder, groups, slots).run()
+            signum = run_jobs(sweep.folder, groups, slots)
         elif groups:
             signum = _submit(sweep, [group[0].group for group in groups])
         if sweep.launcher.name == "slurm" and (signum or not sweep.launcher.wait):
@@ -93,28 +90,25 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
 def plan_slots(asked: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]) -> list[Slot]:
     """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same time, one per group.
 
-    Cores are not shared between slots: a job chooses its loader workers and threads by the cores that it may use, and
-    the load of a slot does not count as load of other processes in another one. Raises ConfigError: GPUs that do not
-    exist, too few for a job, or too few cores for its processes and loader workers.
+    A job chooses its loader workers and threads by the cores of its slot, and measures the load of others on them.
+    Raises ConfigError: too few GPUs or cores, or GPUs that do not exist.
     """
-    jobs = [(job.nproc, check_command_line(job.overrides)[0]) for group in groups for job in group]
-    if not visible or any(cfg.device == "cpu" for _, cfg in jobs):
-        raise ConfigError("launcher.gpus needs CUDA devices and jobs on them, not device=cpu: leave it out")
-    gpus = list(visible if list(asked) == ["all"] else asked)
-    if len(set(gpus) & set(visible)) < len(gpus):
-        raise ConfigError(f"launcher.gpus={','.join(asked)}: must be all, or some of {','.join(visible)}, each once")
-    size, cores = max(nproc for nproc, _ in jobs), own_cores()
-    count = min(len(gpus) // size, len(groups))
-    if not count:
-        raise ConfigError(f"nproc={size} needs {size} GPUs per job, and launcher.gpus has {len(gpus)}")
-    # One core for each process and one for loading, or the loader workers that the user asked for.
-    needed = max(nproc * (1 if cfg.data.name == "synthetic" else max(2, cfg.data.workers or 0)) for nproc, cfg in jobs)
-    share = len(cores) // count
-    if share < needed:
-        raise ConfigError(
-            f"{count} jobs at a time have {share} of {len(cores)} CPU cores each, and a job needs {needed}, or its "
-            f"loader would limit the speed: use GPUs for {len(cores) // needed} jobs at most, or fewer data.workers"
+    gpus, cores, jobs = list(visible if list(asked) == ["all"] else asked), own_cores(), list(itertools.chain(*groups))
+    size = max(job.nproc for job in jobs)
+    on_cpu = any("device=cpu" in job.overrides for job in jobs)
+    if on_cpu or len(set(gpus) & set(visible)) < max(len(gpus), size):
+        wanted = (
+            f"at least nproc={size} of the GPUs {','.join(visible) or '(none)'}, each once, for jobs without device=cpu"
         )
+        raise ConfigError(f"launcher.gpus={','.join(asked)}: name {wanted}")
+    count = min(len(gpus) // size, len(groups))
+    share = len(cores) // count
+    needed = (
+        size if all("data=synthetic" in job.overrides for job in jobs) else 2 * size
+    )  # each process, and its loader
+    if share < needed:
+        limit = f"the loader would limit the speed: use GPUs for {len(cores) // needed} jobs at most"
+        raise ConfigError(f"{count} jobs at a time have {share} CPU cores each and need {needed}, or {limit}")
     return [Slot(tuple(gpus[size * i :][:size]), tuple(cores[share * i :][:share])) for i in range(count)]
 
 
@@ -128,89 +122,76 @@ def visible_gpus() -> list[str]:
 
 def own_cores() -> list[int]:
     """The cores of this process, those that share a physical core adjacent: slots must not share any."""
-
-    def place(core: int) -> tuple[int, int]:
+    places = {}
+    for core in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        numbers = re.findall(r"\d+", siblings.read_text()) if siblings.is_file() else [core]
-        return int(numbers[0]), core
-
-    return sorted(os.sched_getaffinity(0), key=place)
+        places[core] = int(re.findall(r"\d+", siblings.read_text())[0]) if siblings.is_file() else core
+    return sorted(places, key=lambda core: (places[core], core))
 
 
-@dataclass
-class LocalJobs:
-    """The jobs of `groups` in the folder of a sweep: each slot takes the next group.
+def run_jobs(
+    folder: Path,
+    groups: Sequence[Sequence[Job]],
+    slots: Sequence[Slot],
+    *,
+    stop_signals: Sequence[int] = STOP_SIGNALS,
+    grace_s: float = 20.0,
+) -> int:
+    """Run the jobs of a sweep in its folder; each slot takes the next group. Returns the first stop signal, or 0.
 
-    After a signal a job may take `grace_s` seconds to save a checkpoint; a second Ctrl-C kills it.
+    After a signal no job starts; a running one may take `grace_s` to save a checkpoint, a second Ctrl-C kills it.
     """
-
-    folder: Path
-    groups: Sequence[Sequence[Job]]
-    slots: Sequence[Slot]
-    grace_s: float = 20.0
-    _signals: list[int] = field(default_factory=list)  # that this process has received
-    _ended: int = 0
-    _started_at: float = field(default_factory=time.monotonic)
-
-    def run(self, stop_signals: Sequence[int] = STOP_SIGNALS) -> int:
-        """Run all jobs, or end them after one of the signals; returns the first signal or 0."""
-        groups, kill_at = iter(self.groups), math.inf
-        waiting = {slot: (job for group in groups for job in group) for slot in self.slots}  # all share `groups`
-        running: dict[Slot, tuple[Job, subprocess.Popen[bytes], float]] = {}
-        with signals_noted(stop_signals, self._signals):
-            while True:
-                for slot in self.slots:
-                    if slot in running and running[slot][1].poll() is not None:
-                        self._end(slot, *running.pop(slot))
-                    while slot not in running and not self._signals and (job := next(waiting[slot], None)):
-                        started_at = time.monotonic()
-                        try:
-                            running[slot] = job, start_job(job, self.folder / job.name, slot), started_at
-                        except (ConfigError, OSError) as error:
-                            self._end(slot, job, error, started_at)
-                if not running:
-                    return next(iter(self._signals), 0)
-                time.sleep(0.05)
-                is_first = bool(self._signals) and kill_at == math.inf
-                if is_first:
-                    kill_at = time.monotonic() + self.grace_s
+    signals: list[int] = []
+    count, ended, began_s, kill_at = sum(map(len, groups)), 0, time.monotonic(), math.inf
+    unassigned = iter(groups)
+    queues = {slot: itertools.chain.from_iterable(unassigned) for slot in slots}  # each takes groups from `unassigned`
+    locked: dict[Slot, Job] = {}  # by an earlier process of the job, which is still ending
+    running: dict[Slot, tuple[Job, subprocess.Popen[bytes], float]] = {}
+    with signals_noted(stop_signals, signals):
+        while True:
+            for slot in slots:
+                if slot in running and running[slot][1].poll() is not None:
+                    job, process, started_s = running.pop(slot)
+                    ended += 1
+                    outcome = _outcome(folder / job.name, process.returncode, signals)
+                    took = timedelta(seconds=round(time.monotonic() - started_s))
+                    place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
+                    left_s = round((time.monotonic() - began_s) / ended * (count - ended))
+                    left = f"; about {timedelta(seconds=left_s)} left" if ended < count and not signals else ""
+                    print(f"[{ended}/{count}] {job.name}: {outcome} in {took}{place}{left}", flush=True)
+                while slot not in running and not signals:
+                    waiting = locked.pop(slot, None)
+                    if not (next_job := waiting or next(queues[slot], None)):
+                        break
+                    try:
+                        running[slot] = next_job, start_job(next_job, folder / next_job.name, slot), time.monotonic()
+                    except LockHeld as held:
+                        if not waiting:
+                            print(f"{next_job.name} waits: {held}", flush=True)
+                        locked[slot] = next_job
+                        break
+                    except (ConfigError, OSError) as error:
+                        print(f"{next_job.name}: failed ({error})", flush=True)
+            if not running and (signals or not locked):
+                return next(iter(signals), 0)
+            time.sleep(0.05)
+            if signals and kill_at == math.inf:
+                kill_at = time.monotonic() + grace_s
                 for slot, (_, process, _) in running.items():
-                    if time.monotonic() > kill_at or signal.SIGINT in self._signals[1:]:
-                        process.kill()  # its ranks and workers end with it
-                    elif is_first and slot.nodes > 1:  # srun would kill its tasks; scancel passes the signal on to them
-                        subprocess.run(["scancel", "--signal=TERM", own_allocation()], check=False)
-                    elif is_first:
-                        process.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
-
-    def _end(self, slot: Slot, job: Job, ended: subprocess.Popen[bytes] | Exception, started_at: float) -> None:
-        """Print how a job ended, or why it could not start, with an estimate of the time left."""
-        folder = self.folder / job.name
-        try:
-            if isinstance(ended, Exception):
-                raise ended
-            how = _describe_end(ended.returncode, folder)
-            if self._signals and ended.returncode:
-                how = f"interrupted, stopped by {signal.Signals(self._signals[0]).name}"
-            write_end(folder, how)
-            problem = problem_of(folder)
-        except (ConfigError, OSError) as error:
-            problem = str(error)
-        outcome = f"failed ({problem})" if problem and not problem.startswith("interrupted") else problem or "completed"
-        place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
-        speed = "" if problem else f", {read_run(folder).results['images_per_s'] or math.nan:.1f} images/s"
-        self._ended += 1
-        count = sum(map(len, self.groups))
-        left_s = (time.monotonic() - self._started_at) / self._ended * (count - self._ended)
-        left = f"; about {timedelta(seconds=round(left_s))} left" if left_s and not self._signals else ""
-        took = timedelta(seconds=round(time.monotonic() - started_at))
-        print(f"[{self._ended}/{count}] {job.name}: {outcome} in {took}{place}{speed}{left}", flush=True)
+                    if slot.nodes > 1:  # srun would kill its tasks; scancel passes the signal on to them
+                        subprocess.run(["scancel", "--signal=TERM", _own_element()], check=False)
+                    else:
+                        process.send_signal(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM)
+            if time.monotonic() > kill_at or signal.SIGINT in signals[1:]:
+                for _, process, _ in running.values():
+                    process.kill()  # its ranks and workers end with it
 
 
 @contextmanager
 def signals_noted(signals: Sequence[int], received: list[int]) -> Iterator[None]:
     """These signals are appended to `received` inside the block; not SIGHUP under nohup, which ignores it."""
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    before = {one: signal.signal(one, lambda signum, frame: received.append(signum)) for one in {*signals} - ignored}
+    handled = [one for one in signals if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, lambda signum, frame: received.append(signum)) for one in handled}
     try:
         yield
     finally:
@@ -221,7 +202,7 @@ def signals_noted(signals: Sequence[int], received: list[int]) -> Iterator[None]
 def start_job(job: Job, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
     """Start the process of a job, which ends when this process is killed: a job must not outlive the sweep.
 
-    Raises ConfigError: the folder is not one of this sweep.
+    Raises ConfigError: the folder is not one of this sweep. LockHeld: an earlier process of the job still writes to it.
     """
     words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
     if log.exists():
@@ -252,29 +233,40 @@ def start_job(job: Job, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
 
 def _continued(words: Sequence[str], folder: Path) -> list[str]:
     """The settings of a job that was started before: it goes on from its checkpoint, or begins again without one."""
-    with lock_file(folder / ".lock", waiting_for=f"the end of an earlier {folder.name}"):
-        summary = folder / "summary.json"
+    summary = folder / "summary.json"
+    with lock_file(folder / ".lock"):
         is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()  # it has damaged records
         if is_completed or not any((folder / "checkpoints").glob("*.pt")):
             return [*words, "overwrite=true"]
     size = re.search(rb"^batch_size: \d+$", (folder / "config.yaml").read_bytes(), re.MULTILINE)
-    kept = [word for word in words if not word.startswith("resume=") and word != "batch_size=auto"]
     measured = [size[0].decode().replace(": ", "=")] if size and "batch_size=auto" in words else []
+    kept = [word for word in words if not word.startswith("resume=") and word != "batch_size=auto"]
     return [*kept, *measured, "resume=auto"]
 
 
-def _describe_end(exit_code: int, folder: Path) -> str:
-    """From the exit code (-n for signal n), and for a failure the last error in the log."""
-    if exit_code == 0:
-        return "completed"
-    if exit_code in (130, 143):
-        return f"interrupted, stopped by a signal (exit code {exit_code})"
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        return f"killed by {name}" + (", often because memory ran out (see dmesg)" if name == "SIGKILL" else "")
+def _outcome(folder: Path, exit_code: int, signals: Sequence[int]) -> str:
+    """Record in the log of a job how its process ended (-n: by signal n), and say it in words."""
     lines = lines_of_log(folder)
     errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
-    return f"{(errors or lines or ['no output'])[-1][:300]} (exit code {exit_code})"
+    how = f"{(errors or lines or ['no output'])[-1][:300]} (exit code {exit_code})"
+    if exit_code == 0:
+        how = "completed"
+    elif signals:
+        how = f"interrupted, stopped by {signal.Signals(signals[0]).name}"
+    elif exit_code in (130, 143):
+        how = f"interrupted, stopped by a signal (exit code {exit_code})"
+    elif exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        how = f"killed by {name}" + (", often because memory ran out (see dmesg)" if name == "SIGKILL" else "")
+    try:
+        write_end(folder, how)
+        problem = problem_of(folder)
+        speed = math.nan if problem else read_run(folder).results["images_per_s"] or math.nan
+    except OSError as error:  # no space is left
+        problem = str(error)
+    if not problem:
+        return f"completed, {speed:.1f} images/s"
+    return problem if problem.startswith("interrupted") else f"failed ({problem})"
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------
@@ -287,19 +279,17 @@ def _check_slurm(sweep: Sweep) -> None:
     nodes = sweep.launcher.nodes
     if uneven := [job.nproc for job in sweep.jobs if job.nproc % nodes]:
         raise ConfigError(f"nproc={uneven[0]}: the processes of a job must be a multiple of launcher.nodes={nodes}")
-    devices = (check_command_line(job.overrides)[0].device for group in sweep.missing_groups() for job in group)
-    if sweep.launcher.gpus_per_node is None and any(device != "cpu" for device in devices):
-        advice = "set launcher.gpus_per_node=N, or device=cpu if the jobs are meant to run on the CPU"
-        print(f"warning: launcher.gpus_per_node is not set, so no GPU is requested: {advice}", flush=True)
+    if sweep.launcher.gpus_per_node is None and any("device=cpu" not in job.overrides for job in sweep.jobs):
+        print("warning: no GPU is requested: set launcher.gpus_per_node=N, or device=cpu to train on CPUs", flush=True)
 
 
 def _queued_elements(sweep: Sweep) -> list[str]:
     """Slurm's ids of elements that wait or run, or a word instead if squeue does not answer."""
-    if shutil.which("squeue") is None:
-        return []
+    command = ["squeue", "--noheader", "--format=%i", f"--name={sweep.slurm_name}"]
     try:
-        command = ["squeue", "--noheader", "--format=%i", f"--name={sweep.slurm_name}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    except FileNotFoundError:  # a sweep of a cluster, resumed elsewhere
+        return []
     except (OSError, subprocess.SubprocessError):
         return ["unknown, because squeue does not answer"]
 
@@ -316,9 +306,7 @@ def _submit(sweep: Sweep, groups: Sequence[int]) -> int:
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["sbatch gives no reason"])[-1]
-        raise ConfigError(
-            f"launcher=slurm: {reason}; resume_sweep={sweep.folder} with other launcher settings submits the jobs"
-        )
+        raise ConfigError(f"launcher=slurm: {reason}; resume_sweep={sweep.folder} launcher.KEY=VALUE submits again")
     print(f"submitted as Slurm job {done.stdout.strip()}, logs in {folder}", flush=True)
     try:
         # `sbatch --wait` would take a requeued element for an ended one; so would squeue at the moment of the requeue.
@@ -343,7 +331,7 @@ def array_script(sweep: Sweep, groups: Sequence[int]) -> str:
         "open-mode=append",
         "requeue",
         # B: the shell receives the signal; by default only the steps of srun do.
-        f"signal=B:{_TIME_LIMIT_SIGNAL.name[3:]}@{_warning_s(launcher.time_min)}",
+        f"signal=B:{_TIME_LIMIT_SIGNAL.name[3:]}@{_WARNING_S}",
         f"time={launcher.time_min}",
         f"nodes={launcher.nodes}",
         f"ntasks-per-node={tasks}",
@@ -363,30 +351,24 @@ def array_script(sweep: Sweep, groups: Sequence[int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _warning_s(time_min: int) -> int:
-    """Seconds before the time limit at which the jobs are asked to save a checkpoint."""
-    return min(120, 20 * time_min)
-
-
 def _run_element(sweep: Sweep) -> int:
     """Run what is missing in one group; if interrupted, requeue the element, but not after scancel."""
     launcher, folders = sweep.launcher, [sweep.folder / job.name for job in sweep.jobs if job.group == sweep.only_group]
 
-    def outcomes() -> set[Path]:
-        names = ("checkpoints/*.pt", "summary.json")
-        return {path for folder in folders for name in names for path in folder.glob(name)}
+    def saved() -> set[Path]:
+        return {path for folder in folders for path in (*folder.glob("*/*.pt"), *folder.glob("summary.json"))}
 
-    before, slot = outcomes(), Slot(nodes=launcher.nodes, cpus_per_task=launcher.cpus_per_task)
-    jobs = LocalJobs(sweep.folder, sweep.missing_groups(), [slot], 0.8 * _warning_s(launcher.time_min))
-    signum = jobs.run((signal.SIGTERM, _TIME_LIMIT_SIGNAL))
+    before, slot = saved(), Slot(nodes=launcher.nodes, cpus_per_task=launcher.cpus_per_task)
+    stop_signals, grace_s = (signal.SIGTERM, _TIME_LIMIT_SIGNAL), 0.8 * _WARNING_S
+    signum = run_jobs(sweep.folder, sweep.missing_groups(), [slot], stop_signals=stop_signals, grace_s=grace_s)
     if not signum:
         return int(bool(sweep.missing_groups()))
-    if signum == _TIME_LIMIT_SIGNAL and outcomes() == before:  # another attempt would get no further
+    if signum == _TIME_LIMIT_SIGNAL and saved() == before:  # another attempt would get no further
         for folder in folders:
             if (problem_of(folder) or "").startswith("interrupted"):
                 write_end(folder, f"no checkpoint within launcher.time_min={launcher.time_min}: allow more")
         return 1
-    element = own_allocation()
+    element = _own_element()
     state = subprocess.run(["squeue", "-h", "-j", element, "-o", "%T"], capture_output=True, text=True)
     if state.stdout.strip() == "RUNNING":
         print(f"requeueing Slurm job {element}", flush=True)
@@ -394,7 +376,6 @@ def _run_element(sweep: Sweep) -> int:
     return 128 + signum
 
 
-def own_allocation() -> str:
-    """The Slurm allocation of this process; SLURM_JOB_ID of an element of an array can be the id of the array."""
-    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{element}" if array and element else os.environ["SLURM_JOB_ID"]
+def _own_element() -> str:
+    """Slurm's id of this element of an array; SLURM_JOB_ID of the last one is the id of the array."""
+    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"

@@ -12,11 +12,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from cl_train.comparison.pairs import read_run
-from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, CommandLine, Composed, compose
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
 from cl_train.config.validation import from_mapping, setting_fields
-from cl_train.data.sample import PATTERNS, SampleSpec
 from cl_train.system.files import safe_name, write_json
 
 SCHEMA_VERSION = 2
@@ -68,8 +66,6 @@ def read_sweep(folder: Path) -> Sweep:
         document = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         known = [item.name for item in fields(Job)]  # an earlier version kept outcomes here too
         jobs = [Job(**{name: values[name] for name in known if name in values}) for values in document["jobs"]]
-        if any(job.name != safe_name(job.name) for job in jobs):
-            raise ValueError("a job has an impossible name")
         launcher = from_mapping(LauncherConfig, document.get("launcher", {}))
         return Sweep(folder, document["compare_by"], jobs, launcher)
     except FileNotFoundError:
@@ -111,7 +107,7 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     """The jobs of train.py's arguments, or those of the sweep that `resume_sweep=` names.
 
     `runs`: what `compose` returned for the arguments; None = call it, 0.1 s per run. Raises ConfigError: a setting of
-    the sweep itself, runs too short for a comparison, or a folder that is in use.
+    the sweep itself, or a folder that is in use.
     """
     runs = compose(CommandLine.parse(arguments)) if runs is None else runs
     by_place = list(zip(*(run.words for run in runs), strict=True))
@@ -139,10 +135,9 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
         raise ConfigError("only_group needs resume_sweep=FOLDER")
     jobs = _plan_jobs(words, varied, runs)
     folder = runs[0].folder("sweep")
-    if (folder / "sweep.json").is_file():
-        raise ConfigError(f"{folder} holds a sweep already: resume_sweep={folder} runs what is missing in it")
-    if taken := [job.name for job in jobs if (folder / job.name).exists()]:
-        raise ConfigError(f"{folder / taken[0]} exists already: choose another folder with hydra.sweep.dir=FOLDER")
+    if taken := [name for name in ("sweep.json", *(job.name for job in jobs)) if (folder / name).exists()]:
+        advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues a sweep"
+        raise ConfigError(f"{folder / taken[0]} exists already: {advice}")
     by, keys = settings.compare_by, set(map(_setting_of, varied))
     if keys and by not in keys and keys <= setting_fields(Config).keys():  # not: an experiment
         advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
@@ -171,11 +166,6 @@ def _plan_jobs(fixed: Sequence[str], varied: Collection[str], runs: Sequence[Com
         cfg, chosen = run.cfg, [word for word in run.words if _key(word) in varied]
         others = tuple(word for word in chosen if _setting_of(word) != cfg.compare_by)
         compared = [word for word in chosen if word not in others]
-        if compared and _has_few_windows(cfg):
-            raise ConfigError(
-                f"a comparison needs {MIN_WINDOWS} windows of log_every={cfg.log_every} steps after warmup_steps="
-                f"{cfg.warmup_steps}: use more steps (epochs, max_steps) or a smaller log_every"
-            )
         shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
         for key, _, value in (word.partition("=") for word in (*compared, *others)):
             if key not in ("model", "channels_last"):
@@ -192,15 +182,3 @@ def _plan_jobs(fixed: Sequence[str], varied: Collection[str], runs: Sequence[Com
                 name += f"-{names[name]}" if names[name] > 1 else ""  # a/b and a_b make the same name
                 jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat, group=number))
     return jobs
-
-
-def _has_few_windows(cfg: Config) -> bool:
-    """Whether a run has too few windows after warm-up; the number of images is known for some data sets only."""
-    sample_images = len(PATTERNS) * SampleSpec.train_per_class
-    images = {"synthetic": cfg.data.synthetic_images, "sample": sample_images}.get(cfg.data.name)
-    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
-    epoch_steps = images // step_images if images else cfg.max_steps or 10**9
-    last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
-    # A window begins every log_every steps and with each epoch; those after the fourth make no difference.
-    steps = range(cfg.warmup_steps, min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every))
-    return sum(step % cfg.log_every == 0 or step % epoch_steps == 0 for step in steps) < MIN_WINDOWS

@@ -197,7 +197,7 @@ class LauncherConfig:
     name: str = neutral_setting("local", "this machine or a Slurm cluster", choices=("local", "slurm"))
     gpus: list[str] = neutral_setting([], "local: run one job per GPU at a time; all, or some: 0,1,2")
     partition: str | None = neutral_setting(None, "slurm: partition; null = the cluster's default")
-    time_min: int = neutral_setting(60, "slurm: time limit, minutes; a job that needs longer is requeued", minimum=1)
+    time_min: int = neutral_setting(60, "slurm: time limit, minutes; a job that needs longer is requeued", minimum=5)
     nodes: int = neutral_setting(1, "slurm: nodes per allocation; nproc processes are spread over them", minimum=1)
     gpus_per_node: int | None = neutral_setting(None, "slurm: GPUs per node; null = none requested", minimum=1)
     cpus_per_task: int | None = neutral_setting(None, "slurm: CPU cores per process; null = the default", minimum=1)

@@ -46,9 +46,6 @@ class Nodes:
                 shell = ["sh", "-c", command]
                 self.agents.append(subprocess.Popen(shell, cwd=ROOT, env=environment, stdout=out, stderr=out))
 
-    def wait(self) -> list[int]:
-        return [agent.wait(LIMIT_S) for agent in self.agents]
-
     def kill_at_the_gate(self) -> None:
         """When both processes wait there, SIGKILL to the agents and, before they notice, to these processes."""
         wait_until(lambda: len(list(self.gate.iterdir())) == 2 or self.agents[0].poll() is not None)
@@ -75,7 +72,7 @@ def test_killed_nodes_without_a_shared_folder_resume_exactly(
     script = [str(ROOT / "train.py"), [*SETTINGS, *words, f"hydra.run.dir={undisturbed}"]]
     fork_two_ranks(fork_server, tmp_path, RUN_SCRIPT, *script, GATE=str(killed.gate), LOCAL_WORLD_SIZE="1")
     resumed = Nodes(tmp_path / "killed", *words, "resume=auto")
-    assert resumed.wait() == [0, 0], resumed.log()
+    assert [agent.wait(LIMIT_S) for agent in resumed.agents] == [0, 0], resumed.log()
     assert "resumed from" in resumed.log()
     assert losses(resumed.run) == losses(undisturbed) and len(losses(resumed.run)) == 24
     assert {path.name for path in resumed.run.iterdir()} == {path.name for path in undisturbed.iterdir()}

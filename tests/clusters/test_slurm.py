@@ -59,6 +59,17 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 """
 
 
+def ask(environment: dict[str, str], *command: str) -> str:
+    return subprocess.run(command, env=environment, capture_output=True, text=True).stdout.strip()
+
+
+def start_soon(environment: dict[str, str], job: str) -> None:
+    """A requeued job; Slurm would wait cred_expire."""
+    wait_until(lambda: ask(environment, "squeue", "-h", "-j", job, "-o", "%T") == "PENDING")
+    # Within the second of the requeue, slurmd still takes the job for a killed one.
+    ask(environment, "scontrol", "update", f"jobid={job}", "StartTime=now+2")
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which `sbatch` and `srun` use this Slurm. The first node has this machine's host name."""
@@ -74,15 +85,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     munge_files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     daemons = {
         ("munged", "-F", "--force", f"--socket={folder}/munge.socket", *munge_files): (folder / "munge.socket").exists,
-        ("slurmctld", "-D", "-c"): lambda: "is UP" in answer("scontrol", "ping"),
+        ("slurmctld", "-D", "-c"): lambda: "is UP" in ask(environment, "scontrol", "ping"),
         ("slurmd", "-D", "-N", host): lambda: True,
-        ("slurmd", "-D", "-N", f"{host}-2"): lambda: answer("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2",
+        ("slurmd", "-D", "-N", f"{host}-2"): lambda: ask(environment, "sinfo", "-h", "-t", "idle", "-o", "%D") == "2",
     }
     running = []
-
-    def answer(*command: str) -> str:
-        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
-
     try:
         for command, is_ready in daemons.items():
             with (folder / "daemons.log").open("ab") as log:
@@ -90,8 +97,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             wait_until(is_ready)
         yield environment | {"PROCESSES": "1"}
     finally:
-        answer("scancel", "--state=RUNNING")
-        wait_until(lambda: not answer("squeue", "-h", "-t", "RUNNING,COMPLETING"))
+        ask(environment, "scancel", "--state=RUNNING")
+        wait_until(lambda: not ask(environment, "squeue", "-h", "-t", "RUNNING,COMPLETING"))
         for daemon in reversed(running):
             daemon.terminate()
             daemon.wait(LIMIT_S)
@@ -143,7 +150,7 @@ def test_a_requeued_job_resumes_exactly(
     job = submit("requeue", folder, *INTERRUPTED, GATE=str(gate))
     wait_until(lambda: len(list(gate.iterdir())) == 2)
     subprocess.run(["scancel", "--signal=TERM", job], env=cluster, check=True)
-    wait_until(lambda: "interrupted after" in (folder / "log").read_text())
+    start_soon(cluster, job)
     (gate / "open").touch()
     # One rank per node: as many threads as there, and so the same sums.
     script = [str(ROOT / "train.py"), [*INTERRUPTED, f"data.root={image_folder}", f"hydra.run.dir={undisturbed}"]]
@@ -151,17 +158,6 @@ def test_a_requeued_job_resumes_exactly(
     wait_until(lambda: is_completed(folder))
     assert "resumed from" in (folder / "log").read_text()
     assert losses(folder / "run") == losses(undisturbed)
-
-
-def test_one_process_in_an_allocation_of_two_tasks_trains_alone(
-    cluster: dict[str, str], image_folder: Path, tmp_path: Path
-) -> None:
-    """`salloc` sets SLURM_NTASKS=2 in a shell that nobody shares."""
-    words = (*SETTINGS, f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'run'}", "max_steps=1")
-    command = ["salloc", "--nodes=2", "--ntasks=2", "python", "train.py", *words]
-    done = subprocess.run(command, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
 
 
 def test_a_sweep_survives_scancel_and_a_requeue(cluster: dict[str, str], tmp_path: Path, image_folder: Path) -> None:
@@ -177,20 +173,18 @@ def test_a_sweep_survives_scancel_and_a_requeue(cluster: dict[str, str], tmp_pat
         *("launcher=slurm", "launcher.cpus_per_task=1", "launcher.time_min=30"),
     ]
     environment = cluster | {"GATE": str(gate)}
-    command = [sys.executable, "train.py", *words]
+    program = (
+        "import sys; from cl_train.comparison import report, sweep; sweep._QUEUE_POLL_S = 1; "
+        "report.write_chart = report._write_dashboard = lambda *_: False; sys.exit(sweep.run_sweep(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *words]
     waiting = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-
-    def slurm_command(*command: str) -> str:
-        return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-
     wait_until(lambda: len(list(gate.iterdir())) == 2)
-    [first, second] = sorted(slurm_command("squeue", "-h", "--array", "-o", "%i").split())
-    slurm_command("scancel", first)
-    slurm_command("scancel", "--batch", "--signal=TERM", second)
-    wait_until(lambda: slurm_command("squeue", "-h", "-j", second, "-o", "%T").strip() == "PENDING")
+    [first, second] = sorted(ask(environment, "squeue", "-h", "--array", "-o", "%i").split())
+    ask(environment, "scancel", first)
+    ask(environment, "scancel", "--batch", "--signal=TERM", second)
+    start_soon(environment, second)
     (gate / "open").touch()
-    # Slurm would wait cred_expire. Within the second of the requeue, slurmd still takes the element for a killed job.
-    slurm_command("scontrol", "update", f"jobid={second}", "StartTime=now+2")
     output, _ = waiting.communicate(timeout=LIMIT_S)
     assert waiting.returncode == 1
     problems = [problem_of(folder / job.name) for job in read_sweep(folder).jobs]

@@ -16,6 +16,7 @@ from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
+READ_EPS = " or ".join(f"optim={name}" for name, keys in OPTIMIZERS.items() if "eps" in keys)
 CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group)]
 
 
@@ -91,7 +92,7 @@ WRONG = [
     (["channels_last=1"], "expected true|false|auto"),
     (["precision=fp61"], "did you mean fp16"),
     (["data=imagnet"], "did you mean imagenet"),
-    (["optim=adam"], "did you mean adamw"),
+    *(([f"optim={name}q"], f"did you mean {name}") for name in OPTIMIZERS),
     (["optim=lamb"], "optim=timm optim.name="),
     (["report=true", "evaluate_every=-1"], "evaluate_every=0"),
     (["experiment=nothing"], "no such choice"),
@@ -148,10 +149,7 @@ WRONG = [
     (["experiment=null"], "no such choice"),
     (["--config-dir="], "no such folder"),
     (["-m", "hydra.sweep.dir=/a,/b", "channels_last=true,false"], "needs a folder"),
-    (
-        ["optim=sgd", "optim.eps=1e-5"],
-        "no effect without optim=adamw or optim=rmsprop: leave it out, or write optim.eps=null",
-    ),
+    (["optim=sgd", "optim.eps=1e-5"], f"no effect without {READ_EPS}: leave it out, or write optim.eps=null"),
     (["-m", "optim=glob(z*)"], "optim=glob(z*): the pattern or the range has no value"),
     (["-m", "epochs=range(2,1)"], "epochs=range(2,1): the pattern or the range has no value"),
     (["-m", "optim.lr=interval(0.1,0.2)"], "optim.lr=interval(0.1,0.2): list the values"),
