@@ -86,14 +86,13 @@ def audit(
             step()
         if measure:
             report.step_ms = 1000 * median([timed_s(step, device) for _ in range(4)][1:])  # the first warms up
+            ms_per_byte = copy_ms_per_byte(device)
+            calls = [replace(call, copy_ms=ms_per_byte * call.moved_bytes) for call in calls]
         model.zero_grad(set_to_none=True)
         if time:
             report.times = time_operators(model, batch, forward, precision, device, time_limit_s)
     report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, *_SAME_CALL)]
     report.step_bytes = recorder.step_bytes
-    if measure:
-        ms_per_byte = copy_ms_per_byte(device)
-        report.calls = [replace(call, copy_ms=ms_per_byte * call.moved_bytes) for call in report.calls]
     return report
 
 
