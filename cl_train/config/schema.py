@@ -246,9 +246,7 @@ class Config:
 
     config: str | None = neutral_setting(None, "start from the settings of a run folder or a YAML file")
     log_every: int = neutral_setting(10, "optimizer steps per window: one console line and one record", minimum=1)
-    warmup_steps: int = neutral_setting(
-        10, "first steps left out of the speed; for the learning rate: schedule.warmup_epochs", minimum=0
-    )
+    warmup_steps: int = neutral_setting(10, "first steps left out of the speed; not schedule.warmup_epochs", minimum=0)
     overwrite: bool = neutral_setting(False, "delete the records and checkpoints of an earlier run in the run folder")
     resume: str | None = neutral_setting(None, "checkpoint or run folder; auto = the newest one in the run folder")
     profile: bool = setting(False, "write a torch.profiler trace of a few steps into the run folder")
