@@ -90,10 +90,8 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
             if not run.stop_signal:
                 end_epoch(run, save_due=bool(save_due))
         bar.close()
-        is_of_another_folder = cfg.resume is not None and not continues(cfg.resume, folder)
-        if (
-            is_of_another_folder and not cfg.evaluate_only and run.checkpoints.saved_step < 0
-        ):  # nothing was left to train
+        from_other_run = cfg.resume is not None and not continues(cfg.resume, folder)
+        if from_other_run and not cfg.evaluate_only and run.checkpoints.saved_step < 0:  # nothing was left to train
             run.checkpoints.save(progress)
         summary = finish(run)
         return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
