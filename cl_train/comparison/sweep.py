@@ -276,9 +276,8 @@ def _check_slurm(sweep: Sweep) -> None:
     """Raises ConfigError: Slurm is missing, or the processes of a job cannot be spread evenly over the nodes."""
     if shutil.which("sbatch") is None:
         raise ConfigError("launcher=slurm: this machine has no sbatch; start the sweep on a login node of the cluster")
-    nodes = sweep.launcher.nodes
-    if uneven := [job.nproc for job in sweep.jobs if job.nproc % nodes]:
-        raise ConfigError(f"nproc={uneven[0]}: the processes of a job must be a multiple of launcher.nodes={nodes}")
+    if uneven := [job.nproc for job in sweep.jobs if job.nproc % sweep.launcher.nodes]:
+        raise ConfigError(f"nproc={uneven[0]} must be a multiple of launcher.nodes={sweep.launcher.nodes}")
     if sweep.launcher.gpus_per_node is None and any("device=cpu" not in job.overrides for job in sweep.jobs):
         print("warning: no GPU is requested: set launcher.gpus_per_node=N, or device=cpu to train on CPUs", flush=True)
 

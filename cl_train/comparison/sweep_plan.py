@@ -114,13 +114,12 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     fixed = [words[0] for words in by_place if len(set(words)) == 1]
     varied = {_key(words[0]) for words in by_place if len(set(words)) > 1}
     for_sweep = [word for word in fixed if _is_own(word)]
-    hydra = [word for word in fixed if word.startswith("hydra.")]
-    words = [word for word in fixed if word not in (*for_sweep, *hydra)]
-    own = sorted(key for key in varied if _is_own(key) and key != "nproc")
+    words = [word for word in fixed if word not in for_sweep and not word.startswith("hydra.")]
+    own = sorted(filter(_is_own, varied - {"nproc"}))
     problems = [f"{key} belongs to the whole sweep and takes one value" for key in own]
     if twice := [words for words, count in Counter(run.words for run in runs).items() if count > 1]:
         problems.append(f"a value is listed twice ({' '.join(twice[0])}); repeats=2 runs every job twice")
-    if any(_key(word) == "hydra.run.dir" for word in hydra):
+    if any(_key(word) == "hydra.run.dir" for word in fixed):
         problems.append("hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER")
     if problems:
         raise ConfigError(problems)
