@@ -294,10 +294,7 @@ def _queued_elements(sweep: Sweep) -> list[str]:
 
 
 def _submit(sweep: Sweep, groups: Sequence[int]) -> int:
-    """Submit the groups and, unless launcher.wait=false, wait until they have ended; SIGINT after Ctrl-C, else 0.
-
-    Raises ConfigError: Slurm refuses them.
-    """
+    """Submit the groups and, unless launcher.wait=false, wait until they have ended; SIGINT after Ctrl-C, else 0."""
     folder = sweep.folder.resolve() / "slurm"
     folder.mkdir(exist_ok=True)
     script = folder / "array.sbatch"
