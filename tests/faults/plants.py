@@ -22,7 +22,7 @@ import cl_train.system.files
 import cl_train.training.build
 import cl_train.training.setup
 import cl_train.training.state
-from tests.faults import tiny
+from tests.faults.forkserver import REPOSITORY
 from tests.processes import is_signal_received, wait_until
 
 
@@ -197,4 +197,4 @@ def slow_data() -> None:
 
 if __name__ == "__main__":
     slow_steps()
-    runpy.run_path(str(tiny.REPOSITORY / "train.py"), run_name="__main__")
+    runpy.run_path(str(REPOSITORY / "train.py"), run_name="__main__")
