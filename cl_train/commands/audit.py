@@ -2,7 +2,7 @@
 
     cl-train audit model=shufflenet_v2_x1_0                      every loss with its module and line of code
     cl-train audit model=mobilenet_v2 time=true                  why is it faster, or slower: every operator in both
-    cl-train audit model=mobilenet_v2 time=true repro=slow.py
+    cl-train audit model=mobilenet_v2 time=true repro=slow.py chart=times.png
     cl-train audit model=my_package.my_model:build max_lost=0    for CI: exit code 1 if more calls lose it
     cl-train audit operators=true precision=bf16                 what each operator of torch does, on this machine
     cl-train audit model=my_package.my_model:segment output_entry=mask   a model that returns a dict
@@ -13,7 +13,7 @@ Exit codes: 0 done, 1 more than max_lost calls lost the format, 2 wrong usage or
 
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class AuditSettings:
     time: bool = setting(False, "also time every operator of a training step in both layouts")
     time_limit_s: float = setting(30.0, "time=true: for all rounds; at least four are measured", above=0)
     repro: str | None = setting(None, "time=true: file for a program of torch alone that times the worst operator")
+    chart: str | None = setting(None, "time=true: file (.png, .svg) for a bar chart of both layouts")
     max_lost: int | None = setting(None, "exit with 1 if more calls lose channels_last", minimum=0)
     operators: bool = setting(False, "instead of a model: which of torch's operators keep channels_last here")
     compile: bool = setting(False, "also report which compiled graphs inductor lays out channels_last")
@@ -79,10 +80,13 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         rows = operator_support(device, dtype)
         text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
         return {"schema_version": 1, **where, "operators": rows}, text
-    if settings.repro and not settings.time:
-        raise ConfigError("repro= needs time=true")
-    file = Path(settings.repro) if settings.repro else None
-    with output_file(file, overwrite=settings.overwrite, key="repro") if file else nullcontext() as program:
+    if not settings.time and (settings.repro or settings.chart):
+        raise ConfigError("repro= and chart= need time=true")
+    with ExitStack() as stack:
+        program, chart = (
+            stack.enter_context(output_file(Path(name), overwrite=settings.overwrite, key=key)) if name else None
+            for key, name in (("repro", settings.repro), ("chart", settings.chart))
+        )
         report = _audit_model(settings)
         result, text = report.to_dict(), str(report)
         if program:
@@ -91,6 +95,11 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
             ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
             result["alone"] = (ran.stdout or ran.stderr).splitlines()
             text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])
+        if chart:
+            from cl_train.comparison.report import write_times_chart  # with Hydra, 0.1 s
+
+            if not write_times_chart(report.times, f"{report.model}, {report.precision} on {report.device}", chart):
+                raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
     lost = report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:

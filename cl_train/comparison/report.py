@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cl_train.comparison.pairs import Pair, Run, compare_pair, compare_runs, read_run
 from cl_train.comparison.statistics import Interval
@@ -15,6 +15,9 @@ from cl_train.comparison.sweep_plan import Job, problem_of, read_sweep
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import markdown_table
 from cl_train.system.files import safe_name, write_json, write_text
+
+if TYPE_CHECKING:
+    from cl_train.memory_format.operator_times import OperatorTimes
 
 SCHEMA_VERSION = 1
 EXPLANATION = (
@@ -277,16 +280,11 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
 
     Returns False if matplotlib is not installed or there is nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return False
     rows = max(map(len, panels.values()), default=0)
-    if not rows:
-        return False
     row_inches = 0.62 if any(bar.words for bars in panels.values() for bar in bars) else 0.25
-    figure = Figure((max(7.5, 4.5 * len(panels)), 1.9 + row_inches * rows), dpi=130, layout="constrained")
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    figure = _figure(max(7.5, 4.5 * len(panels)), 1.9 + row_inches * rows, title)
+    if not rows or figure is None:
+        return False
     # 1 and all ratios; an interval that extends beyond half or twice its ratio is clipped.
     shown = [bar.interval for bars in panels.values() for bar in bars if bar.interval]
     low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)]) / 1.15
@@ -316,5 +314,47 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
                 axes.plot(middle, row, "o", color=colour, mfc=face, mew=2, ms=8)
             words = textwrap.fill(bar.words, 62, max_lines=2)
             axes.text(middle, row - 0.15, words, ha="center", va="bottom", fontsize=9, color="#333333")
+    figure.savefig(path)
+    return True
+
+
+def _figure(width: float, height: float, title: str) -> Any:
+    """None if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return None
+    figure = Figure((width, height), dpi=130, layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    return figure
+
+
+def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
+    """The step in both layouts, stacked by kind of operator, and the ten largest differences of modules."""
+    figure = _figure(10, 4.6, f"{title}\n{times.summary()[1]}")
+    if figure is None:
+        return False
+    stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
+    kinds = sorted(times.rows(lambda call: call.kind), key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
+    stacks = [(row.name, [row]) for row in kinds[:7]] + [("other", kinds[7:])]
+    bottom = (0.0, 0.0)
+    colours = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#f0e442", "#bbbbbb"]
+    for (name, rows), colour in zip(stacks, colours, strict=False):
+        ms = sum(row.contiguous_ms for row in rows), sum(row.channels_last_ms for row in rows)
+        stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, color=colour, width=0.6)
+        bottom = bottom[0] + ms[0], bottom[1] + ms[1]
+    stacked.set_ylabel("milliseconds of a step, by kind of operator")
+    stacked.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    rows = times.tables["modules"][:10]
+    for y, row in enumerate(rows):
+        colour = COLOURS["slower" if row.difference_ms > 0 else "faster"]
+        differences.barh(y, row.difference_ms, color=colour, alpha=1.0 if row.is_loss or row.is_gain else 0.3)
+        differences.plot(row.interval_ms, [y, y], color="#333333", lw=1.5)
+    differences.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    differences.invert_yaxis()
+    differences.axvline(0, color="#333333", lw=1)
+    differences.set_xlabel("ms that channels_last costs more (pale: within noise)")
+    for axes in (stacked, differences):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
     return True

@@ -7,13 +7,13 @@ Calls of the two layouts are paired by module, operator and order.
 """
 
 import gc
+import math
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import comb
 from pathlib import Path
 from statistics import median
 from sys import _getframe
@@ -33,6 +33,7 @@ from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import MasterWeights, Precision, kernel_selection
 from cl_train.step.train_step import StepParts, update_weights
+from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.machine import keep_freed_memory, timed_s, wait_for
 
 LAYOUTS = ("contiguous", "channels_last")
@@ -91,22 +92,26 @@ class TimedCall:
 
 
 class Row:
-    """The calls of a kind, a module or a shape. `difference_ms`: what channels_last costs more, median over rounds."""
+    """The calls of a kind, a module or a shape. `difference_ms`: what channels_last costs more, median over rounds.
 
-    def __init__(self, name: str, calls: list[TimedCall]) -> None:
+    `share_pct`: of the step in channels_last, which takes `step_ms`.
+    """
+
+    def __init__(self, name: str, calls: list[TimedCall], step_ms: float = math.inf) -> None:
         self.name, self.calls = name, calls
         ms: Times = np.sum([call.ms for call in calls], axis=0)
         self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
+        self.share_pct = 100 * self.channels_last_ms / step_ms
         ordered = np.sort(ms[:, 1] - ms[:, 0]).tolist()
         self.difference_ms: float = median(ordered)
         # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole range
         count = len(ordered)
-        outside = max(sum(np.cumsum([comb(count, i) for i in range(count)]) <= 0.025 * 2**count), 1)
+        outside = max(sum(np.cumsum([math.comb(count, i) for i in range(count)]) <= 0.025 * 2**count), 1)
         self.interval_ms: tuple[float, float] = ordered[outside - 1], ordered[-outside]
         self.is_loss, self.is_gain = self.interval_ms[0] > 0, self.interval_ms[1] < 0
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms")
+        names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms", "share_pct")
         return {"name": self.name, "calls": len(self.calls), **{name: getattr(self, name) for name in names}}
 
 
@@ -120,6 +125,7 @@ class OperatorTimes:
     calls: list[TimedCall]
     step_ms: Times
     copy_ms_per_byte: float  # that a copy into the other layout reads or writes
+    utilisation: dict[str, Any]  # of the faster layout, see `step.utilisation`
 
     def __post_init__(self) -> None:
         self.speed_ratio = float(np.median(self.step_ms[:, 0] / self.step_ms[:, 1]))
@@ -138,7 +144,8 @@ class OperatorTimes:
         groups: dict[object, list[TimedCall]] = defaultdict(list)
         for call in self.calls:
             groups[key(call)].append(call)
-        rows = [Row(str(name), calls) for name, calls in groups.items() if name]
+        step_ms = float(np.median(self.step_ms[:, 1]))
+        rows = [Row(str(name), calls, step_ms) for name, calls in groups.items() if name]
         return sorted(rows, key=lambda row: (not row.is_loss | row.is_gain, -abs(row.difference_ms)))
 
     def worst(self) -> Row:
@@ -195,11 +202,12 @@ class OperatorTimes:
             "explained_pct": self.explained_pct,
             "advice": self.advice(),
             "better_contiguous": self.better_contiguous(),
+            "utilisation": self.utilisation,
             **{name: [row.to_dict() for row in rows] for name, rows in self.tables.items()},
         }
 
     def __str__(self) -> str:
-        parts = [*self.summary(), *(f"- {line}" for line in self.advice())]
+        parts = [*self.summary(), describe(self.utilisation), *(f"- {line}" for line in self.advice())]
         for name, rows in self.tables.items():
             parts += ["", f"{name}:", "", markdown_table([row.to_dict() for row in rows[:_SHOWN]])] if rows else []
         return "\n".join(parts)
@@ -342,15 +350,15 @@ class _Step:
     """The training step in one layout, with data of the model's tensors, a batch and an optimizer of its own."""
 
     def __init__(self, model: nn.Module, batch: Any, data: Data, precision: Precision) -> None:
-        self._batch, self._data = batch, data
+        self.batch, self._data = batch, data
         self.apply()
         masters = MasterWeights(model, precision)
-        self._parts: StepParts | None = None
+        self.parts: StepParts | None = None
         if parameters := masters.trainable():
             device = next(iter(parameters.values())).device
             optimizer = build_optimizer(OptimConfig(), model, parameters, lr=1e-4)
             scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
-            self._parts = StepParts(model, masters, optimizer, scaler, precision, device)
+            self.parts = StepParts(model, masters, optimizer, scaler, precision, device)
 
     def apply(self) -> None:
         for tensor, data in self._data.items():
@@ -359,12 +367,12 @@ class _Step:
     def run(self, forward: Forward, start: Callable[[str], None]) -> None:
         torch.manual_seed(0)  # the same choices in both layouts
         start("forward")
-        loss = forward(self._batch)
-        if loss is not None and self._parts:
+        loss = forward(self.batch)
+        if loss is not None and self.parts:
             start("backward")
-            self._parts.scaler.scale(loss).backward()
+            self.parts.scaler.scale(loss).backward()
             start("update")
-            update_weights(self._parts)
+            update_weights(self.parts)
 
 
 def time_operators(
@@ -389,14 +397,23 @@ def time_operators(
                 copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (batch, before))
                 placed_batch, data = images_in(memory_format, copied) if memory_format else copied  # keeps the strides
                 steps.append(_Step(model, placed_batch, data, precision))
-            return _measured(steps, forward, device, time_limit_s)
+            calls, step_ms = _measured(steps, forward, device, time_limit_s)
+            tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 2]  # [N,...], or images [C,H,W]
+            images = len(tensors[0]) if tensors[0].dim() > 3 else sum(tensor.dim() == 3 for tensor in tensors)
+            gflop = flops_of(lambda: forward(steps[1].batch)) / images / 1e9
+            images_per_s = 1000 * images / np.median(step_ms, axis=0).min()
+            used = utilisation(gflop, images_per_s, precision, device, training=steps[1].parts is not None)
+            return OperatorTimes(calls, step_ms, copy_ms_per_byte(device), used)
     finally:
         gc.enable()
         for tensor, data in before.items():
             tensor.data = data
 
 
-def _measured(steps: list[_Step], forward: Forward, device: torch.device, time_limit_s: float) -> OperatorTimes:
+def _measured(
+    steps: list[_Step], forward: Forward, device: torch.device, time_limit_s: float
+) -> tuple[list[TimedCall], Times]:
+    """The calls with their times, and the milliseconds of the step without the recorder, [rounds, layouts]."""
     calls: dict[Key, TimedCall] = {}
 
     def block(index: int) -> dict[Any, float]:
@@ -428,7 +445,7 @@ def _measured(steps: list[_Step], forward: Forward, device: torch.device, time_l
                 break
     for key, call in calls.items():
         call.ms = ms_of(key)
-    return OperatorTimes(list(calls.values()), ms_of("step"), copy_ms_per_byte(device))
+    return list(calls.values()), ms_of("step")
 
 
 def copy_ms_per_byte(device: torch.device) -> float:

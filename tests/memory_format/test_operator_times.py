@@ -104,8 +104,9 @@ def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explai
     row = Row("", [noisy])
     assert Row("", [call_of([(0, index) for index in range(17)])]).interval_ms == (4, 12)  # P(at most 4 of 17) = 2.45 %
     assert row.interval_ms == (-1, 6) and row.difference_ms == 3 and not row.is_loss | row.is_gain
-    times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), 0.0)
+    times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), 0.0, {})
     assert [row.name for row in times.tables["modules"]] == ["aten.certain.default", "aten.noisy.default"]
+    assert times.tables["modules"][0].share_pct == pytest.approx(100 * 2.4 / 8)
     assert times.worst().calls == [certain] and times.speed_ratio == 1.25
     assert times.explained_pct == pytest.approx(20) and "do not trust" in times.summary()[2]
 
@@ -154,7 +155,7 @@ def test_the_command_tells_all_and_writes_its_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32"]
-    files = ["repro=slow.py", "out=audit.json"]
+    files = ["repro=slow.py", "chart=times.png", "out=audit.json"]
     assert main([*words, "time=true", "time_limit_s=1", "max_lost=0", *files]) == 1
     output = capsys.readouterr().out
     assert "more than max_lost=0" in output and "13 x cat (forward)" in output and "shufflenetv2.py:95" in output
@@ -163,9 +164,11 @@ def test_the_command_tells_all_and_writes_its_files(
     assert report["totals"]["lost"] == 32 and report["step_ms"] > 0
     compile(Path("slow.py").read_text(), "slow.py", "exec")
     assert [line.split()[0] for line in report["alone"]] == ["contiguous", "channels_last", "torch"]
+    assert Path("times.png").read_bytes().startswith(b"\x89PNG")
+    assert report["times"]["utilisation"]["gflop_per_image"] > 0
     for wrong, message in (
         (["time=true", "repro=slow.py"], "^repro=.*exists"),
-        (["repro=a.py"], "needs time=true"),
+        (["chart=a.png"], "need time=true"),
         (["modl=resnet18"], "did you mean model"),
     ):
         with pytest.raises(ConfigError, match=message):

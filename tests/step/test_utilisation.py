@@ -5,9 +5,8 @@ import torch
 import torchvision
 
 from cl_train.step.precision import BY_NAME
-from cl_train.step.utilisation import flops_of, utilisation
+from cl_train.step.utilisation import flops_of, matmul_tflop_per_s, utilisation
 
-CPU = torch.device("cpu")
 QUICK = ("resnet18", "mobilenet_v2", "squeezenet1_1")
 SLOW = (
     "alexnet", "vgg11", "vgg16", "vgg19_bn", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "wide_resnet50_2",
@@ -26,9 +25,15 @@ def test_flops_are_the_published_ones(name: str) -> None:
     assert flops_of(lambda: model(torch.empty(1, 3, size, size, device="meta"))) / 1e9 == pytest.approx(published, 0.02)
 
 
-def test_shares_are_of_three_forward_passes_and_of_a_measured_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cl_train.step.utilisation.timed_s", lambda *_: 2 * 512**3 / 400e12)
-    trained, inferred = (utilisation(8.0, 5000.0, BY_NAME["fp16"], CPU, training=mode) for mode in (True, False))
-    assert (trained["tflop_per_s"], trained["matmul_pct"], inferred["tflop_per_s"]) == (120, 30, 40)
-    monkeypatch.undo()
-    assert 0 < utilisation(8.0, 50.0, BY_NAME["fp32"], CPU, training=True)["matmul_tflop_per_s"] < 100
+def test_shares_are_of_three_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cl_train.step.utilisation.matmul_tflop_per_s", lambda *_: 400.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    trained = utilisation(8.0, 5000.0, BY_NAME["fp16"], torch.device("cuda"), training=True)
+    assert trained["tflop_per_s"] == 120 and trained["matmul_pct"] == 30
+    assert (trained["data_sheet_tflop_per_s"], trained["data_sheet_pct"]) == (312, 38.46)
+    inferred = utilisation(8.0, 5000.0, BY_NAME["tf32"], torch.device("cuda"), training=False)
+    assert (inferred["tflop_per_s"], inferred["data_sheet_tflop_per_s"]) == (40, 156)
+
+
+def test_a_product_is_measured() -> None:
+    assert 0 < matmul_tflop_per_s(BY_NAME["fp32"], torch.device("cpu")) < 100
