@@ -18,10 +18,20 @@ SETTINGS = {"settings": BenchmarkSettings}
 
 
 def main(words: list[str]) -> int:
-    def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
-        from cl_train.comparison.suite import run_suite
-
-        return run_suite(settings), ""  # it prints each result as soon as it is ready
-
     document = print_result(BenchmarkSettings, words, measure)
     return 1 if any("error" in result for result in document["results"]) else 0
+
+
+def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
+    """The result, and one line: the verdict on each layout of each combination."""
+    from cl_train.comparison.suite import run_suite
+
+    document = run_suite(settings)
+    verdicts = []
+    for result in document["results"]:
+        words = []
+        for pair in result["pairs"]:
+            ratio = "" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)"
+            words.append(f"{pair['candidate']} {pair['verdict'].replace('_', ' ')}{ratio}")
+        verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
+    return document, "; ".join(verdicts)

@@ -145,10 +145,10 @@ def snapshot(tree: Any, where: str = "state") -> Any:
 
 
 class CheckpointStore:
-    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link). With `background` a thread writes them.
+    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link). A thread writes them.
 
     A failed write is logged and keeps the earlier files. The next save, or `finish`, repeats it if it was of the best
-    model or the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
+    model or the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise. Without `background`, `save` waits.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:

@@ -129,8 +129,10 @@ class TrainState:
 
 
 def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The state between two steps, as references; the host waits for the device. fp32 weights and optimizer state are
-    by parameter name: a run in another precision, layout or grouping can load them."""
+    """The state between two steps, as references; reading the loss scale waits for the device.
+
+    fp32 weights and optimizer state are by parameter name: another precision, layout or grouping can load them.
+    """
     optimizer, trainable = state.parts.optimizer, state.parts.masters.trainable()
     return {
         "model": state.parts.masters.state_dict(),
