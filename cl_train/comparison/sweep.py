@@ -171,7 +171,8 @@ def run_jobs(
                         locked[slot] = next_job
                         break
                     except (ConfigError, OSError) as error:
-                        print(f"{next_job.name}: failed ({error})", flush=True)
+                        ended += 1
+                        print(f"[{ended}/{count}] {next_job.name}: failed ({error})", flush=True)
             if not running and (signals or not locked):
                 return next(iter(signals), 0)
             time.sleep(0.05)
@@ -246,19 +247,19 @@ def _continued(words: Sequence[str], folder: Path) -> list[str]:
 
 def _outcome(folder: Path, exit_code: int, signals: Sequence[int]) -> str:
     """Record in the log of a job how its process ended (-n: by signal n), and say it in words."""
-    lines = lines_of_log(folder)
-    errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
-    how = f"{(errors or lines or ['no output'])[-1][:300]} (exit code {exit_code})"
-    if exit_code == 0:
-        how = "completed"
-    elif signals:
-        how = f"interrupted, stopped by {signal.Signals(signals[0]).name}"
-    elif exit_code in (130, 143):
-        how = f"interrupted, stopped by a signal (exit code {exit_code})"
-    elif exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        how = f"killed by {name}" + (", often because memory ran out (see dmesg)" if name == "SIGKILL" else "")
     try:
+        lines = lines_of_log(folder)
+        errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
+        how = f"{(errors or lines or ['no output'])[-1][:300]} (exit code {exit_code})"
+        if exit_code == 0:
+            how = "completed"
+        elif signals:
+            how = f"interrupted, stopped by {signal.Signals(signals[0]).name}"
+        elif exit_code in (130, 143):
+            how = f"interrupted, stopped by a signal (exit code {exit_code})"
+        elif exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            how = f"killed by {name}" + (", often because memory ran out (see dmesg)" if name == "SIGKILL" else "")
         write_end(folder, how)
         problem = problem_of(folder)
         speed = math.nan if problem else read_run(folder).results["images_per_s"] or math.nan

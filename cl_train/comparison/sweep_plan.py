@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from cl_train.comparison.pairs import read_run
+from cl_train.comparison.statistics import MIN_WINDOWS
 from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, CommandLine, Composed, compose
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError, LauncherConfig
 from cl_train.config.validation import from_mapping, setting_fields
+from cl_train.data.sample import PATTERNS, SampleSpec
 from cl_train.system.files import safe_name, write_json
 
 SCHEMA_VERSION = 2
@@ -141,7 +143,22 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     if keys and by not in keys and keys <= setting_fields(Config).keys():  # not: an experiment
         advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
         print(f"warning: all jobs have the same {by}, so nothing is compared; use {advice}", flush=True)
+    elif keys and (few := next((run.cfg for run in runs if _has_few_windows(run.cfg)), None)):
+        needed = f"{MIN_WINDOWS} windows of log_every={few.log_every} steps after warmup_steps={few.warmup_steps}"
+        print(f"warning: no verdict: it needs {needed}; use more steps or a smaller log_every", flush=True)
     return Sweep(folder, by, jobs, settings.launcher)
+
+
+def _has_few_windows(cfg: Config) -> bool:
+    """Whether a run has too few windows for a verdict; the number of images is known for some data sets only."""
+    sample_images = len(PATTERNS) * SampleSpec.train_per_class
+    images = {"synthetic": cfg.data.synthetic_images, "sample": sample_images}.get(cfg.data.name)
+    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
+    epoch_steps = images // step_images if images else cfg.max_steps or 10**9
+    last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
+    # A window begins every log_every steps and with each epoch; those after the fourth make no difference.
+    steps = range(cfg.warmup_steps, min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every))
+    return sum(step % cfg.log_every == 0 or step % epoch_steps == 0 for step in steps) < MIN_WINDOWS
 
 
 def _is_own(word: str) -> bool:

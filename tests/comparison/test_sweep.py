@@ -125,9 +125,12 @@ def test_the_names_of_jobs(words: str, ends: str) -> None:
         *(("optim.lr=0.1,0.2", "compare_by=optim.lr"), ("optim=sgd,adamw", "compare_by=optim.name")),
         *(("nproc=1,2", "compare_by=nproc"), ("seed=1,2 compare_by=precision", "compare_by=seed")),
         *(("seed=1,2 channels_last=true,false", ""), ("augment=basic,strong compare_by=augment.flip", "")),
+        # too short for a verdict
+        *(("channels_last=true,false max_steps=2", "windows"), ("channels_last=true,false epochs=1", "windows")),
+        *(("channels_last=true,false max_steps=14 log_every=1", ""), ("channels_last=true,false data.root=/x", "")),
     ],
 )
-def test_a_setting_that_is_the_same_in_all_jobs_is_reported(words: str, expected: str, capsys: Output) -> None:
+def test_a_sweep_without_a_verdict_is_announced(words: str, expected: str, capsys: Output) -> None:
     plan_sweep(["-m", *words.split()])
     output = capsys.readouterr().out
     assert expected in output and bool(expected) == bool(output)
