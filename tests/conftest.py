@@ -6,7 +6,7 @@ torch is imported where it is used: the process of pytest-xdist that distributes
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from PIL import Image
 from cl_train.config.schema import PRECISIONS, Config
 from tests.faults.forkserver import ForkServer
 
-gc.disable()  # until the tests are collected
 # Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes, each of which imports torch
@@ -43,12 +42,18 @@ def write_images(folder: Path, counts: dict[str, int], size: tuple[int, int] = (
                 image.save(folder / split / name / f"{index:03d}.JPEG", quality=90)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_garbage_among_imports() -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Garbage collections, which took a tenth of the time, pass over what was imported."""
-    gc.freeze()
-    gc.enable()
-    yield
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 

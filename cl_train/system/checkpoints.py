@@ -5,6 +5,7 @@ renamed: a `.pt` file is always whole. `torch.load` verifies no checksum, so eve
 """
 
 import argparse
+import errno
 import logging
 import os
 import pickle
@@ -15,7 +16,6 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -126,9 +126,13 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 def _sync_folder(folder: Path) -> None:
     """Make a rename durable. Some network file systems cannot sync a folder, which is not an error."""
     descriptor = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):
+    try:
         os.fsync(descriptor)
-    os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def snapshot(tree: Any, where: str = "state") -> Any:
@@ -170,16 +174,19 @@ class CheckpointStore:
         if not self.background:
             self.wait()
 
-    def mark_best(self, step: int) -> None:
-        """Make `best.pt` the checkpoint of `step`, the last that was saved."""
+    def mark_best(self, step: int) -> bool:
+        """Make `best.pt` the checkpoint of `step`, the last that was saved; false if somebody has removed its file."""
         self.wait()
         if step in self._unwritten:
             self._unwritten, self._best = {step: self._unwritten[step]}, step
-            return
+            return True
         try:
             self._link_best(step)
+        except FileNotFoundError:
+            return False
         except OSError as error:
             log.warning("%s was not written: %s", self.folder / "best.pt", error)
+        return True
 
     def wait(self) -> None:
         """Wait until the current write has ended. Raises CheckpointError if none has succeeded for too long."""

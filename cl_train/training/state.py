@@ -254,10 +254,8 @@ class Checkpoints:
 
     def mark_best(self, progress: Progress) -> None:
         """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before the evaluation."""
-        if self.saved_step != progress.step:
+        if self.saved_step != progress.step or not on_main(lambda: self.store.mark_best(progress.step), self.dist):
             self.save(progress, best=True)
-        elif self.dist.is_main:
-            self.store.mark_best(progress.step)
 
     def resume(self, source: str, *, training: bool = True) -> Progress | None:
         """Restore the checkpoint that `resume=` names, without `training` only its weights; None: `auto` finds none.

@@ -1,5 +1,6 @@
 """Checkpoint files under kills, full disks, truncation, flipped bits and malicious content."""
 
+import errno
 import os
 import re
 import resource
@@ -76,12 +77,21 @@ def check_store(folder: Path) -> None:
 
 
 @contextmanager
-def failing_disk(at_byte: int) -> Iterator[None]:
-    """Writes fail at a byte by the kernel's own limit of a file's size."""
+def failing_disk(number: int, at_byte: int) -> Iterator[None]:
+    """Writes fail at a byte by the kernel's own limit of a file's size, whose EFBIG becomes the error `number`."""
     before, previous = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    original = torch.save
+
+    def save(state: Any, file: Any) -> None:
+        try:
+            original(state, file)
+        except OSError as error:
+            raise OSError(number, os.strerror(number)) from error
+
     resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, before[1]))
     try:
-        yield
+        with unittest.mock.patch.object(torch, "save", save):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, previous)
@@ -99,7 +109,8 @@ def disk_full_while_writing_checkpoint(bench: Bench, outcome: Outcome, count: in
         store.save(state, 1)
         store.finish()
         at_byte = outcome.random.randrange((folder / "step-00000001.pt").stat().st_size)
-        with outcome.attempt(), failing_disk(at_byte):
+        number_of_error = outcome.random.choice((errno.EFBIG, errno.ENOSPC, errno.EIO))
+        with outcome.attempt(), failing_disk(number_of_error, at_byte):
             check_failure(store, folder, state)
         shutil.rmtree(folder)
 
@@ -137,7 +148,7 @@ def truncated_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
     good, bad = damaged(bench)
     whole, store = good.read_bytes(), CheckpointStore(good.parent)
     for number in range(count):
-        lengths = (outcome.random.randrange(len(whole)), number, len(whole) - number - 1)
+        lengths = (outcome.random.randrange(len(whole)), number // 3, len(whole) - number // 3 - 1)
         bad.write_bytes(whole[: lengths[number % 3]])
         with outcome.attempt():
             check_refused(bad)

@@ -24,7 +24,7 @@ def has_completed(run: Path) -> bool:
 
 
 def kill_training_run(bench: Bench, outcome: Outcome, kills: int) -> None:
-    """SIGKILL of a whole run at random instants, `resume=auto` until done."""
+    """SIGKILL of a whole run at random instants, `resume=auto` until done. A try is one kill of a live process."""
     choice = outcome.random.choice
     for number in outcome.numbers_until(kills):
         undisturbed = {"channels_last": choice(("true", "false")), "log_every": choice((1, 3)), "epochs": 3}
@@ -35,6 +35,7 @@ def kill_training_run(bench: Bench, outcome: Outcome, kills: int) -> None:
         kill_on_the_way(bench, run, outcome, settings)
         with outcome.attempt():
             bench.check_resumed(run, reference, **settings)
+        outcome.tried -= 1  # the end of the run is no try of its own
 
 
 def kill_on_the_way(bench: Bench, run: Path, outcome: Outcome, settings: dict[str, Any]) -> None:

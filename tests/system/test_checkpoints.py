@@ -6,10 +6,12 @@ import io
 import logging
 import os
 import pickle
+import stat
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,7 @@ def test_store_keeps_the_last_ones_and_the_best(tmp_path: Path, background: bool
         state["model"]["w"].fill_(step)
         store.save(state, step, best=step == 20)
         state["model"]["w"].fill_(-1)  # the snapshot is taken before `save` returns
-    store.mark_best(100)
+    assert store.mark_best(100) and not store.mark_best(10)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "mine.txt", "step-00000030.pt", "step-00000100.pt"]
     assert (tmp_path / "best.pt").samefile(tmp_path / "step-00000100.pt")
     assert newest(store) == ("step-00000100.pt", 0) and value_of(tmp_path / "step-00000100.pt") == 100
@@ -168,6 +170,16 @@ def newest(store: CheckpointStore) -> tuple[str, int]:
     found = store.newest()
     assert found is not None and all("step-" in line for line in found[2])
     return found[0].name, len(found[2])
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_rename_that_is_not_durable_is_no_checkpoint_but_some_file_systems_sync_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    of_folder, of_file = refusing(number), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda f: (of_folder if stat.S_ISDIR(os.fstat(f).st_mode) else of_file)(f))
+    with pytest.raises(OSError, match=os.strerror(number)) if number == errno.EIO else nullcontext():
+        write(tmp_path / "a.pt", small_state(1))
 
 
 def test_superseded_files_are_never_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
