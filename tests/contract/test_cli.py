@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -145,6 +146,15 @@ def test_completion_in_a_terminal(tmp_path: Path, cache_home: Path) -> None:
 def test_completion_explains_itself_and_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "--help"]) == 0 and "cl-train completion" in capsys.readouterr().out
     assert main(["adit"]) == 2 and "audit" in capsys.readouterr().err
+
+
+def test_each_script_runs_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("cl_train.cli.program", started.append)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    for name in COMMANDS.keys() - {"train", "completion"}:
+        runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")
+        assert started.pop() == name and not started
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
