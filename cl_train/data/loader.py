@@ -319,10 +319,8 @@ def bottleneck_advice(
     if times.images == 0:
         return f"{waits}; data.workers={workers}, and this process has {cores} cores"
     busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
-    idle_pct, rate = (
-        100 * (1 - busy_s / (seconds * max(1, workers))),
-        f"{times.images / busy_s:.0f} images/s per worker",
-    )
+    idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
+    rate = f"{times.images / busy_s:.0f} images/s per worker"
     file_ms, sample_ms = 1e3 * times.read_s / times.images, 1e3 * times.dataset_s / times.images
     if times.read_s > 0.4 * busy_s:
         cause = f"storage: reading a file takes {file_ms:.1f} ms; use a local disk or a smaller copy of the data"
@@ -333,7 +331,6 @@ def bottleneck_advice(
     elif times.dataset_s > busy_s / 2:
         cause = f"your Dataset: __getitem__ takes {sample_ms:.1f} ms"
     else:
-        cause = (
-            f"decoding, {100 * times.decode_s / busy_s:.0f} % ({rate}); use smaller images (prepare_imagenet resize)"
-        )
+        share = f"{100 * times.decode_s / busy_s:.0f} %"
+        cause = f"decoding, {share} ({rate}); use smaller images (prepare_imagenet resize)"
     return f"{waits}; the bottleneck is {cause}"

@@ -144,7 +144,7 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
 
 def read_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Of `data.root` if it is given, else generated in `root`."""
-    return read_folder(root if cfg.root else ensure_sample(root, FIRST_RUN), cfg, training=training)
+    return read_folder(ensure_sample(root, FIRST_RUN) if cfg.root is None else root, cfg, training=training)
 
 
 def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:

@@ -90,7 +90,7 @@ def split_of(file_name: str) -> str:
 
 def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """Absolute paths of the train and val shards, sorted, and a note on other tar files."""
-    is_pattern = root.endswith(".tar")
+    is_pattern = not os.path.isdir(root)
     shards: dict[str, list[str]] = {"train": [], "val": [], "": []}
     series: dict[tuple[str, str], set[int]] = {}  # a missing number of im-train-000000.tar, ... is a missing shard
     for path in map(os.path.abspath, sorted(glob.glob(root if is_pattern else f"{glob.escape(root)}/*.tar"))):
@@ -101,7 +101,10 @@ def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple
     if not training:
         shards["train"] = shards["train"] or shards["val"]
     kinds = [name for name in ("train", "val") if not shards[name]]
-    problems = [f"data.root={root}: no {name} shards, *-{name}-*.tar, in this folder or pattern" for name in kinds]
+    advice = '; braces are not expanded: use a shell pattern, "/data/im-*.tar"' if is_pattern and "{" in root else ""
+    problems = [
+        f"data.root={root}: no {name} shards, *-{name}-*.tar, in this folder or pattern{advice}" for name in kinds
+    ]
     for (start, end), numbers in series.items():
         if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
             problems.append(f"{start}N{end}: shards are missing, N = {listed(lost)}")

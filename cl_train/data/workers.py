@@ -53,13 +53,8 @@ class Workers(Dataset[Any]):
     def __init__(
         self, work: Callable[..., Any], pool_size: int, timeout_s: float, name_of: Callable[[int], str], queued: int = 1
     ) -> None:
-        self._work, self._name_of, self._timeout_s, self._pool_size, self._queued = (
-            work,
-            name_of,
-            timeout_s,
-            pool_size,
-            queued,
-        )
+        self._work, self._name_of, self._timeout_s = work, name_of, timeout_s
+        self._pool_size, self._queued = pool_size, queued
         self.iteration = shared((1,), torch.int64).numpy()
         self.progress = shared((max(1, pool_size), 3), torch.int64).numpy()
         self._tasks: Iterator[tuple[int, Any]] = itertools.repeat((0, None))

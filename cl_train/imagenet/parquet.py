@@ -84,7 +84,10 @@ def _read_file(split: str, path: Path) -> _File:
         file = pq.ParquetFile(path)
         metadata = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features", {})
-        columns = {feature.get("_type"): name for name, feature in reversed(features.items())}  # the first of each type
+        columns = dict[str, str]()  # the first of each type
+        for name, feature in features.items():
+            if isinstance(feature, dict):  # a list has the type of its elements
+                columns.setdefault(str(feature.get("_type")), name)
         image, label = columns.get("Image", "image"), columns.get("ClassLabel", "label")
         if not pa.types.is_integer(file.schema_arrow.field(label).type):
             raise ValueError(f"its column {label} holds no integers")

@@ -81,8 +81,12 @@ def test_labels_from_json_and_classes_without_wordnet_ids(tmp_path):
 def test_a_shell_pattern_takes_some_shards(tmp_path):
     root = write(tmp_path / "s", sound_shards(), manifest=False)
     assert len(read_shards(f"{root}/im-*-000[02].tar", workers=1).train) == 12
-    with pytest.raises(ConfigError, match="no val shards"):
-        read_shards(f"{tmp_path}/*/im-train*.tar", workers=1)
+    for pattern, words in (("*/im-train*.tar", "no val shards"), ("s/im-{train,val}-0000.tar", "use a shell pattern")):
+        with pytest.raises(ConfigError, match=words):
+            read_shards(tmp_path / pattern, workers=1)
+    for name in ("[1]", "a*{b,c}?.tar"):  # of a folder
+        assert len(read_shards(root.rename(tmp_path / name), workers=1).train) == 18
+        root = tmp_path / name
 
 
 def test_other_tar_files_are_noted_and_no_shards_are_errors(tmp_path):

@@ -25,7 +25,8 @@ def test_a_bad_schedule_is_refused(schedule):
         load({"epochs": 5, "data": {"size_schedule": schedule}})
 
 
-def test_companions_of_a_schedule():
+def test_a_good_schedule_and_its_companions():
+    assert load({"epochs": 6, "data": {"size_schedule": [[0, 128], [5, 160]]}}).data.size_schedule[1] == [5, 160]
     with pytest.raises(ConfigError, match="one size"):
         load({"data": {"size_schedule": [[0, 128]], "name": "dataset", "dataset": "a:b"}})
     with pytest.raises(ConfigError, match="val_resize"):

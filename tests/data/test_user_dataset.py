@@ -81,3 +81,15 @@ def test_iterable_datasets_are_resumed_joined_and_counted(caplog):
 def test_a_name_without_a_function_is_refused(name, reason):
     with pytest.raises(ConfigError, match=reason):
         own_data(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Tensors", "Pictures"])
+def test_a_stopped_and_resumed_run_is_bit_identical(train, tmp_path, name):
+    words = ("data=dataset", f"data.dataset=tests.data.own_datasets:{name}", "data.root=null", "batch_size=8")
+    whole = train(*words, "data.workers=0")
+    train(*words, "data.workers=2", "max_steps=4", folder=tmp_path / "parts")
+    done = train(*words, "data.workers=1", "resume=auto", folder=tmp_path / "parts")
+    assert done.losses == whole.losses and len(whole.losses) > 4
+    for key, value in whole.checkpoint()["model"].items():
+        assert torch.equal(done.checkpoint()["model"][key], value), key

@@ -48,7 +48,8 @@ def write_table(
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({image: pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()})), label: labels})
     if names is not None:
-        features = {image: {"_type": "Image"}, label: {"names": names, "_type": "ClassLabel"}}
+        features = {"tags": [{"_type": "Value"}], image: {"_type": "Image"}}
+        features |= {label: {"names": names, "_type": "ClassLabel"}, "boxes": [{"_type": "Value"}]}
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table, path)
 

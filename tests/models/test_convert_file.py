@@ -277,6 +277,31 @@ def test_an_entry_and_a_prefix_by_option(tmp_path: Path) -> None:
             read_weights(path, **options)
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, args: argparse.Namespace) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = small(3)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.model(torch.randn(2, 3, 32, 32)).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **dict.fromkeys(off, False))
+    trainer.fit(Module(argparse.Namespace(lr=0.1)), [0])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    own = {"model": "tests.networks:small", "input": IMAGES}
+    done, is_proved = convert_file(tmp_path / "last.ckpt", tmp_path / "w.pth", **own, prefix="model.")
+    assert is_proved and "state_dict" in done
+
+
 def test_a_missing_prefix_is_suggested(tmp_path: Path) -> None:
     state = {f"model.{name}": value for name, value in small(3).state_dict().items()}
     torch.save({"state_dict": state | {"loss.weight": torch.ones(3)}}, tmp_path / "in.ckpt")
