@@ -273,7 +273,8 @@ def duration(seconds: float) -> str:
 
 def progress_bar(description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool) -> "tqdm[Any]":
     """A progress bar with the remaining time, by the average speed; it appears on a terminal only (disable=None)."""
-    bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=None if shown else True, file=sys.stdout)
+    hidden = None if shown and sys.stdout is not None else True  # None: of a program without standard streams
+    bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=hidden, file=sys.stdout)
     return bar(desc=description, total=total, initial=done)
 
 

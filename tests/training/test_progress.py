@@ -1,5 +1,6 @@
 """What is due when; windows and averages, with a clock that only moves when told."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from cl_train.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.system.machine import DeviceClock
 from cl_train.training.active_run import ThroughputMeter
-from cl_train.training.records import speed, spread
+from cl_train.training.records import progress_bar, speed, spread
 from cl_train.training.state import Plan, Progress
 
 
@@ -103,3 +104,9 @@ def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_there_
         "p95": 95,
         "windows": 101,
     }
+
+
+def test_a_program_without_standard_streams_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python does where they are closed
+    monkeypatch.setattr(sys, "stderr", None)
+    assert progress_bar("training", 3, shown=True).disable
