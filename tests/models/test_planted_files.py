@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import tarfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from cl_train.commands import audit, convert
 from cl_train.config.schema import ConfigError
 from cl_train.models.convert_file import NotConverted, convert_file
 from cl_train.models.sources import load_weights_file
@@ -122,6 +124,15 @@ class Planted:
         text = header if isinstance(header, bytes) else json.dumps(header).encode()
         return self.raw("w.safetensors", struct.pack("<Q", length or len(text)) + text)
 
+    def tar(self) -> Path:
+        with tarfile.open(self.folder / "old.tar", "w") as archive:
+            for name in ("storages", "tensors", "pickle"):
+                content = pickle.dumps(self.touch)
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+        return self.folder / "old.tar"
+
     def deflated(self) -> Path:
         source, path = self.saved("large.pth", {"weight": torch.zeros(64 << 20)}), self.folder / "deflated.pth"
         with zipfile.ZipFile(source) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
@@ -151,8 +162,10 @@ class Planted:
 FILES: dict[str, Callable[[Planted], Path]] = {
     "pickle": lambda p: p.raw("pickle.pth", pickle.dumps({"a": p.touch})),
     "pickle in a zip": lambda p: p.pickle_zip("zip.pth", {"a": p.touch}),
+    "pickle under state_dict": lambda p: p.pickle_zip("wrapped.pth", {"state_dict": {"a": p.touch}}),
     "torch.save of an object": lambda p: p.raw("object.pth", p.unsafe()),
     "legacy format of an object": lambda p: p.saved("l.pth", {"a": p.touch}, _use_new_zipfile_serialization=False),
+    "legacy tar format": Planted.tar,
     "pickle named safetensors": lambda p: p.raw("pickle.safetensors", pickle.dumps(p.touch)),
     "exported program": Planted.exported,
     "exported program named pth": lambda p: p.rewritten(p.exported(), "renamed.pth", {}),
@@ -172,6 +185,7 @@ FILES: dict[str, Callable[[Planted], Path]] = {
         p.state_dict(), "data.pth", {"data.pkl": pickle.dumps(p.touch, protocol=2)}
     ),
     "member names that climb": lambda p: p.rewritten(p.state_dict(), "climb.pth", {"../../../executed": b"x"}),
+    "absolute member names": lambda p: p.rewritten(p.state_dict(), "absolute.pth", {str(p.executed): b"x"}),
     "nested zip": lambda p: p.rewritten(p.state_dict(), "nested.pth", {"data/0": p.unsafe()}),
     "deflated zeros": Planted.deflated,
     "zip without members": lambda p: p.raw("empty.pth", b"PK\x05\x06" + bytes(18)),
@@ -234,3 +248,12 @@ def test_trusted_programs_are_not_unpickled(name: str, tmp_path: Path) -> None:
         convert_file(FILES[name](planted), tmp_path / "out.pt2", trust=True)
     assert not planted.executed.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_the_commands_refuse_with_one_line(tmp_path: Path) -> None:
+    path = Planted(tmp_path).scripted()
+    words = ["model=resnet18", f"weights={path}"]
+    for command, arguments in ((audit, words), (convert, [str(path), f"out={tmp_path}/o.pt"])):
+        with pytest.raises(ConfigError, match="trust=true"):
+            command.main(arguments)
+    assert not (tmp_path / "executed").exists()
