@@ -93,6 +93,9 @@ def main(words: list[str]) -> int:
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died
         print(f"failed: {error}. Run the same command again to continue", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted. Run the same command again to continue", file=sys.stderr)
+        return 130
     print("\n".join(lines))
     return 0 if is_right else 1
 
