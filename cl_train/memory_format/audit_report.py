@@ -110,7 +110,7 @@ class LayoutReport:
         for calls in grouped(self.of("restored"), "copy"):
             lines.append(self._cost(calls, "a contiguous input was converted to channels_last"))
         for calls in grouped(self.of("created"), "operator"):
-            what = "(backward) created a contiguous gradient and moved nothing: no loss (of a mean, a sum or a slice)"
+            what = "(backward) created a contiguous gradient and moved nothing: no loss (as of a mean or a slice)"
             lines.append(f"{_count(calls)} x {calls[0].name} {what}")
         if self.copy_ms is not None and self.step_ms:
             pct = 100 * self.copy_ms / self.step_ms

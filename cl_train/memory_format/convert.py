@@ -112,6 +112,8 @@ def convert(
         chosen = _chosen(model, mode, _is_convolution if mode == "conv" else select)
         selected = {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode != "mixed")}
         islands = _islands(model, chosen, memory_format) if mode == "mixed" else []
+        if not chosen:
+            report.notes.append(f"conversion={mode} takes modules, and finds none: use full")
     if isinstance(model, nn.Module) and mode != "none":
         _remove_borders(model)
     for group in _groups_sharing_memory(tensors):

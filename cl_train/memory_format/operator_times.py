@@ -402,7 +402,8 @@ def time_operators(
             images = len(tensors[0]) if tensors[0].dim() > 3 else sum(tensor.dim() == 3 for tensor in tensors)
             gflop = flops_of(lambda: forward(steps[1].batch)) / images / 1e9
             images_per_s = 1000 * images / np.median(step_ms, axis=0).min()
-            used = utilisation(gflop, images_per_s, precision, device, training=steps[1].parts is not None)
+            is_training = any(call.direction == "backward" for call in calls)
+            used = utilisation(gflop, images_per_s, precision, device, training=is_training)
             return OperatorTimes(calls, step_ms, copy_ms_per_byte(device), used)
     finally:
         gc.enable()

@@ -121,8 +121,21 @@ def test_size_one_dimensions_are_ambiguous_and_never_lost() -> None:
     assert report.of("lost") == [] and {"2", "5"} <= {call.module for call in report.of("ambiguous")}
 
 
+class GrowingBuffer(nn.Module):
+    """A forward pass replaces the buffer by one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("anchors", torch.zeros(0))
+        self.register_buffer("expanded", torch.ones(1).expand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.anchors = torch.ones(x.shape[-1])
+        return x
+
+
 def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was() -> None:
-    model = model_with("contiguous")
+    model = model_with("contiguous").append(GrowingBuffer())
     weight = model[0].weight
     weight.grad = kept = torch.ones_like(weight)
     batch, wrong = images(2, 3, 16, 16), images(2, 5, 8, 8)
@@ -158,6 +171,21 @@ def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_globa
     assert [(call.operator, call.module) for call in report.of("created")] == [("aten.div.Scalar", "avgpool")]
     assert "moved nothing: no loss" in report.verdict()[-1]
     assert [call.module for call in report.of("restored")] == ["layer4.1.relu"]
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x[:, :, 1:].transpose(2, 3), "slice_backward"),
+        (lambda x: F.unfold(x, 3, padding=1).view(len(x), -1, *x.shape[2:])[:, ::9], "col2im"),
+        (lambda x: x.unfold(2, 2, 1).mean(-1), "unfold_backward"),
+    ],
+)
+def test_a_gradient_that_a_kernel_allocates_is_created_and_not_lost(function: Any, operator: str) -> None:
+    model = converted(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Call(function), nn.Flatten(0)))
+    report = audit(model, images(2, 3, 16, 16))
+    (created,) = report.of("created")
+    assert report.of("lost") == [] and (created.name, created.moved_bytes, created.copy) == (operator, 0, "")
 
 
 def test_a_detection_model_takes_images_of_three_dimensions() -> None:

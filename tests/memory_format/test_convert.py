@@ -281,6 +281,13 @@ def test_only_ambiguous_weights_and_images_are_told_by_their_strides() -> None:
     assert to_memory_format(marked, torch.contiguous_format).stride() == (16, 16, 4, 1)
 
 
+def test_a_convolution_that_is_no_module_is_not_passed_over_in_silence() -> None:
+    program = torch.export.export(nn.Conv2d(3, 8, 3), (torch.randn(2, 3, 8, 8),))
+    with pytest.raises(ConfigError, match="conversion=conv: an exported program has no modules; use full"):
+        convert(program, "conv")
+    assert "finds none: use full" in str(convert(program.module(), "conv"))
+
+
 def test_three_dimensional_convolutions() -> None:
     model = nn.Sequential(nn.Conv3d(3, 8, 3), nn.Conv3d(8, 8, 1), nn.Conv2d(3, 8, 3))
     report = convert(model, memory_format=torch.channels_last_3d)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cl_train.commands.audit import main
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import PROBES, SHAPE, operator_support, probe
 from cl_train.memory_format.operator_times import OperatorTimes, Row, TimedCall, reproduction
+from cl_train.step.precision import cast_model, resolve_precision
 from tests.memory_format.test_audit import Call, with_gradient
 
 CPU = torch.device("cpu")
@@ -72,6 +74,50 @@ def test_planted_sleeps_are_the_first_rows_with_their_time_and_the_model_is_unch
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name][0]) and value.stride() == state[name][1]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def small(rank: int = 2) -> nn.Sequential:
+    conv, norm = (nn.Conv2d, nn.BatchNorm2d) if rank == 2 else (nn.Conv3d, nn.BatchNorm3d)
+    return nn.Sequential(conv(3, 8, 3), norm(8), nn.ReLU(), conv(8, 8, 3))
+
+
+def of_body(forward: Any) -> nn.Module:
+    """A model of one child, which `forward` takes with the model's arguments."""
+    model = small()
+    return Call(partial(forward, model), model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "batch", "name"),
+    [
+        (partial(small, 3), torch.randn(2, 3, 6, 8, 8), "fp32"),
+        (lambda: of_body(lambda body, *, image: {"out": body(image)}), {"image": torch.randn(2, 3, 8, 8)}, "fp32"),
+        (lambda: of_body(lambda body, images: body(torch.stack(images))), ([torch.randn(3, 8, 8)] * 2,), "fp32"),
+        (lambda: small().requires_grad_(False), torch.randn(2, 3, 8, 8), "fp32"),
+        (small, torch.randn(2, 3, 8, 8), "fp32"),
+        (small, torch.randn(2, 3, 8, 8), "bf16"),
+        (small, torch.randn(2, 3, 8, 8).half(), "fp16_o2"),
+    ],
+    ids=["video", "dict", "list of images", "frozen", "no backward", "bf16", "fp16_o2"],
+)
+def test_batches_and_precisions_are_timed(
+    build: Any, batch: Any, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = "cl_train.memory_format.operator_times.utilisation"
+    monkeypatch.setattr(used, lambda *found, training: {"training": training})
+    trains = not re.search("frozen|no backward", request.node.name)
+    precision = resolve_precision(name, CPU)
+    model = cast_model(build(), precision)
+    convert(model)
+    state = {key: (value.clone(), value.stride()) for key, value in model.state_dict().items()}
+    times = audit.__wrapped__(
+        model, batch, precision=precision, backward="no backward" not in request.node.name, time=True, time_limit_s=0.1
+    ).times
+    assert {call.direction for call in times.calls} == ({"forward", "backward", "update"} if trains else {"forward"})
+    assert times.utilisation == {"training": trains} and times.tables["convolutions"]
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key][0]) and value.stride() == state[key][1]
 
 
 @pytest.mark.slow
