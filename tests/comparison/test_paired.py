@@ -239,7 +239,7 @@ def test_a_convolution_that_is_slow_in_channels_last_alone_is_left_contiguous(mo
     monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 0.0)
     monkeypatch.setattr(paired, "benchmark_layouts", partial(benchmark_layouts, target_ci=10.0))
     monkeypatch.setattr(operator_times, "_MAX_ROUNDS", 6)
-    monkeypatch.setattr(Sleepy, "seconds", 0.04)
+    monkeypatch.setattr(Sleepy, "seconds", 0.08)
     body = [SleepyContiguous(3, 4, 3), SleepyContiguous(4, 4, 3), Sleepy(4, 4, 3)]
     model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
     first, again = choose(model, time_limit_s=60.0), choose(model)
