@@ -227,9 +227,13 @@ def write_weights(saved: SavedModel, path: Path) -> None:
     values, is_safetensors = saved.card.to_dict(), path.suffix == ".safetensors"
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     if saved.program is None or is_safetensors:
-        state = {
-            name: snapshot(v) if getattr(v, "layout", None) == torch.strided else v for name, v in saved.state.items()
-        }
+        state = dict(saved.state)
+        copies: dict[Any, torch.Tensor] = {}
+        for name, value in state.items():
+            if getattr(value, "layout", None) == torch.strided:
+                # Tied tensors stay tied; safetensors refuses them.
+                place = name if is_safetensors else (value.data_ptr(), value.shape, value.stride())
+                state[name] = copies.setdefault(place, snapshot(value))
     if is_safetensors:
         if len(saved.tensors) < len(saved.state):
             raise ConfigError(f"{path.suffix} cannot hold the extra state of a module; write a .pth file")

@@ -106,6 +106,16 @@ def test_a_converted_state_dict_is_a_plain_file_of_weights_with_equal_bytes(tmp_
     assert set(state) == set(squeezenet().state_dict())
 
 
+def test_tied_weights_stay_tied_in_a_file_that_can_hold_them(tmp_path: Path) -> None:
+    weight = torch.randn(4, 3, 3, 3)
+    torch.save({"a": weight, "b": weight, "head": weight[:2]}, tmp_path / "in.pth")
+    for suffix, count in ((".pth", 2), (".safetensors", 3)):
+        convert_file(tmp_path / "in.pth", tmp_path / f"out{suffix}")
+        read = read_weights(tmp_path / f"out{suffix}").tensors
+        assert torch.equal(read["b"], weight) and torch.equal(read["head"], weight[:2])
+        assert len({tensor.data_ptr() for tensor in read.values()}) == count
+
+
 def test_weights_without_a_model_compare_values_only(tmp_path: Path) -> None:
     """Tied, wrapped, 5-dimensional, NaN."""
     shared = torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last)
