@@ -217,7 +217,8 @@ def layout_guard(on_loss: Literal["raise", "warn"] = "raise", allow: Sequence[st
     warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
 
     def check(call: Call) -> None:
-        described = (call.name, call.operator, call.module, call.module_type, call.source, call.line)
+        file_and_line = call.source.rpartition("/")[2]
+        described = (call.name, call.operator, call.module, call.module_type, call.source, file_and_line, call.line)
         if call.outcome != "lost" or any(fnmatch(text, pattern) for text in described for pattern in allowed):
             return
         where = f"{call.source} `{call.line}`" if call.source else "no line of Python"
