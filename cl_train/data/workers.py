@@ -176,6 +176,9 @@ class Workers(Dataset[Any]):
         for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
             signal.signal(name, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # torch watches only parents that are alive from here on
+            os._exit(1)
 
 
 def _kill(processes: list[BaseProcess]) -> None:

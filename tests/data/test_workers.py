@@ -143,7 +143,15 @@ def test_nothing_remains(root, workers, end):
 
 SCRIPT = """
 import os, signal, time
+from cl_train.data.workers import Workers
 from tests.data.image_folders import folder_data
+begin, parent = Workers._begin_worker, os.getpid()
+def begin_late(self, number):
+    while number == 1 and os.getppid() == parent:
+        time.sleep(0.01)
+    begin(self, number)
+if {late}:
+    Workers._begin_worker = begin_late
 signal.signal(signal.SIGINT, signal.default_int_handler)
 data = folder_data({root!r}, workers=2)
 batches = data.train_loader.batches(0)
@@ -155,9 +163,10 @@ time.sleep(10_000)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_workers_end_when_their_parent_is_stopped(root, number):
+@pytest.mark.parametrize("late", [False, True])
+def test_workers_end_when_their_parent_is_stopped(root, number, late):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT.format(root=str(root))], **options) as parent:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT.format(root=str(root), late=late)], **options) as parent:
         children = [Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2 and all(process.is_running() for process in children)
         parent.send_signal(number)
