@@ -147,11 +147,10 @@ from cl_train.data.workers import Workers
 from tests.data.image_folders import folder_data
 begin, parent = Workers._begin_worker, os.getpid()
 def begin_late(self, number):
-    while number == 1 and os.getppid() == parent:
+    while {late} and number == 1 and os.getppid() == parent:
         time.sleep(0.01)
     begin(self, number)
-if {late}:
-    Workers._begin_worker = begin_late
+Workers._begin_worker = begin_late
 signal.signal(signal.SIGINT, signal.default_int_handler)
 data = folder_data({root!r}, workers=2)
 batches = data.train_loader.batches(0)
