@@ -30,7 +30,6 @@ MODES = (*CONVERSIONS, "none")
 _DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 # The original of a parametrised tensor belongs to the parametrised module.
 _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
-_CONVOLUTION_NAMES = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
 
 
 @dataclass
@@ -109,13 +108,14 @@ def convert(
     selected = set(tensors) if mode == "full" else set()
     islands: list[nn.Module] = []
     if mode in ("conv", "select", "mixed"):
-        chosen = _chosen(model, mode, _is_convolution if mode == "conv" else select)
+        chosen = _chosen(model, mode, select)
         selected = {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode != "mixed")}
         islands = _islands(model, chosen, memory_format) if mode == "mixed" else []
         if not chosen:
             report.notes.append(f"conversion={mode} takes modules, and finds none: use full")
-    if isinstance(model, nn.Module) and mode != "none":
-        _remove_borders(model)
+    for module, key in borders(model) if isinstance(model, nn.Module) and mode != "none" else ():
+        for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks):
+            hooks.pop(key, None)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
     for module in islands:
@@ -124,10 +124,6 @@ def convert(
         module.register_forward_pre_hook(_contiguous_inputs, with_kwargs=True)
         module.register_forward_hook(_channels_last_outputs)
     return report
-
-
-def _is_convolution(name: str, module: nn.Module) -> bool:
-    return isinstance(module, CONVOLUTIONS) or getattr(module, "original_name", "") in _CONVOLUTION_NAMES
 
 
 def _islands(model: nn.Module, chosen: set[str], memory_format: torch.memory_format) -> list[nn.Module]:
@@ -155,17 +151,14 @@ def _channels_last_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
     return images_in(torch.channels_last, output)
 
 
-def has_borders(model: nn.Module) -> bool:
-    """Whether `convert` made the model's layouts mixed."""
-    return any(_channels_last_outputs in module._forward_hooks.values() for module in model.modules())
-
-
-def _remove_borders(model: nn.Module) -> None:
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (_contiguous_inputs, _channels_last_outputs)]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+def borders(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The hooks by which `convert` made the model's layouts mixed: the module and the key of each."""
+    return [
+        (module, key)
+        for module in model.modules()
+        for key, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        if hook in (_contiguous_inputs, _channels_last_outputs)
+    ]
 
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -180,10 +173,14 @@ def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
-    """Names of the modules that the predicate takes, or that match a shell pattern, with their children."""
+    """Names of the convolutions, or the modules that the predicate or a shell pattern takes, these with children."""
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))
+    if mode == "conv":
+        names = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
+        scripted = {name for name, module in modules.items() if getattr(module, "original_name", "") in names}
+        return scripted | {name for name, module in modules.items() if isinstance(module, CONVOLUTIONS)}
     if callable(select):
         return {name for name, module in modules.items() if select(name, module)}
     if not (patterns := list(select or ())):

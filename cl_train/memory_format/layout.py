@@ -6,7 +6,6 @@ channels_last order are the same bytes: such a tensor is *ambiguous*. Video, [N,
 torch calls the second one `channels_last_3d`.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -113,12 +112,3 @@ def refuse_lazy(model: Any) -> None:
     for name, tensor in named_tensors(model).items():
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} is lazy and has no shape yet: run one batch through the model first")
-
-
-def layout_digest(model: nn.Module) -> str:
-    """A hash of the name, shape and strides of every parameter and buffer: equal on ranks whose layouts agree."""
-    layouts = [
-        (name, tuple(tensor.shape), tensor.stride() if tensor.layout == torch.strided else tensor.layout)
-        for name, tensor in named_tensors(model).items()
-    ]
-    return hashlib.sha256(repr(layouts).encode()).hexdigest()

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.audit_report import markdown_table, short_name
-from cl_train.memory_format.convert import has_borders
+from cl_train.memory_format.convert import borders
 from cl_train.memory_format.layout import CHANNELS_LAST, images_in, model_memory_format
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
@@ -382,7 +382,7 @@ def time_operators(
 
     `time_limit_s`: for all rounds, of which there are at least 4 and at most 40. The model stays as it is.
     """
-    if has_borders(model):
+    if borders(model):
         raise ConfigError("time=true compares with a contiguous model: leave out conversion=mixed")
     keep_freed_memory(device)
     tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.dim() in CHANNELS_LAST)]

@@ -19,7 +19,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.transforms import image_augment
-from cl_train.memory_format.layout import layout_digest, model_memory_format
+from cl_train.memory_format.layout import model_memory_format, named_tensors
 from cl_train.models.files import Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
 from cl_train.step.cuda_graph import GraphedStep
@@ -110,10 +110,13 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
 def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
     """Raises ConfigError: the ranks differ. With different layouts DDP's broadcast, which copies bytes in storage
     order, has already permuted the weights (NVIDIA/physicsnemo#1614)."""
-    compared = dict(flatten(asdict(cfg))) | {"data": data.fingerprint, "layout": layout_digest(state.model)}
+    compared = dict(flatten(asdict(cfg))) | {"data": data.fingerprint}
     compared |= {"step": progress.step, "epoch": progress.epoch}
     for of_machine in ("root", "workers", "prefetch", "dataset"):
         compared.pop(f"data.{of_machine}", None)
+    for name, tensor in named_tensors(state.model).items():
+        strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+        compared[f"layout of {name}"] = (tuple(tensor.shape), strides)
     ranks = gather_objects({name: repr(value) for name, value in compared.items()}, dist)
     for rank, other in enumerate(ranks):
         for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
