@@ -26,7 +26,7 @@ from torch.utils.data import get_worker_info
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import BadImage, Indices
-from cl_train.data.order import SizeSchedule, rank_share
+from cl_train.data.order import SizeSchedule, order_of_rank
 from cl_train.data.transforms import ImageReader
 from cl_train.data.user_dataset import DatasetReader, StreamEnd, StreamReader
 from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, shared
@@ -35,7 +35,7 @@ from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
-Order = Callable[[int], Indices] | None  # of the samples of all ranks in an epoch; None: evaluation
+OrderOf = Callable[[int], Indices] | None  # an epoch -> all ranks' samples; None: evaluation
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
@@ -114,38 +114,33 @@ class HostLoader:
         cfg: DataConfig,
         dist: Dist,
         bad_images: BadImages,
-        order: Order,
+        order_of: OrderOf,
     ) -> None:
-        """With an `order` the last incomplete batch is dropped, and bad samples are replaced by the following ones; an
+        """With `order_of` the last incomplete batch is dropped, and bad samples are replaced by the following ones; an
         evaluation has each sample once, without bad ones. Raises ConfigError: the memory is too small."""
         self.reader, self.sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
-        self._bad_images, self._order, self.samples = bad_images, order, len(reader)
+        self._bad_images, self._order_of, self.samples = bad_images, order_of, len(reader)
         most = min(_MAX_WORKERS, cores_of_process(dist.world_size))
         self.workers = most if cfg.workers is None else cfg.workers
         self.is_stream, processes = isinstance(reader, StreamReader), max(1, self.workers)
         least = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
-        self._parts = max(1, min(batch_size // least, self.workers))  # tasks of a batch
+        self._tasks_per_batch = max(1, min(batch_size // least, self.workers))  # tasks of a batch
         copied = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0
         ahead = cfg.prefetch + COPIES_UNDER_WAY - copied
-        self._queued = max(1, ahead * self._parts // processes)  # tasks of a worker
-        self._slot_count = -(-self._queued * self.workers // self._parts) + copied + 1
+        self._queued = max(1, ahead * self._tasks_per_batch // processes)  # tasks of a worker
+        self._slot_count = -(-self._queued * self.workers // self._tasks_per_batch) + copied + 1
         self._slots: tuple[Tensor, Tensor] | None = None  # pixels, NHWC, with room for the largest; targets
         self._pinned: list[Tensor] = []
         self._times = shared((processes, len(WorkerTimes._fields)), torch.float64).numpy()
-        self._workers: Workers | None = None
+        self._pool: Workers | None = None
         self._user: tuple[threading.Thread, int] | None = None  # thread and process
-        self._check_memory()
-
-    def _check_memory(self) -> None:
-        pixels = self.sizes.image_sizes[-1] ** 2 * 3
-        batches = self._slot_count * self.batch_size * pixels * self.reader.dtype.itemsize
-        order, free = 0 if self.is_stream else 16 * self.samples, available_bytes(torch.device("cpu"))
-        if free is not None and batches + order > free:  # the size of /dev/shm does not matter
-            batches_gib, order_gib, free_gib = (count / 2**30 for count in (batches, order, free))
+        batches_gib = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize / 2**30
+        order_gib, free = 0 if self.is_stream else 16 * self.samples / 2**30, available_bytes(torch.device("cpu"))
+        if free is not None and batches_gib + order_gib > free / 2**30:  # the size of /dev/shm does not matter
             raise ConfigError(
                 f"the loader's batches need {batches_gib:.1f} GiB of memory, the order of {self.samples} samples"
-                f" {order_gib:.1f} GiB, and {free_gib:.1f} GiB are free: lower batch_size or"
-                f" data.prefetch={self._cfg.prefetch}, or is the length of the data set wrong?"
+                f" {order_gib:.1f} GiB, and {free / 2**30:.1f} GiB are free: lower batch_size or"
+                f" data.prefetch={cfg.prefetch}, or is the length of the data set wrong?"
             )
 
     @property
@@ -155,7 +150,7 @@ class HostLoader:
 
     def batch_count(self) -> int:
         rank, ranks = self._dist.rank, self._dist.world_size
-        if self._order is None:
+        if self._order_of is None:
             return -(-len(range(rank, self.samples, ranks)) // self.batch_size)
         return self.samples // (self.batch_size * ranks)
 
@@ -168,25 +163,25 @@ class HostLoader:
             raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
         self._user = user
         try:
-            yield from self._of_stream(epoch, first_batch) if self.is_stream else self._in_order(epoch, first_batch)
+            yield from self._of_stream(epoch, first_batch) if self.is_stream else self._finished(epoch, first_batch)
         finally:
             self._user = None
 
     def close(self) -> None:
         """End the workers and free the memory. A later iteration starts new ones."""
-        if self._workers is not None:
-            self._workers.close()
+        if self._pool is not None:
+            self._pool.close()
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
-        self._workers = self._slots = None
+        self._pool = self._slots = None
 
     def _start(self) -> Workers:
         reader, slots, size = self.reader, self._slot_count, self.batch_size
-        if self._workers is None:
+        if self._pool is None:
             label_type = torch.float32 if reader.label_shape else torch.int64
             pixels = shared((slots, size * self.sizes.image_sizes[-1] ** 2 * 3), reader.dtype)
             self._slots = pixels, shared((slots, size, *reader.label_shape), label_type)
-            self._workers = Workers(self._work, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
+            self._pool = Workers(self._fill, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
         assert self._slots is not None
         for memory in self._slots if self._dist.device.type == "cuda" and not self._pinned else ():
             if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
@@ -194,7 +189,7 @@ class HostLoader:
             else:  # copies still work, only slower; CUDA reports the error again at the next kernel: clear it
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device="cuda")
-        return self._workers
+        return self._pool
 
     def _slot(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
         """Of batch `number`: images [rows that fit, 3, image_size, image_size] in channels_last, targets."""
@@ -203,15 +198,15 @@ class HostLoader:
         shape = (len(pixels) // (image_size**2 * 3), image_size, image_size, 3)
         return pixels[: math.prod(shape)].view(shape).permute(0, 3, 1, 2), targets
 
-    def _work(self, iteration: int, task: _Task) -> _Done:
+    def _fill(self, iteration: int, task: _Task) -> _Done:
         """In a worker: read the samples of a task into their rows."""
-        info, reader, workers = get_worker_info(), self.reader, self._workers
+        info, reader, workers = get_worker_info(), self.reader, self._pool
         assert workers is not None
         done = _Done(task.number, len(task.indices), info.id if info else 0, [], [], is_end=False)
         reader.times, progress = self._times[done.worker], workers.progress[done.worker]
         images, labels = self._slot(task.number, task.image_size)
         targets = labels.numpy()  # writing a number into a tensor takes ten times as long
-        indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order else 1
+        indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order_of else 1
         if isinstance(reader, StreamReader):
             indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize  # it has no length
         try:
@@ -239,35 +234,31 @@ class HostLoader:
 
     def _tasks(self, epoch: int, first_batch: int) -> Iterator[_Task]:
         """The tasks of this rank's batches; those of a stream have no end, and only their number of samples matters."""
-        size, rank, ranks = self.sizes.image_size_at(epoch), self._dist.rank, self._dist.world_size
-        numbers: Iterable[int] = range(first_batch, self.batch_count())
-        order: Indices | None = None
+        size, rank, ranks = self.batch_size, self._dist.rank, self._dist.world_size
         if self.is_stream:
-            numbers = itertools.count()
-        elif self._order is not None:
-            order = self._order(epoch)
+            shares: Iterable[Indices] = itertools.repeat(np.arange(size))
         else:
-            order, rank, ranks = np.arange(rank, self.samples, ranks), 0, 1
-        for number in numbers:
-            samples = self.batch_size
-            share = np.arange(samples) if order is None else rank_share(order, number, samples, rank, ranks)
+            evaluated = np.arange(rank, self.samples, ranks)
+            order = order_of_rank(self._order_of(epoch), size, rank, ranks) if self._order_of else evaluated
+            shares = (order[first : first + size] for first in range(first_batch * size, len(order), size))
+        for number, share in enumerate(shares, first_batch):
             first_row = 0
-            for part in np.array_split(share, self._parts):
-                yield _Task(number, first_row, epoch, size, part.tolist())
-                first_row += len(part)
+            for indices in np.array_split(share, self._tasks_per_batch):
+                yield _Task(number, first_row, epoch, self.sizes.image_size_at(epoch), indices.tolist())
+                first_row += len(indices)
 
-    def _in_order(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
+    def _finished(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
         """The batches whose tasks are done, without rows for which there is no sample."""
         ended = set[int]()
         results = self._start().results(self._tasks(epoch, first_batch))
-        while parts := list(itertools.islice(results, self._parts)):
-            for name, reason, skipped in (bad for part in parts for bad in part.bad):
+        while done := list(itertools.islice(results, self._tasks_per_batch)):
+            for name, reason, skipped in (bad for task in done for bad in task.bad):
                 self._bad_images.add(name, reason, skipped=skipped)
-            ended |= {part.worker for part in parts if part.is_end}
-            number, rows = parts[0].number, sum(part.rows for part in parts)
+            ended |= {task.worker for task in done if task.is_end}
+            number, rows = done[0].number, sum(task.rows for task in done)
             images, targets = self._slot(number, self.sizes.image_size_at(epoch))
-            if missing := {row for part in parts for row in part.missing}:
-                if self._order and not self.is_stream:
+            if missing := {row for task in done for row in task.missing}:
+                if self._order_of and not self.is_stream:
                     raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
                 kept = [row for row in range(rows) if row not in missing]
                 yield RawBatch(images[kept].to(memory_format=torch.channels_last), targets[kept], number, epoch)
@@ -280,8 +271,8 @@ class HostLoader:
         """In training whole batches, from incomplete ones too; those before `first_batch` are read again. Otherwise all
         samples, as many as the length says at most."""
         size, count, number, seen, rest = self.batch_size, self.batch_count(), 0, 0, list[RawBatch]()
-        for batch in self._in_order(epoch, 0):
-            if self._order is None:
+        for batch in self._finished(epoch, 0):
+            if self._order_of is None:
                 seen += len(batch.targets)
                 if seen > self.samples:
                     raise WorkerError(
@@ -302,7 +293,7 @@ class HostLoader:
                 yield batch._replace(number=number - 1)
             if number == count:
                 return
-        if self._order is not None:
+        if self._order_of is not None:
             bad = "".join(f"; {name}: {reason}" for name, reason in list(self._bad_images.reasons.items())[-1:])
             ended = f"data.dataset ended after {number} of {count} batches of {size} samples on rank {self._dist.rank}"
             raise WorkerError(f"{ended}: its length is {self.samples}, of all ranks and workers together{bad}")
@@ -321,15 +312,15 @@ def bottleneck_advice(
     busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
     idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
     rate = f"{times.images / busy_s:.0f} images/s per worker"
-    file_ms, sample_ms = 1e3 * times.read_s / times.images, 1e3 * times.dataset_s / times.images
     if times.read_s > 0.4 * busy_s:
+        file_ms = 1e3 * times.read_s / times.images
         cause = f"storage: reading a file takes {file_ms:.1f} ms; use a local disk or a smaller copy of the data"
     elif workers > 0 and idle_pct > 15:
         cause = f"the number of prepared batches: workers are idle {idle_pct:.0f} % of the time; raise data.prefetch"
     elif workers < cores:
         cause = f"too few workers: {max(1, workers)} of {cores} cores ({rate}); use data.workers={cores}"
     elif times.dataset_s > busy_s / 2:
-        cause = f"your Dataset: __getitem__ takes {sample_ms:.1f} ms"
+        cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
     else:
         share = f"{100 * times.decode_s / busy_s:.0f} %"
         cause = f"decoding, {share} ({rate}); use smaller images (prepare_imagenet resize)"

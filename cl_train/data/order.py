@@ -67,10 +67,10 @@ def batch_generator(seed: int, epoch: int, batch: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, batch, 0, _BATCH]))
 
 
-def rank_share(order: Indices, batch: int, batch_size: int, rank: int, world_size: int) -> Indices:
-    """Rank `rank`'s images of the ranks' `batch`; together the ranks hold `order[batch*G:(batch+1)*G]`, in order."""
-    start = batch * batch_size * world_size + rank * batch_size
-    return order[start : start + batch_size]
+def order_of_rank(order: Indices, batch_size: int, rank: int, world_size: int) -> Indices:
+    """Rank `rank`'s part of `order`: of each of the ranks' full batches its share, in order."""
+    batches = len(order) // (batch_size * world_size)
+    return order[: batches * batch_size * world_size].reshape(batches, world_size, batch_size)[:, rank].reshape(-1)
 
 
 @dataclass(frozen=True)

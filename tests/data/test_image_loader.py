@@ -104,7 +104,7 @@ def test_wrong_arguments_are_value_errors(root, arguments, named):
 def test_a_loader_that_is_no_longer_used_ends_its_workers(root):
     batches = loader(root, workers=1)
     next(iter(batches))
-    (worker,) = batches._loader._workers.processes
+    (worker,) = batches._loader._pool.processes
     assert worker.is_alive()
     del batches
     wait_until(lambda: not worker.is_alive())

@@ -8,8 +8,8 @@ from cl_train.data.order import (
     SampleGenerator,
     SizeSchedule,
     batch_generator,
+    order_of_rank,
     permutation,
-    rank_share,
     repeated,
     shard_permutation,
 )
@@ -37,8 +37,7 @@ def test_repeated_augmentation_gives_each_rank_the_images_of_timms_sampler(repea
     assert len(np.unique(order)) == len(order)
     for rank in range(repeats):
         sampler = RepeatAugSampler(range(count), repeats, rank, shuffle=False, num_repeats=repeats, selected_round=0)
-        batches = range(count // batch_size // repeats)
-        ours = np.concatenate([rank_share(order, batch, batch_size, rank, repeats) for batch in batches]) % count
+        ours = order_of_rank(order, batch_size, rank, repeats) % count
         assert ours.tolist() == list(sampler)[: len(ours)]
 
 

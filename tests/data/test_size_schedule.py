@@ -52,7 +52,7 @@ def test_the_loader_changes_size_between_epochs(image_folder, tmp_path, monkeypa
             assert {batch.images.shape for batch in batches} == {(4, 3, size, size)}
             assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches)
             assert {b.images.shape[2] for b in data.validation(FLOAT_CHANNELS_LAST)} == {24}
-            pids.add(tuple(process.pid for process in data.train_loader._workers.processes))
+            pids.add(tuple(process.pid for process in data.train_loader._pool.processes))
             fresh = data_of(**{**GROWING, **settings, "size_schedule": [], "image_size": size})
             for one, other in zip(batches, fresh.train(epoch, FLOAT_CHANNELS_LAST), strict=True):
                 assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)

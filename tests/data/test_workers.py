@@ -58,7 +58,7 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
         if between_epochs:
             list(batches)
             batches = data.train_loader.batches(1)
-        progress = data.train_loader._workers.progress
+        progress = data.train_loader._pool.progress
         wait_until(lambda: progress[1, 0] > 0)  # noqa: B023
         victim = int(progress[1, 2])
         os.kill(victim, signal.SIGKILL)
@@ -155,7 +155,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 data = folder_data({root!r}, workers=2)
 batches = data.train_loader.batches(0)
 next(batches)
-print(*[process.pid for process in data.train_loader._workers.processes], flush=True)
+print(*[process.pid for process in data.train_loader._pool.processes], flush=True)
 time.sleep(10_000)
 """
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.images import BadImage, Encoded, read_file
-from cl_train.data.order import permutation, rank_share
+from cl_train.data.order import order_of_rank, permutation
 from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.imagenet.archives import unpack
 from cl_train.imagenet.folders import resize_folder, verify
@@ -139,7 +139,7 @@ def through_loader(root: Path, count: int, expected_bad: int, outcome: Outcome) 
             assert batch.images.isfinite().all(), "the loader gave pixels that are not finite"
         skipped = data.bad_images.skipped
         # A fork shares its parent's pages, which count as its own: what matters is what it took on top of them.
-        grown = max(peak_mib(process.pid) for process in data.train_loader._workers.processes) - shared
+        grown = max(peak_mib(process.pid) for process in data.train_loader._pool.processes) - shared
     finally:
         data.close()
     assert images == data.batch_count() * 8, f"the loader gave {images} images, not {data.batch_count() * 8}"
@@ -351,7 +351,8 @@ def check_epoch(rng: random.Random) -> None:
     seen: list[int] = []
     for step in range(steps):
         ranks = world if step < resumed_at else other_world
-        shares = [rank_share(order, step, batch * world // ranks, rank, ranks) for rank in range(ranks)]
+        rest, share = order[step * batch * world :], batch * world // ranks
+        shares = [order_of_rank(rest, share, rank, ranks)[:share] for rank in range(ranks)]
         seen += np.concatenate(shares).tolist()
     said = f"{len(seen)} images, {len(set(seen))} distinct, {steps} steps of {batch} x {world}"
     assert len(set(seen)) == len(seen) == steps * batch * world, said
