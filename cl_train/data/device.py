@@ -44,56 +44,6 @@ class RawBatch(NamedTuple):
     epoch: int
 
 
-class DevicePrefetcher:
-    """Iterates over a DataLoader's batches on the device, copied and normalised in advance.
-
-    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run on a side stream;
-    copies overlap with the computation if the loader pins its memory. On a CPU, nothing is prepared in advance.
-
-    Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H, W] with a channel for
-    each entry of `mean` are images: they become (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch
-    without them, the first floating-point tensor [N, C, H, W] is assumed to be normalised images and converted to
-    `dtype` and `memory_format`. Other tensors are only moved, everything else is passed on.
-
-    Args:
-        loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
-        mean, std: per channel, on the 0-1 scale. Default: ImageNet's.
-        ahead: batches on the device that are prepared in advance.
-
-    Raises:
-        ValueError: `mean` and `std` of different length, a `std` that is not positive, or a dtype or layout that
-            normalised images cannot have.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: str | torch.device,
-        mean: Sequence[float] = _IMAGENET_MEAN,
-        std: Sequence[float] = _IMAGENET_STD,
-        dtype: torch.dtype = torch.float32,
-        memory_format: torch.memory_format = torch.channels_last,
-        ahead: int = 1,
-    ) -> None:
-        self._loader, self._ahead, self._channels = loader, ahead, len(mean)
-        self._normalise = Normalise(mean, std, DeviceFormat(torch.device(device), dtype, memory_format))
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return _prepared(self._loader, self._prepare, self._normalise.format.device, self._ahead)
-
-    def _prepare(self, batch: Any) -> Any:
-        form, tensors = self._normalise.format, [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 4]
-        raw = {id(x) for x in tensors if x.dtype == torch.uint8 and x.shape[1] == self._channels}
-        if raw:
-            return tree_map_only(Tensor, lambda x: self._normalise(x) if id(x) in raw else x, batch)
-        images = next((x for x in tensors if x.is_floating_point()), None)
-        cast = partial(torch.Tensor.to, dtype=form.dtype, memory_format=form.memory_format)
-        return tree_map_only(Tensor, lambda x: cast(x) if x is images else x, batch)
-
-
 class Normalise:
     """(x / 255 - mean) / std in float32, in the requested dtype and memory format."""
 
@@ -186,3 +136,53 @@ def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: tor
     finally:
         for event in copying:  # the host waits: the copies still read the loader's memory
             event.synchronize()
+
+
+class DevicePrefetcher:
+    """Iterates over a DataLoader's batches on the device, copied and normalised in advance.
+
+    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run on a side stream;
+    copies overlap with the computation if the loader pins its memory. On a CPU, nothing is prepared in advance.
+
+    Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H, W] with a channel for
+    each entry of `mean` are images: they become (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch
+    without them, the first floating-point tensor [N, C, H, W] is assumed to be normalised images and converted to
+    `dtype` and `memory_format`. Other tensors are only moved, everything else is passed on.
+
+    Args:
+        loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
+        mean, std: per channel, on the 0-1 scale. Default: ImageNet's.
+        ahead: batches on the device that are prepared in advance.
+
+    Raises:
+        ValueError: `mean` and `std` of different length, a `std` that is not positive, or a dtype or layout that
+            normalised images cannot have.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: str | torch.device,
+        mean: Sequence[float] = _IMAGENET_MEAN,
+        std: Sequence[float] = _IMAGENET_STD,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.channels_last,
+        ahead: int = 1,
+    ) -> None:
+        self._loader, self._ahead, self._channels = loader, ahead, len(mean)
+        self._normalise = Normalise(mean, std, DeviceFormat(torch.device(device), dtype, memory_format))
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return _prepared(self._loader, self._prepare, self._normalise.format.device, self._ahead)
+
+    def _prepare(self, batch: Any) -> Any:
+        form, tensors = self._normalise.format, [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 4]
+        raw = {id(x) for x in tensors if x.dtype == torch.uint8 and x.shape[1] == self._channels}
+        if raw:
+            return tree_map_only(Tensor, lambda x: self._normalise(x) if id(x) in raw else x, batch)
+        images = next((x for x in tensors if x.is_floating_point()), None)
+        cast = partial(torch.Tensor.to, dtype=form.dtype, memory_format=form.memory_format)
+        return tree_map_only(Tensor, lambda x: cast(x) if x is images else x, batch)
