@@ -15,7 +15,7 @@ import numpy as np
 from cl_train.data.images import Indices
 
 # The last counter word separates the streams, so that no two purposes share a number.
-_ORDER, _SAMPLE, _BATCH, _SHARDS = 1, 2, 3, 4
+_ORDER, SAMPLES, BATCHES, _SHARDS = 1, 2, 3, 4
 _GRID = 32  # of growing image sizes: the total stride of most networks
 
 
@@ -27,8 +27,8 @@ def permutation(seed: int, epoch: int, count: int) -> Indices:
 
 
 def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: int = 8192) -> Indices:
-    """The order of the training images in `epoch` for storage that is slow at random reads: shards are permuted, then
-    each image moves by less than `window` places. Each shard must hold a mixture of all classes."""
+    """For storage that is slow at random reads: shards are permuted, then each image moves by less than `window`
+    places. Each shard must hold a mixture of all classes."""
     count = sum(map(len, shards))
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS]).random_raw(len(shards) + count)
     order = np.concatenate([shards[shard] for shard in np.argsort(words[: len(shards)], kind="stable")])
@@ -46,25 +46,21 @@ def repeated(order: Indices, repeats: int, ranks_batch_size: int) -> Indices:
     return copies.reshape(batches, -1)[:, :ranks_batch_size].reshape(-1)
 
 
-class SampleGenerator:
-    """An image's random numbers in an epoch, valid until the next call; a new generator takes five times as long."""
+class RandomNumbers:
+    """Those of a sample or a batch in an epoch, valid until the next call; a new generator takes five times as long."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
         self._state: Any = self._philox.state  # of a generator that has no numbers in its buffers
         self._generator = np.random.Generator(self._philox)
 
-    def of_sample(self, seed: int, epoch: int, index: int) -> np.random.Generator:
+    def of(self, seed: int, epoch: int, index: int, stream: int = SAMPLES) -> np.random.Generator:
+        """`BATCHES`, a stream for operations on a whole batch (MixUp, CutMix): `index` also distinguishes ranks."""
         numbers = self._state["state"]
         numbers["key"][:] = seed, epoch
-        numbers["counter"][:] = 0, index, 0, _SAMPLE
+        numbers["counter"][:] = 0, index, 0, stream
         self._philox.state = self._state
         return self._generator
-
-
-def batch_generator(seed: int, epoch: int, batch: int) -> np.random.Generator:
-    """The random numbers of operations on a whole batch (MixUp, CutMix). `batch` also distinguishes ranks."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, batch, 0, _BATCH]))
 
 
 def order_of_rank(order: Indices, batch_size: int, rank: int, world_size: int) -> Indices:

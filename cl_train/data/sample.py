@@ -55,12 +55,6 @@ def _clouds(x: Field, y: Field) -> Field:
     return (0.5 + 0.5 * np.tanh(sum(waves))).astype(np.float32)
 
 
-def _mosaic(x: Field, y: Field) -> Field:
-    """0 or 1, a hash of the cell's place."""
-    hashed = np.sin(12.9898 * np.floor(1.5 * x) + 78.233 * np.floor(1.5 * y)) * 43758.5453
-    return (hashed % 1 < 0.5).astype(np.float32)
-
-
 def _from_centre(x: Field, y: Field) -> Field:
     """Distance from the centre of each unit cell; every second row of cells is shifted by half a cell."""
     x = x + np.floor(y) / 2
@@ -74,7 +68,8 @@ PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in pe
     "diagonals": lambda x, y: _wave(_turned(x, y, 45)),
     "dots": lambda x, y: _wave(0.5 - _from_centre(x, y)),
     "grid": lambda x, y: np.maximum(_lines(x), _lines(y)),
-    "mosaic": _mosaic,
+    # a hash of the cell's place
+    "mosaic": lambda x, y: np.sin(12.9898 * np.floor(1.5 * x) + 78.233 * np.floor(1.5 * y)) * 43758.5453 % 1 < 0.5,
     "rings": lambda x, y: _wave(3.2 * _from_centre(x / 2, y / 2)),
     "rows": lambda x, y: _wave(y),
     "triangles": lambda x, y: np.max([_lines(_turned(x, y, degrees)) for degrees in (30, 90, 150)], axis=0),

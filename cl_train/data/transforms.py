@@ -21,7 +21,7 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import optional_module
 from cl_train.data.device import MixLabels
 from cl_train.data.images import Encoded, Pixels, Split, formats_of
-from cl_train.data.order import SampleGenerator, batch_generator
+from cl_train.data.order import BATCHES, RandomNumbers
 from cl_train.system.distributed import Dist
 
 _ATTEMPTS = 10
@@ -105,7 +105,7 @@ class ImageTransform:
         self._cfg, self._augment, self.seed, self.training = cfg, augment, seed, training
         self._operations = image_augment(augment, cfg.mean) if training else None
         self._unflipped = torch.empty(0)
-        self._generator = SampleGenerator()
+        self._random_numbers = RandomNumbers()
 
     def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """In training with the random numbers of sample `random_index` in `epoch`."""
@@ -118,7 +118,7 @@ class ImageTransform:
             top, left = (round((length - side) / 2.0) for length in size)
             row.copy_(image[0, :, top : top + side, left : left + side])
             return
-        generator = self._generator.of_sample(self.seed, epoch, random_index)
+        generator = self._random_numbers.of(self.seed, epoch, random_index)
         uniform = generator.random(RANDOM_NUMBERS).tolist()
         box = random_resized_crop(height, width, self._augment, uniform[1:])
         flip = uniform[0] < self._augment.flip
@@ -157,7 +157,7 @@ def seeded(seed: int) -> Iterator[None]:
 @contextmanager
 def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
     """Seed the global generators of torch, numpy and Python by the arguments; restore their states afterwards."""
-    word = int(SampleGenerator().of_sample(seed, epoch, index).integers(2**32))
+    word = int(RandomNumbers().of(seed, epoch, index).integers(2**32))
     numpy_state, python_state = np.random.get_state(), random.getstate()
     np.random.seed(word)
     random.seed(word)
@@ -231,7 +231,7 @@ def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> Mi
         return None
 
     def mix(images: Tensor, targets: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-        generator = batch_generator(seed, epoch, batch * dist.world_size + dist.rank)
+        generator = RandomNumbers().of(seed, epoch, batch * dist.world_size + dist.rank, BATCHES)
         chosen = mixes[int(generator.integers(len(mixes)))]
         with seeded(int(generator.integers(2**63))):
             mixed, soft = chosen(images, targets)

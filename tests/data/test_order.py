@@ -5,9 +5,9 @@ import pytest
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from cl_train.data.order import (
-    SampleGenerator,
+    BATCHES,
+    RandomNumbers,
     SizeSchedule,
-    batch_generator,
     order_of_rank,
     permutation,
     repeated,
@@ -24,7 +24,7 @@ def test_the_order_depends_on_seed_and_epoch_and_stays_the_same_between_releases
 
 def test_streams_of_order_samples_and_batches_do_not_share_numbers():
     order = np.random.Generator(np.random.Philox(key=[3, 5], counter=[0, 0, 0, 1]))
-    streams = [order, *(SampleGenerator().of_sample(3, 5, index) for index in (0, 1)), batch_generator(3, 5, 0)]
+    streams = [order, *(RandomNumbers().of(3, 5, index) for index in (0, 1)), RandomNumbers().of(3, 5, 0, BATCHES)]
     numbers = np.concatenate([stream.random(64) for stream in streams])
     assert len(np.unique(numbers)) == len(numbers)
 

@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as F
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data import transforms
 from cl_train.data.images import read_folder
-from cl_train.data.order import SampleGenerator
+from cl_train.data.order import RandomNumbers
 from cl_train.data.transforms import (
     ImageReader,
     ImageTransform,
@@ -32,7 +32,7 @@ DRAWS = 3000
 
 
 def boxes(height, width, augment=AUGMENT, count=DRAWS):
-    numbers = (SampleGenerator().of_sample(0, 0, index).random(22).tolist() for index in range(count))
+    numbers = (RandomNumbers().of(0, 0, index).random(22).tolist() for index in range(count))
     return np.array([random_resized_crop(height, width, augment, uniform) for uniform in numbers], dtype=float)
 
 
@@ -107,7 +107,7 @@ def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder,
     for index in range(len(folder.train)):
         for epoch in range(6):
             image = Image.open(folder.train.name(index)).convert("RGB")
-            uniform = SampleGenerator().of_sample(0, epoch, index).random(transforms.RANDOM_NUMBERS).tolist()
+            uniform = RandomNumbers().of(0, epoch, index).random(transforms.RANDOM_NUMBERS).tolist()
             box = random_resized_crop(image.height, image.width, AUGMENT, uniform[1:])
             image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
             expected = np.asarray(image.resize((96, 96), Image.Resampling[interpolation.upper()]), dtype=float)
