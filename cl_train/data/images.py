@@ -16,11 +16,11 @@ import time
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, AnyStr, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +132,7 @@ def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
         splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
         return load_index(key, *splits) or _index(base, val, cfg, key)
     except OSError as error:
-        _unreadable(error)
+        unreadable(error)
 
 
 def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> FolderSplit:
@@ -140,7 +140,7 @@ def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
     the folder of a class has its label, others -100. Raises ConfigError: no images."""
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
     suffixes, top = tuple(os.fsencode(extension.lower()) for extension in extensions), os.fsencode(folder)
-    paths = (os.path.join(below, name) for below, names in files_below(top) for name in names)
+    paths = (os.path.join(below, name) for below, _, names in os.walk(top, onerror=unreadable) for name in names)
     names = sorted(os.path.relpath(path, top) for path in paths if path.lower().endswith(suffixes))
     if not names:
         raise ConfigError(f"data.root '{root}' has no images ({', '.join(extensions)}) in it or in a folder below")
@@ -149,13 +149,8 @@ def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
     return FolderSplit(*packed(names), np.array(labels, np.int64), folder)
 
 
-def files_below(folder: AnyStr) -> Iterator[tuple[AnyStr, list[AnyStr]]]:
-    """`folder` and each folder below it, with the names of its files. Raises ConfigError if one cannot be read."""
-    for below, _, names in os.walk(folder, onerror=_unreadable):
-        yield below, names
-
-
-def _unreadable(error: OSError) -> NoReturn:
+def unreadable(error: OSError) -> NoReturn:
+    """For `os.walk(..., onerror=)`, which would leave the folder out."""
     raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 
@@ -219,7 +214,7 @@ def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[
     images, folders, ignored, note = list[list[bytes]](), [top], list[str](), ""
     for class_name in classes:
         of_class = list[bytes]()
-        for below, names in files_below(os.path.join(top, os.fsencode(class_name))):
+        for below, _, names in os.walk(os.path.join(top, os.fsencode(class_name)), onerror=unreadable):
             folders.append(below)
             prefix = below[len(top) + 1 :] + b"/"
             for name in names:
@@ -264,9 +259,10 @@ def _stored_at(key: str) -> Path:
     return cache_folder() / f"index-{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.npz"
 
 
-def _status(paths: Sequence[str | bytes]) -> list[list[int]]:
+def _status(paths: Collection[str | bytes]) -> dict[str, list[int]]:
     """Size and time of the last modification in ns: while they remain the same, a stored list is valid."""
-    return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, paths)]
+    found = zip(paths, map(os.stat, paths), strict=True)
+    return {os.fsdecode(path): [status.st_size, status.st_mtime_ns] for path, status in found}
 
 
 def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
@@ -275,10 +271,9 @@ def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], 
     path = _stored_at(key)
     with contextlib.suppress(OSError):
         status = _status(made_from)
-        if max(modified_ns for _, modified_ns in status) > unchanged_since_ns:
+        if max(modified_ns for _, modified_ns in status.values()) > unchanged_since_ns:
             return
-        header = {name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}
-        header |= {"made_from": list(map(os.fsdecode, made_from)), "status": status}
+        header = {"status": status, **{name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}}
         arrays = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
         for name in ("train", "val"):
             values = vars(getattr(source, name)).items()
@@ -293,7 +288,7 @@ def load_index(key: str, train: Callable[..., Split], val: Callable[..., Split])
     try:
         with open(_stored_at(key), "rb") as file, np.load(file, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())
-            if header["status"] != _status(header["made_from"]):
+            if header["status"] != _status(header["status"]):
                 return None
             first, second = (
                 make(**{name.split("/")[1]: stored[name] for name in stored.files if name.startswith(split)})
@@ -305,13 +300,6 @@ def load_index(key: str, train: Callable[..., Split], val: Callable[..., Split])
 
 
 # --- bytes and pixels -------------------------------------------------------------------------------------------------
-
-
-def formats_of(extensions: Sequence[str]) -> tuple[str, ...]:
-    """Pillow's names of the formats with these extensions. Raises ConfigError for unknown ones."""
-    if not extensions or any(extension.lower() not in FORMATS for extension in extensions):
-        raise ConfigError(f"data.extensions={list(extensions)}: use some of {', '.join(FORMATS)}")
-    return tuple(dict.fromkeys(FORMATS[extension.lower()] for extension in extensions))
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:

@@ -145,17 +145,16 @@ def read_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
 def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Ten easy classes of ImageNet at 320 pixels, in `root` itself or in the archive's folder there, which
     data.download=true fetches (326 MB) through torchvision. Raises ConfigError: it is missing."""
-    unpacked = root / "imagenette2-320"
-    found = next((folder for folder in (root, unpacked) if (folder / "train").is_dir()), None)
-    if found is None and not cfg.download:
-        raise ConfigError(f"no Imagenette in '{root}'; data.download=true fetches it, or give data.root=FOLDER")
-    if found is None:
+    folder = root if (root / "train").is_dir() else root / "imagenette2-320"
+    if not (folder / "train").is_dir():
+        if not cfg.download:
+            raise ConfigError(f"no Imagenette in '{root}'; data.download=true fetches it, or give data.root=FOLDER")
         from torchvision.datasets import Imagenette
 
         root.mkdir(parents=True, exist_ok=True)
         with lock_file(root / ".lock", waiting_for="Imagenette"):
             try:
-                Imagenette(str(root), split="train", size="320px", download=not (unpacked / "train").is_dir())
+                Imagenette(str(root), split="train", size="320px", download=not (folder / "train").is_dir())
             except (OSError, RuntimeError) as error:
                 raise ConfigError(f"Imagenette could not be fetched into '{root}': {error}") from None
-    return read_folder(found or unpacked, cfg, training=training)
+    return read_folder(folder, cfg, training=training)

@@ -100,11 +100,10 @@ def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple
             series.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if not training:
         shards["train"] = shards["train"] or shards["val"]
-    kinds = [name for name in ("train", "val") if not shards[name]]
     advice = '; braces are not expanded: use a shell pattern, "/data/im-*.tar"' if is_pattern and "{" in root else ""
-    problems = [
-        f"data.root={root}: no {name} shards, *-{name}-*.tar, in this folder or pattern{advice}" for name in kinds
-    ]
+    where = f"in this folder or pattern{advice}"
+    lacking = [name for name in ("train", "val") if not shards[name]]
+    problems = [f"data.root={root}: no {name} shards, *-{name}-*.tar, {where}" for name in lacking]
     for (start, end), numbers in series.items():
         if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
             problems.append(f"{start}N{end}: shards are missing, N = {listed(lost)}")

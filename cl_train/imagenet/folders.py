@@ -14,7 +14,7 @@ import numpy as np
 import simplejpeg
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.images import EXTENSIONS, JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, files_below, listed, read_file
+from cl_train.data.images import EXTENSIONS, JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, listed, read_file, unreadable
 from cl_train.imagenet.resumable import resumable_folder, write_image
 from cl_train.system.processes import map_in_processes
 
@@ -48,7 +48,7 @@ def resize_folder(
         max_side = max_side or _DEFAULT_MAX_SIDE
     settings = {"task": "resize", "max_side": max_side, "short_side": short_side, "quality": quality}
     with resumable_folder(out, settings, overwrite=overwrite, outside=[root]):
-        files = (os.path.join(below, name) for below, names in files_below(str(root)) for name in names)
+        files = (os.path.join(below, name) for below, _, names in os.walk(root, onerror=unreadable) for name in names)
         names = sorted(os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS))
         copy = partial(_copy, root, out, resized, max_side, short_side, quality)
         results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
@@ -87,7 +87,7 @@ def _copy(
     scale = max_side / max(size) if max_side else (short_side or 1) / min(size)
     if scale < 1:
         height, width = (max(1, round(side * scale)) for side in size)
-        pixels = resized(pixels, None, (height, width))[0].permute(1, 2, 0).numpy()
+        pixels = resized(pixels, (height, width))[0].permute(1, 2, 0).numpy()
     if scale < 1 or encoded.needs_pillow or not data.startswith(JPEG_MAGIC):
         copy = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling="420")
     write_image(out / name, copy)
@@ -129,7 +129,7 @@ def verify(
 
 def _check_class(folder: Path, deep: bool, name: str) -> tuple[int, list[str]]:
     images, bad = 0, []
-    for below, names in files_below(str(folder / name)):
+    for below, _, names in os.walk(folder / name, onerror=unreadable):
         for path in (os.path.join(below, name) for name in names if not name.startswith(".")):
             try:
                 if not path.lower().endswith(EXTENSIONS):

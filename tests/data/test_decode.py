@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cl_train.data.images import MAX_PIXELS, BadImage, Encoded, formats_of, read_file
+from cl_train.data.images import MAX_PIXELS, BadImage, Encoded, read_file
 from tests.data.image_folders import encoded, jpeg, noise
 
 PICTURE = noise(40, 60)
@@ -91,7 +91,3 @@ def test_other_formats_are_read_only_if_they_are_asked_for():
         assert Encoded(data, formats=("JPEG", kind)).decode().shape == (40, 60, 3)
         with pytest.raises(BadImage, match="JPEG or PNG"):
             Encoded(data)
-    assert formats_of([".jpg", ".JPEG", ".tif"]) == ("JPEG", "TIFF")
-    for wrong in ([], [".gif"], ["jpg"]):
-        with pytest.raises(ValueError, match=r"data\.extensions"):
-            formats_of(wrong)

@@ -185,6 +185,15 @@ def test_odd_sizes_and_a_folder_with_an_images_name_are_read(tmp_path):
     assert train_batches(data)[0][0].shape == (9, 3, 32, 32) and val_count(data) == 8
 
 
+def test_the_extensions_are_the_formats_that_are_read(tmp_path):
+    root = write_folder(tmp_path, train=4, val=4)
+    (root / "val/class_0/picture.TIF").write_bytes(encoded(noise(9, 9), "TIFF"))
+    assert val_count(folder_data(root, extensions=[".JPG", ".tif"])) == 5
+    for wrong in ([".jpg", ".gif"], [".jpg", "jpg"]):
+        with pytest.raises(ConfigError, match=r"data\.extensions"):
+            folder_data(root, extensions=wrong)
+
+
 @pytest.mark.parametrize(
     ("make", "reason", "workers"),
     [

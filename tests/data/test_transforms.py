@@ -108,8 +108,8 @@ def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder,
         for epoch in range(6):
             image = Image.open(folder.train.name(index)).convert("RGB")
             uniform = RandomNumbers().of(0, epoch, index).random(transforms.RANDOM_NUMBERS).tolist()
-            box = random_resized_crop(image.height, image.width, AUGMENT, uniform[1:])
-            image = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+            top, left, height, width = random_resized_crop(image.height, image.width, AUGMENT, uniform[1:])
+            image = image.crop((left, top, left + width, top + height))
             expected = np.asarray(image.resize((96, 96), Image.Resampling[interpolation.upper()]), dtype=float)
             if uniform[0] < 0.5:
                 flips += 1
