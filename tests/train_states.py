@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from cl_train.data.device import DeviceFormat
-from cl_train.step.precision import EMA, MasterWeights, Precision
+from cl_train.step.precision import EMA, Fp32Weights, Precision
 from cl_train.step.train_step import StepParts, train_step
 from cl_train.training.state import TrainState
 
@@ -15,11 +15,11 @@ def train_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    masters: MasterWeights | None = None,
-    ema: EMA | None = None,
+    weights: Fp32Weights | None = None,
+    average: EMA | None = None,
 ) -> TrainState:
     precision = Precision("fp32")
-    masters = masters or MasterWeights(model, precision)
-    parts = StepParts(model, masters, optimizer, scaler, precision, torch.device("cpu"))
+    weights = weights or Fp32Weights(model, precision)
+    parts = StepParts(model, weights, optimizer, scaler, precision, torch.device("cpu"))
     batch_format = DeviceFormat(parts.device, torch.float32, torch.contiguous_format)
-    return TrainState(model, parts, ema, batch_format, partial(train_step, parts))
+    return TrainState(model, parts, average, batch_format, partial(train_step, parts))

@@ -37,7 +37,7 @@ from cl_train.memory_format.model_call import (
 from cl_train.models.sources import copy_model, device_of
 from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, autocast, cast_model, kernel_selection, resolve_precision
+from cl_train.step.precision import Fp32Weights, Precision, autocast, cast_model, kernel_selection, resolve_precision
 from cl_train.step.train_step import StepParts, train_step, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.files import cache_folder, write_json
@@ -109,15 +109,15 @@ class TimedModel:
         self.model.train(workload.mode == "train")
         self._parts: StepParts | None = None
         if workload.mode == "train":
-            masters = MasterWeights(self.model, precision)
-            parameters = masters.trainable()
+            weights = Fp32Weights(self.model, precision)
+            parameters = weights.trainable()
             if not parameters:
                 raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
             optimizer = build_optimizer(workload.optim, self.model, parameters, LEARNING_RATE)
             if workload.cuda_graph:
                 make_capturable(optimizer, workload.device)
             scaler = torch.amp.GradScaler(workload.device.type, enabled=precision.scales_loss)
-            self._parts = StepParts(self.model, masters, optimizer, scaler, precision, workload.device)
+            self._parts = StepParts(self.model, weights, optimizer, scaler, precision, workload.device)
         if workload.compile:
             self.model.compile(mode=workload.compile_mode)
         self.step: Callable[[], object] = self.eager_step

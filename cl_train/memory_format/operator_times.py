@@ -31,7 +31,7 @@ from cl_train.memory_format.layout import CHANNELS_LAST, images_in, model_memory
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, Precision, kernel_selection
+from cl_train.step.precision import Fp32Weights, Precision, kernel_selection
 from cl_train.step.train_step import StepParts, update_weights
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.machine import keep_freed_memory, timed_s, wait_for
@@ -352,13 +352,13 @@ class _Step:
     def __init__(self, model: nn.Module, batch: Any, data: Data, precision: Precision) -> None:
         self.batch, self._data = batch, data
         self.apply()
-        masters = MasterWeights(model, precision)
+        weights = Fp32Weights(model, precision)
         self.parts: StepParts | None = None
-        if parameters := masters.trainable():
+        if parameters := weights.trainable():
             device = next(iter(parameters.values())).device
             optimizer = build_optimizer(OptimConfig(), model, parameters, lr=1e-4)
             scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
-            self.parts = StepParts(model, masters, optimizer, scaler, precision, device)
+            self.parts = StepParts(model, weights, optimizer, scaler, precision, device)
 
     def apply(self) -> None:
         for tensor, data in self._data.items():

@@ -39,9 +39,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 class Recorder:
     """Records CUDA graphs on a side stream, to which DDP and the first backward pass must bind as well (`on_stream`).
-
-    On a CPU nothing is recorded: a replay runs the work again.
-    """
+    On a CPU nothing is recorded: a replay runs the work again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,9 +92,7 @@ class Recorder:
 
 class GraphedCall(Generic[T]):
     """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from then on.
-
-    The tensors that the work uses must not be replaced: a recording contains addresses.
-    """
+    The tensors that the work uses must not be replaced: a recording contains addresses."""
 
     def __init__(self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS) -> None:
         assert warm_up >= 1, "cuDNN, the optimizer and the allocator must run once before a recording"
@@ -114,10 +110,8 @@ class GraphedCall(Generic[T]):
 
 class GraphedStep:
     """`train_step` as a `GraphedCall`. Batches of another shape are recorded anew, and the earlier graph is dropped.
-
     Copying the batch into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
-    fall_back: if the step cannot be recorded, warn and continue with eager steps; otherwise raise.
-    """
+    fall_back: if the step cannot be recorded, warn and continue with eager steps; otherwise raise."""
 
     def __init__(
         self, parts: StepParts, recorder: Recorder, *, warm_up: int = WARM_UP_STEPS, fall_back: bool = False
@@ -162,8 +156,7 @@ class GraphedStep:
 
     def release(self, kind: type[BaseException] | None, *_: object) -> None:
         """For `ExitStack.push`: destroy all graphs, whoever refers to them, before the process group: NCCL does not end
-        while a graph holds its kernels. After an exception the device is not waited for: it may wait for a dead rank.
-        """
+        while a graph holds its kernels. After an exception the device is not waited for: a rank may be dead."""
         if kind is None and self._recorder.stream is not None:
             torch.cuda.synchronize(self._parts.device)
         self.call = None

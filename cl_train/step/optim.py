@@ -34,10 +34,8 @@ def check_optimizer(cfg: OptimConfig) -> None:
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
     """Stop the training of the parameters whose name, or that of a module around them, matches a shell pattern.
-
     The pattern `backbone` means all but `head`. BatchNorm in frozen parts stays in eval mode, whatever `model.train()`
-    says. Raises ConfigError: a pattern matches nothing, or nothing is left to train.
-    """
+    says. Raises ConfigError: a pattern matches nothing, or nothing is left to train."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
     around_head = {module for name in head for module in _around(name)}
@@ -70,11 +68,9 @@ def build_optimizer(
     lr: float | torch.Tensor,
     head: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over `parameters` (see `MasterWeights.trainable`). `head`: the classifier's names.
-
+    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`). `head`: the classifier's names.
     A fused kernel reads loss scale and overflow flag on the device. With any other optimizer GradScaler makes the host
-    wait for the device in each step (pytorch/pytorch#80167).
-    """
+    wait for the device in each step (pytorch/pytorch#80167)."""
     groups = _parameter_groups(cfg, model, parameters, lr, head)
     keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
     options: dict[str, Any] = {key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None}
@@ -122,8 +118,7 @@ def _parameter_groups(
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
     """The layer of each parameter, from 0 at the input: timm's for its models, else the entries of containers
-    (Sequential, ModuleList) and the modules outside them, in order. Vectors (biases) are in the layer before them.
-    """
+    (Sequential, ModuleList) and the modules outside them, in order. Vectors (biases) are in the layer before them."""
     if hasattr(model, "group_matcher"):
         group = optional_module("timm.models", "optim.layer_decay").group_parameters
         found: dict[str, int] = group(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
@@ -151,12 +146,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (0-based), with peak `lr`.
-
-    A linear warm-up from `warmup_start * lr`, then the curve `cfg.name`. Cosine and linear end at `total_steps`. They
-    begin after the warm-up, or at step 0 without `warmup_prefix`: then the warm-up replaces their beginning. The `step`
-    curve counts its epochs from step 0.
-    """
+    """The learning rate of optimizer step `step` (0-based), with peak `lr`: a linear warm-up from `warmup_start * lr`,
+    then the curve `cfg.name`. Cosine and linear end at `total_steps`; they begin after the warm-up, or without
+    `warmup_prefix` at step 0: the warm-up replaces their beginning. The `step` curve counts its epochs from step 0."""
     if cfg.per_epoch:
         step -= step % steps_per_epoch
     warmup_steps = min(round(cfg.warmup_epochs * steps_per_epoch), total_steps)

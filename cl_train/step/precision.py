@@ -23,7 +23,7 @@ class Precision:
     scales_loss: bool = False  # dynamically
     master_weights: bool = False  # fp32 copies of fp16 weights
     tf32: bool = False  # on CUDA, in the matmuls and convolutions that remain in fp32
-    reason: str = ""  # why `auto` chose it
+    reason: str = ""  # why `auto` chose it, or a reason against it
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -52,20 +52,14 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
     """The precision of that name; `auto`: as the help of `precision=` says. Raises ConfigError: an unknown name."""
     if name not in PRECISIONS:
         raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{suggest(name, PRECISIONS)}")
-    if name != "auto":
-        return BY_NAME[name]
-    fast = _fast_dtypes(device)
-    if not fast:
-        return replace(BY_NAME["fp32"], reason=f"this {device.type} device has no fast 16-bit arithmetic")
-    return replace(BY_NAME[fast[0]], reason=f"fast on this {device.type} device")
-
-
-def precision_warnings(precision: Precision, device: torch.device) -> list[str]:
-    """Reasons against `precision` on `device`, one sentence each; empty if there are none."""
-    half = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(precision.input_dtype)
+    if name == "auto":
+        fast = _fast_dtypes(device)
+        reason = "fast" if fast else "16-bit arithmetic is slow"
+        return replace(BY_NAME[fast[0] if fast else "fp32"], reason=f"{reason} on this {device.type} device")
+    half = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(BY_NAME[name].input_dtype)
     if half is None or half in _fast_dtypes(device):
-        return []
-    return [f"precision={precision.name}: this {device.type} device has no fast arithmetic for it; use precision=auto"]
+        return BY_NAME[name]
+    return replace(BY_NAME[name], reason=f"slow on this {device.type} device: use precision=auto")
 
 
 def _fast_dtypes(device: torch.device) -> list[str]:
@@ -82,10 +76,8 @@ def _fast_dtypes(device: torch.device) -> list[str]:
 @contextmanager
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
     """Set which CUDA kernels torch may select, in the whole process; the previous switches are restored at the end.
-
-    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times all its convolution algorithms once
-    per shape, which takes seconds.
-    """
+    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times its convolution algorithms, once per
+    shape, which takes seconds."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit)
     try:
@@ -113,10 +105,9 @@ def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
     return model
 
 
-class MasterWeights:
-    """The weights of `model` that the optimizer updates: its own, or for fp16_o2 an fp32 copy of each fp16 parameter
-    with the same strides (Micikevicius et al. 2018, section 3.1).
-    """
+class Fp32Weights:
+    """The weights that the optimizer updates: those of `model`, or for fp16_o2 an fp32 copy of each fp16 parameter with
+    the same strides (Micikevicius et al. 2018, section 3.1)."""
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self._model = model
@@ -132,7 +123,7 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict with fp32 weights, so that any precision can load it."""
-        return {**self._model.state_dict(), **{name: master.detach() for name, master in self._full.items()}}
+        return {**self._model.state_dict(), **{name: full.detach() for name, full in self._full.items()}}
 
     def copy_gradients_from_model(self) -> None:
         """Move the fp16 gradients, still scaled, to the fp32 copies."""
@@ -155,16 +146,14 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Set the fp32 copies, and with them the model, from a state dict with fp32 weights."""
-        for name, master in self._full.items():
-            master.copy_(state[name])
+        for name, full in self._full.items():
+            full.copy_(state[name])
         self.copy_weights_to_model()
 
 
 class EMA:
-    """A float32 copy of `model`, `module`, with moving averages of the model's weights and BatchNorm statistics.
-
-    Of the fp32 master weights, which torch's AveragedModel cannot average: fp16 does not resolve such small changes.
-    """
+    """A float32 copy of `model`, `module`, with moving averages of the model's weights and BatchNorm statistics: of its
+    `Fp32Weights`, which torch's AveragedModel cannot average. fp16 does not resolve such small changes."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay

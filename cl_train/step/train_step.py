@@ -15,7 +15,7 @@ from torch import nn
 from cl_train.config.schema import LOSSES
 from cl_train.config.validation import user_function
 from cl_train.data.device import Batch
-from cl_train.step.precision import MasterWeights, Precision, autocast
+from cl_train.step.precision import Fp32Weights, Precision, autocast
 
 # Of the auxiliary heads of Inception v3 (as in torchvision's references) and of GoogLeNet (Szegedy et al. 2014).
 _AUX_WEIGHTS = {"aux_logits": 0.4, "aux_logits1": 0.3, "aux_logits2": 0.3}
@@ -67,9 +67,9 @@ def logits_of(output: object) -> torch.Tensor:
     """The main head's logits [N, classes]. Raises ValueError: the output is no tensor and has no tensor `.logits`."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
+        needs = "training needs a tensor [N, classes], or an object with the attribute `logits`"
         raise ValueError(
-            f"the model returned a {type(output).__name__}; training needs logits, a tensor [N, classes], or an object"
-            " with the attribute `logits`: wrap the model in a module that returns them"
+            f"the model returned a {type(output).__name__}; {needs}: wrap it in a module that returns them"
         )
     return logits
 
@@ -79,7 +79,7 @@ class StepParts:
     """The objects and settings that every step of a run uses."""
 
     model: nn.Module  # may be wrapped: DDP, compiled
-    masters: MasterWeights
+    weights: Fp32Weights
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     precision: Precision
@@ -100,9 +100,7 @@ class StepResult:
 
 def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The labels, int64 [N], and the most probable classes, int64 [N, 5] (or all, if there are fewer), the best first.
-
-    For MixUp/CutMix targets the class with the larger weight counts; of several (multi-label) the most probable one.
-    """
+    For MixUp/CutMix targets the class with the larger weight counts; of several (multi-label) the most probable one."""
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
     if not targets.is_floating_point():
         return targets, best
@@ -113,9 +111,7 @@ def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     """One optimizer step over one or more micro-batches (gradient accumulation).
-
-    A gradient that is not finite skips the update; the weights do not change. With loss scaling it lowers the scale.
-    """
+    A gradient that is not finite skips the update; the weights do not change. With loss scaling it lowers the scale."""
     ddp, rows = parts.model if isinstance(parts.model, nn.parallel.DistributedDataParallel) else None, []
     for number, batch in enumerate(micro_batches, 1):
         is_last = number == len(micro_batches)
@@ -134,7 +130,7 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
 def update_weights(parts: StepParts) -> torch.Tensor:
     """Unscale, clip, update, zero the gradients. Returns float32 [] on the device: 1 if the update was skipped."""
     optimizer, scaler = parts.optimizer, parts.scaler
-    parts.masters.copy_gradients_from_model()
+    parts.weights.copy_gradients_from_model()
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     if parts.precision.scales_loss:
         if parts.clip_norm is not None:
@@ -156,6 +152,6 @@ def update_weights(parts: StepParts) -> torch.Tensor:
             del optimizer.found_inf  # type: ignore[attr-defined]
         elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device
             optimizer.step()
-    parts.masters.copy_weights_to_model()
+    parts.weights.copy_weights_to_model()
     optimizer.zero_grad(set_to_none=True)
     return skipped

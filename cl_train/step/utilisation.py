@@ -29,9 +29,7 @@ def utilisation(
     gflop_per_image: float, images_per_s: float, precision: Precision, device: torch.device, *, training: bool
 ) -> dict[str, Any]:
     """What `images_per_s` on one device means: TFLOP/s, and shares of the measured and of the published peak (or None).
-
-    `gflop_per_image`: of a forward pass; a backward pass computes two products for each of its own.
-    """
+    `gflop_per_image`: of a forward pass; a backward pass computes two products for each of its own."""
     measured = matmul_tflop_per_s(precision, device)
     words = torch.cuda.get_device_name(device).replace("-", " ").split() if device.type == "cuda" else []
     column = 0 if precision.input_dtype != torch.float32 else 1 if precision.tf32 else 2

@@ -130,12 +130,12 @@ class ActiveRun:
 
     def __post_init__(self) -> None:
         self.meter = ThroughputMeter(self.plan.cfg.warmup_steps, DeviceClock(self.dist.device))
-        self._buffers = BufferBackup(self.state.model, *([self.state.ema.module] if self.state.ema else []))
+        self._buffers = BufferBackup(self.state.model, *([self.state.average.module] if self.state.average else []))
 
     def log_steps(self, lr: float) -> None:
         """Submit the steps since the last log line, the last one with `lr`, for reading; log those submitted before.
         One reduction over the ranks; a GPU goes on meanwhile. At the end of an epoch and on a CPU the host waits."""
-        steps, scaler = self.progress.unlogged_steps, self.state.parts.scaler
+        steps, scaler = self.progress.window, self.state.parts.scaler
         rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
         bad_images = rows.new_full((1,), self.data.bad_images.skipped)
         totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), self.dist)
@@ -146,7 +146,7 @@ class ActiveRun:
             assert scale is not None
             totals = torch.cat([totals, scale.double().view(1)])
         totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
-        self.progress.unlogged_steps = []
+        self.progress.window = []
         # Values that a resumed run may change; a comparison refuses runs in which they changed.
         names = ("memory_format", "precision", "world_size", "device_name")
         record = {name: self.records.description[name] for name in names}

@@ -25,7 +25,7 @@ from cl_train.memory_format.model_call import explain_failure, failure_explained
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.optim import build_optimizer, freeze
-from cl_train.step.precision import EMA, MasterWeights, Precision, autocast, cast_model
+from cl_train.step.precision import EMA, Fp32Weights, Precision, autocast, cast_model
 from cl_train.step.train_step import Loss, StepParts, StepResult, logits_of, loss_of, train_step
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, on_main
@@ -47,9 +47,9 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     freeze(model, cfg.freeze, head)
     model = cast_model(model.to(dist.device), precision)
     batch_format = convert_layout(cfg, model, precision, num_classes, dist)
-    masters = MasterWeights(model, precision)
+    weights = Fp32Weights(model, precision)
     ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
-    optimizer = build_optimizer(cfg.optim, model, masters.trainable(), lr, head)
+    optimizer = build_optimizer(cfg.optim, model, weights.trainable(), lr, head)
     scaler = torch.amp.GradScaler(
         dist.device.type, cfg.amp.init_scale, growth_interval=cfg.amp.growth_interval, enabled=precision.scales_loss
     )
@@ -64,7 +64,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     if cfg.compile:
         trained = compiled(trained, cfg.compile_mode, graphs=len(size_schedule(cfg.data).image_sizes))
     loss = Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
-    parts = StepParts(trained, masters, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm)
+    parts = StepParts(trained, weights, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP

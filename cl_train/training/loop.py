@@ -66,10 +66,10 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                     micro_batches = list(islice(batches, cfg.accumulate_steps))
                 lr = plan.lr_at(progress)
                 set_lr(state.parts.optimizer, lr)
-                progress.unlogged_steps.append(state.train_step(micro_batches))
+                progress.window.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
-                if state.ema is not None and progress.step % cfg.ema_every == 0:
-                    state.ema.update(state.parts.masters.state_dict())
+                if state.average is not None and progress.step % cfg.ema_every == 0:
+                    state.average.update(state.parts.weights.state_dict())
                 meter.tick(plan.global_batch_size)
                 profile_step()
                 bar.update(progress.step - bar.n)
@@ -134,7 +134,7 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
             log.info("patience=%d: as many evaluations without a gain; the run ends", cfg.patience)
         if run.epoch_records:  # none: the run resumed at the end of an epoch
             seconds = duration(sum(record["seconds"] for record in run.epoch_records))
-            log.info("epoch %d: %s of training, best accuracy %.2f %%", progress.epoch, seconds, progress.best_top1)
+            log.info("epoch %d: %s of training, best accuracy %.2f %%", progress.epoch, seconds, progress.best_score)
     plan.close_epoch(progress)
 
 
@@ -142,8 +142,8 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
     """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop_signal`."""
     state, cfg = run.state, run.plan.cfg
     to_evaluate = {"val": (state.model, state.parts.precision)}
-    if state.ema is not None:
-        to_evaluate["val_average"] = (state.ema.module, state.parts.precision.for_fp32_weights)
+    if state.average is not None:
+        to_evaluate["val_average"] = (state.average.module, state.parts.precision.for_fp32_weights)
     metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
     evaluate = partial(evaluate_model, signals=run.signals, metrics=metrics, flip=cfg.evaluate_flip)
     results = {}

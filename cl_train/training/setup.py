@@ -24,7 +24,7 @@ from cl_train.models.files import Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import check_optimizer
-from cl_train.step.precision import Precision, kernel_selection, precision_warnings, resolve_precision
+from cl_train.step.precision import Precision, kernel_selection, resolve_precision
 from cl_train.step.train_step import Loss
 from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import Dist, choose_device, gather_objects, on_main
@@ -92,9 +92,9 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
     announce_work(data, plan, state.model)
 
-    description, metadata = describe_run(state, data, plan, dist)
+    description, facts = describe_run(state, data, plan, dist)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
-    checkpoints = Checkpoints(store, state, metadata, dist)
+    checkpoints = Checkpoints(store, state, facts, dist)
     if training:
         checkpoints.check()
     progress = starting_point(checkpoints, plan, folder)
@@ -165,7 +165,7 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> tuple
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(),
     }
-    metadata = of_both | {
+    facts = of_both | {
         "num_classes": data.num_classes,
         "classes": list(data.classes),
         **Preprocessing.of(cfg.data).to_dict(),
@@ -173,7 +173,7 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> tuple
         "versions": {name: description["environment"][name] for name in ("torch", "torchvision", "python")},
         "config": asdict(cfg),
     }
-    return description, metadata
+    return description, facts
 
 
 def seed_generators(seed: int) -> None:
@@ -191,8 +191,6 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
         log.info("ranks: %s", "; ".join(f"{rank} on {node}" for rank, node in enumerate(nodes)))
     if not dist.is_main:
         return
-    for line in precision_warnings(precision, dist.device):
-        log.warning("%s", line)
     if cfg.weights is not None:
         log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
     if cfg.data.val_split == "train" and not cfg.evaluate_only:

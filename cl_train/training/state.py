@@ -44,18 +44,18 @@ class Progress:
     step: int = 0
     images_seen: int = 0
     skipped_steps: int = 0
-    best_top1: float = -1.0
-    evaluations_without_gain: int = 0  # since `best_top1`
+    best_score: float = -1.0  # of `score_of`; in the file `best_top1`
+    evaluations_without_gain: int = 0  # since `best_score`
     evaluated_step: int = 0  # the last step whose evaluation is counted in these two
     closed_step: int = 0  # the last step at which an epoch was closed: no evaluation is missing there
-    unlogged_steps: list[StepResult] = field(default_factory=list)  # of this rank, not yet submitted for a log line
+    window: list[StepResult] = field(default_factory=list)  # of this rank, not yet submitted for a log line
 
-    def count_evaluation(self, top1: float) -> bool:
+    def count_evaluation(self, score: float) -> bool:
         """Count the evaluation of this step, once; whether it is the best so far."""
         if self.evaluated_step == self.step:  # the checkpoint of this step was saved after its evaluation
             return False
-        self.evaluated_step, is_best = self.step, top1 > self.best_top1
-        self.best_top1 = max(self.best_top1, top1)
+        self.evaluated_step, is_best = self.step, score > self.best_score
+        self.best_score = max(self.best_score, score)
         self.evaluations_without_gain = 0 if is_best else self.evaluations_without_gain + 1
         return is_best
 
@@ -123,28 +123,26 @@ class Plan:
 class TrainState:
     model: nn.Module  # not wrapped: for evaluation and checkpoints
     parts: StepParts  # optimizer, loss scaler and the model that trains: wrapped in DDP, compiled
-    ema: EMA | None
+    average: EMA | None
     batch_format: DeviceFormat  # of the model's input; its memory format is also the model's
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
 
 
-def collect(state: TrainState, progress: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The state between two steps, as references; reading the loss scale waits for the device.
-
-    fp32 weights and optimizer state are by parameter name: another precision, layout or grouping can load them.
-    """
-    optimizer, trainable = state.parts.optimizer, state.parts.masters.trainable()
+def collect(state: TrainState, progress: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The state between two steps, as references; reading the loss scale waits for the device. Weights and optimizer
+    state are in fp32 and by parameter name: another precision, layout or grouping can load them."""
+    optimizer, trainable = state.parts.optimizer, state.parts.weights.trainable()
     return {
-        "model": state.parts.masters.state_dict(),
+        "model": state.parts.weights.state_dict(),
         "optimizer": {
             "name": type(optimizer).__name__,
             "step": next((group["step"] for group in optimizer.param_groups if "step" in group), None),
             "state": {name: dict(optimizer.state[p]) for name, p in trainable.items() if p in optimizer.state},
         },
         "scaler": state.parts.scaler.state_dict(),
-        "average": None if state.ema is None else state.ema.module.state_dict(),
+        "average": None if state.average is None else state.average.module.state_dict(),
         "progress": dict(progress),
-        "facts": dict(metadata),
+        "facts": dict(facts),
         "saved_at": time.time(),
     }
 
@@ -156,14 +154,14 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
         state.model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint's weights do not fit the model: {error}") from error
-    state.parts.masters.load(checkpoint["model"])
-    if state.ema is not None:
-        state.ema.module.load_state_dict(checkpoint["average"] or checkpoint["model"])
+    state.parts.weights.load(checkpoint["model"])
+    if state.average is not None:
+        state.average.module.load_state_dict(checkpoint["average"] or checkpoint["model"])
     if not training:
         return
     if state.parts.scaler.is_enabled() and checkpoint["scaler"]:
         state.parts.scaler.load_state_dict(dict(checkpoint["scaler"]))  # else the scale starts at amp.init_scale
-    optimizer, parameters = state.parts.optimizer, state.parts.masters.trainable()
+    optimizer, parameters = state.parts.optimizer, state.parts.weights.trainable()
     saved, name = checkpoint["optimizer"], type(optimizer).__name__
     if saved["name"] != name:
         advice = "resume with the same optim=, or start from the weights only with weights=<checkpoint>"
@@ -187,7 +185,7 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
 
 
 def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True) -> list[str]:
-    """Notes on differences of metadata. Raises ConfigError: this is another run or, to evaluate, another model."""
+    """Notes on other facts. Raises ConfigError: this is another run or, to evaluate, another model."""
 
     def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
         pairs = [(key, before.get(key), now.get(key)) for key in keys]
@@ -217,7 +215,7 @@ class Checkpoints:
 
     store: CheckpointStore
     state: TrainState
-    metadata: dict[str, Any]  # identifies the run: see `check_compatible`
+    facts: dict[str, Any]  # identifies the run: see `check_compatible`
     dist: Dist
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
@@ -228,14 +226,14 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises ConfigError: the disk has no space, or `get_extra_state` returns what cannot be saved."""
-        weights = self.state.parts.masters.state_dict()
+        weights = self.state.parts.weights.state_dict()
         try:
             snapshot({name: value for name, value in weights.items() if name.endswith("_extra_state")})
         except TypeError as error:
             raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
         if self.dist.is_main:
             weight_bytes = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor))
-            copies = 3 if self.state.ema is None else 4  # weights, two moments at most, EMA
+            copies = 3 if self.state.average is None else 4  # weights, two moments at most, EMA
             check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep)
 
     def save(self, progress: Progress, *, best: bool = False) -> None:
@@ -245,11 +243,11 @@ class Checkpoints:
         if self.dist.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
         saved = dict(vars(progress))
-        steps = [snapshot(vars(step)) for step in saved.pop("unlogged_steps")]
+        steps, saved["best_top1"] = [snapshot(vars(step)) for step in saved.pop("window")], saved.pop("best_score")
         ranks = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
         if self.dist.is_main:
-            collected = collect(self.state, {**saved, "ranks": ranks}, self.metadata)
+            collected = collect(self.state, {**saved, "ranks": ranks}, self.facts)
             self.store.save(collected, progress.step, best=best)
 
     def mark_best(self, progress: Progress) -> None:
@@ -266,10 +264,11 @@ class Checkpoints:
         path, saved, skipped = found
         for line in skipped:
             log.info("skipped a damaged checkpoint: %s", line)
-        for note in check_compatible(saved["facts"], self.metadata, training=training):
+        for note in check_compatible(saved["facts"], self.facts, training=training):
             log.info("resume: %s", note)
-        ranks, rank, device = saved["progress"].pop("ranks"), self.dist.rank, self.dist.device
-        progress = Progress(**saved["progress"])
+        values, rank, device = saved["progress"], self.dist.rank, self.dist.device
+        ranks, best_score = values.pop("ranks"), values.pop("best_top1")
+        progress = Progress(best_score=best_score, **values)
         restore(saved, self.state, training=training)
         if training:
             if rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
@@ -279,6 +278,6 @@ class Checkpoints:
             # Per-rank sums are only valid for the same world size; with another one the next log line has fewer steps.
             for row in ranks[rank]["window"] if len(ranks) == self.dist.world_size else ():
                 result = StepResult(**{name: value.to(device) for name, value in row.items()})
-                progress.unlogged_steps.append(result)
+                progress.window.append(result)
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
         return progress

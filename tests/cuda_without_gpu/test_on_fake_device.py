@@ -22,7 +22,7 @@ from cl_train.models.sources import build_model
 from cl_train.step import train_step as step_module
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
-from cl_train.step.precision import BY_NAME, EMA, autocast, cast_model, resolve_precision
+from cl_train.step.precision import BY_NAME, EMA, autocast, cast_model
 from cl_train.step.train_step import Loss, StepParts, StepResult, train_step
 from cl_train.training.build import try_model
 from tests.cuda_without_gpu.fake_cuda import CUDA, Device, Event, Stream, fake_cuda, without_data
@@ -64,7 +64,7 @@ def test_what_surrounds_a_step_does_not_wait_either(precision: str) -> None:
         ema = EMA(parts.model, 0.9)
         backup = BufferBackup(parts.model, ema.module)
         run(parts, GraphedStep(parts, Recorder(CPU), warm_up=1), 2)
-        ema.update(parts.masters.state_dict())
+        ema.update(parts.weights.state_dict())
         backup.settle(torch.zeros(()) > 0)
 
 
@@ -165,7 +165,7 @@ def trial_on_the_recorders_stream(device: Device) -> None:
         patch.setattr(model_call, "random_state_restored", lambda device: nullcontext())
         with recorder.on_stream():
             for compiled in (False, True):
-                try_model.__wrapped__(replace(cfg, compile=compiled), model, resolve_precision("fp16", CUDA), 3, FORMAT)
+                try_model.__wrapped__(replace(cfg, compile=compiled), model, BY_NAME["fp16"], 3, FORMAT)
     hook.remove()
     assert tried == [(4, 3, 8, 8), (2, 3, 8, 8)], "the compiled model needs less memory than this eager step"
     for parameter in model.parameters():
@@ -247,7 +247,7 @@ class Convolutions(TorchDispatchMode):
 
 def problems_of(model: nn.Module, precision_name: str) -> set[str]:
     """Of one forward pass in training; the model is on cuda:0 and converted."""
-    precision = resolve_precision(precision_name, CUDA)
+    precision = BY_NAME[precision_name]
     cast_model(model, precision)
     pixels = torch.randn(2, 3, 64, 64, device=CUDA).to(precision.input_dtype, memory_format=torch.channels_last)
     with Convolutions() as convolutions, autocast(precision, CUDA):

@@ -8,11 +8,10 @@ from cl_train.config.schema import PRECISIONS
 from cl_train.step.precision import (
     BY_NAME,
     EMA,
-    MasterWeights,
+    Fp32Weights,
     autocast,
     cast_model,
     kernel_selection,
-    precision_warnings,
     resolve_precision,
 )  # fmt: skip
 from tests.networks import small
@@ -35,36 +34,36 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
     assert set(PRECISIONS) == {"auto", *BY_NAME}
     precision = resolve_precision("auto", CPU)
     assert precision.name in ("bf16", "fp32") and precision.reason
-    assert "precision=auto" in precision_warnings(resolve_precision("fp16_o2", CPU), CPU)[0]
-    assert precision_warnings(resolve_precision("fp32", CPU), CPU) == []
+    assert "precision=auto" in resolve_precision("fp16_o2", CPU).reason
+    assert resolve_precision("fp32", CPU) is BY_NAME["fp32"]
 
 
-Half = tuple[nn.Module, MasterWeights]
+Half = tuple[nn.Module, Fp32Weights]
 
 
 @pytest.fixture
 def half_model() -> Half:
     model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
-    return model, MasterWeights(model, BY_NAME["fp16_o2"])
+    return model, Fp32Weights(model, BY_NAME["fp16_o2"])
 
 
 def test_masters_have_the_models_strides_and_take_gradients_and_small_changes(half_model: Half) -> None:
     """All but BatchNorm is fp16."""
-    model, masters = half_model
+    model, weights = half_model
     halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
     assert halves == {"0.weight", "3.weight", "3.bias", "8.weight", "8.bias"}
-    assert {value.dtype for value in masters.state_dict().values()} == {torch.float32, torch.int64}
-    weight, master = model[3].weight, masters.trainable()["3.weight"]
+    assert {value.dtype for value in weights.state_dict().values()} == {torch.float32, torch.int64}
+    weight, master = model[3].weight, weights.trainable()["3.weight"]
     assert master.dtype == torch.float32 and master.stride() == weight.stride() == (72, 1, 24, 8)
     model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
     gradient = weight.grad.float()
-    masters.copy_gradients_from_model()
+    weights.copy_gradients_from_model()
     assert weight.grad is None and torch.equal(master.grad, gradient) and master.grad.stride() == master.stride()
     before = master.detach().clone()
     for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
         with torch.no_grad():
             master.mul_(1 + 1e-5)
-        masters.copy_weights_to_model()
+        weights.copy_weights_to_model()
     torch.testing.assert_close(master, before * (1 + 1e-5) ** 100, rtol=1e-5, atol=0)
     torch.testing.assert_close(weight.float(), master, rtol=1e-3, atol=1e-7)
 
@@ -103,11 +102,11 @@ def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:
 
 def test_under_o2_the_average_follows_the_masters(half_model: Half) -> None:
     """A change that fp16 cannot hold still moves the average."""
-    model, masters = half_model
+    model, weights = half_model
     average = EMA(model, decay=0.5)
     before = average.module[3].weight.detach().clone()
     assert before.dtype == torch.float32
     with torch.no_grad():
-        masters.trainable()["3.weight"].add_(2e-6)
-    average.update(masters.state_dict())
+        weights.trainable()["3.weight"].add_(2e-6)
+    average.update(weights.state_dict())
     torch.testing.assert_close(average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0)

@@ -10,7 +10,7 @@ from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.data.device import Batch
 from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import MasterWeights, cast_model, resolve_precision
+from cl_train.step.precision import Fp32Weights, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
 from tests.conftest import CPU_PRECISIONS
 from tests.networks import small, without_batchnorm
@@ -31,10 +31,10 @@ def make_parts(
     torch.manual_seed(0)
     precision = resolve_precision(name, CPU)
     model = cast_model((model or small(3)).to(memory_format=layout), precision)
-    masters, cfg = MasterWeights(model, precision), OptimConfig(name=optimizer, weight_decay=0.0)
-    built = build_optimizer(cfg, model, masters.trainable(), lr=0.1)
+    weights, cfg = Fp32Weights(model, precision), OptimConfig(name=optimizer, weight_decay=0.0)
+    built = build_optimizer(cfg, model, weights.trainable(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale, enabled=precision.scales_loss)
-    return StepParts(model, masters, built, scaler, precision, CPU, Loss(label_smoothing=label_smoothing), clip_norm)
+    return StepParts(model, weights, built, scaler, precision, CPU, Loss(label_smoothing=label_smoothing), clip_norm)
 
 
 def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
@@ -71,7 +71,7 @@ def test_clipping_sees_unscaled_gradients(name: str) -> None:
     changes = []
     for init_scale in (1.0, 1024.0):
         parts = make_parts(name, clip_norm=0.01, init_scale=init_scale)
-        named = parts.masters.trainable()
+        named = parts.weights.trainable()
         before = {key: value.detach().clone() for key, value in named.items()}
         train_step(parts, [make_batch(parts)])
         changes.append(torch.stack([(named[key] - before[key]).norm() for key in named]).norm().item())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import ConfigError
-from cl_train.step.precision import BY_NAME, EMA, MasterWeights, cast_model
+from cl_train.step.precision import BY_NAME, EMA, Fp32Weights, cast_model
 from cl_train.system.checkpoints import CheckpointError, load, snapshot, write
 from cl_train.training.state import TrainState, check_compatible, collect, restore
 from tests.train_states import train_state
@@ -24,11 +24,11 @@ def build(channels_last: bool = False, optimizer: str = "sgd", half: bool = Fals
     cast_model(model, precision)
     if channels_last:
         model.to(memory_format=torch.channels_last)
-    masters = MasterWeights(model, precision)
-    parameters = masters.trainable().values()
+    weights = Fp32Weights(model, precision)
+    parameters = weights.trainable().values()
     sgd, adamw = torch.optim.SGD, torch.optim.AdamW
     built = sgd(parameters, 0.1, 0.9, fused=True) if optimizer == "sgd" else adamw(parameters, 0.01, fused=True)
-    return train_state(model, built, torch.amp.GradScaler("cpu", enabled=half), masters)
+    return train_state(model, built, torch.amp.GradScaler("cpu", enabled=half), weights)
 
 
 def saved(path: Path, state: TrainState, steps: int = 2) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def saved(path: Path, state: TrainState, steps: int = 2) -> dict[str, Any]:
 
 
 def moments(state: TrainState) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: state.parts.optimizer.state[weight] for name, weight in state.parts.masters.trainable().items()}
+    return {name: state.parts.optimizer.state[weight] for name, weight in state.parts.weights.trainable().items()}
 
 
 def assert_equal(ours: TrainState, theirs: TrainState) -> None:
@@ -85,11 +85,11 @@ def test_hyperparameters_and_parameter_groups_stay_the_runs_own(tmp_path: Path) 
 def test_fp32_to_master_weights_and_an_average_and_back_keeps_fp32_values(tmp_path: Path) -> None:
     state, half, back = build(), build(True, half=True), build()
     average = EMA(half.model, 0.9)
-    restore(saved(tmp_path / "a.pt", state), replace(half, ema=average))
+    restore(saved(tmp_path / "a.pt", state), replace(half, average=average))
     assert torch.equal(average.module[0].weight.float(), state.model[0].weight), "it starts from the weights"
     assert average.module[0].weight.stride() == (27, 1, 9, 3)
     assert torch.equal(half.model[0].weight, state.model[0].weight.half())
-    assert torch.equal(half.parts.masters.trainable()["0.weight"], state.model[0].weight)
+    assert torch.equal(half.parts.weights.trainable()["0.weight"], state.model[0].weight)
     assert half.parts.scaler.get_scale() == 65536.0  # the checkpoint had none
     restore(saved(tmp_path / "b.pt", half, steps=0), back)
     assert_equal(state, back)
