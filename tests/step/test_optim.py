@@ -130,20 +130,15 @@ def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is
 
 def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum() -> None:
     """Fused SGD would start from unwritten memory: two steps after a skipped one equal two steps without it."""
-    weights = []
-    for skip_first in (False, True):
-        parameter = nn.Parameter(torch.ones(5000))
-        optimizer = build_optimizer(OptimConfig(weight_decay=0.0), nn.Module(), {"weight": parameter}, lr=0.5)
-        parameter.grad = torch.full_like(parameter, 0.25)
-        if skip_first:
-            optimizer.found_inf = torch.ones(())
-            optimizer.step()
-            del optimizer.found_inf
-        optimizer.step()
-        optimizer.step()
-        weights.append(parameter.detach().clone())
-    assert torch.equal(weights[0], weights[1])
-    assert weights[0][0].item() == pytest.approx(1 - 0.5 * 0.25 * (1 + 1.9), rel=1e-6)
+    weight = nn.Parameter(torch.ones(5000))
+    optimizer = build_optimizer(OptimConfig(weight_decay=0.0), nn.Module(), {"weight": weight}, lr=0.5)
+    weight.grad = torch.full_like(weight, 0.25)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    del optimizer.found_inf
+    optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 1 - 0.5 * 0.25 * (1 + 1.9)), rtol=1e-6, atol=0)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
@@ -184,11 +179,8 @@ def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
     assert (adamw["betas"], adamw["eps"]) == ((0.9, 0.999), 1e-8)
 
 
-REFUSED = [("lam", None, "lamb"), ("kron", None, "not a supported"), ("bnbadam", None, "bnb"), ("lion", 0.95, "beta2")]
-
-
-@pytest.mark.parametrize(("name", "beta1", "said"), REFUSED)
-def test_unknown_and_unusable_optimizers_of_timm_are_refused(name: str, beta1: float | None, said: str) -> None:
+def test_unknown_and_unusable_optimizers_of_timm_are_refused() -> None:
     check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95, beta2=0.98))
-    with pytest.raises(ConfigError, match=said):
-        check_optimizer(OptimConfig(library="timm", name=name, beta1=beta1))
+    for name, said in (("lam", "lamb"), ("kron", "not a supported"), ("bnbadam", "bnb"), ("lion", "beta2")):
+        with pytest.raises(ConfigError, match=said):
+            check_optimizer(OptimConfig(library="timm", name=name, beta1=0.95 if name == "lion" else None))

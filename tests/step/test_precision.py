@@ -2,32 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
 from cl_train.config.schema import PRECISIONS
-from cl_train.step.precision import (
-    BY_NAME,
-    EMA,
-    Fp32Weights,
-    autocast,
-    cast_model,
-    kernel_selection,
-    resolve_precision,
-)  # fmt: skip
+from cl_train.step.precision import BY_NAME, EMA, Fp32Weights, cast_model, kernel_selection, resolve_precision
 from tests.networks import small
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("name", list(BY_NAME))
-def test_each_name_computes_in_its_dtype(name: str) -> None:
-    precision = resolve_precision(name, CPU)
-    model = cast_model(nn.Conv2d(3, 4, 3), precision)
-    with autocast(precision, CPU):
-        out = model(torch.randn(2, 3, 8, 8, dtype=precision.input_dtype))
-    expected = {"fp16": torch.float16, "fp16_o2": torch.float16, "bf16": torch.bfloat16}.get(name, torch.float32)
-    assert out.dtype == expected
-    assert precision.scales_loss == (name in ("fp16", "fp16_o2"))
 
 
 def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
@@ -38,34 +18,30 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
     assert resolve_precision("fp32", CPU) is BY_NAME["fp32"]
 
 
-Half = tuple[nn.Module, Fp32Weights]
-
-
-@pytest.fixture
-def half_model() -> Half:
+def test_fp32_weights_have_the_models_strides_and_take_gradients_and_changes_that_fp16_cannot_hold() -> None:
+    """All but BatchNorm is fp16; the average follows the fp32 weights."""
     model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
-    return model, Fp32Weights(model, BY_NAME["fp16_o2"])
-
-
-def test_masters_have_the_models_strides_and_take_gradients_and_small_changes(half_model: Half) -> None:
-    """All but BatchNorm is fp16."""
-    model, weights = half_model
+    weights, average = Fp32Weights(model, BY_NAME["fp16_o2"]), EMA(model, decay=0.5)
     halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
     assert halves == {"0.weight", "3.weight", "3.bias", "8.weight", "8.bias"}
     assert {value.dtype for value in weights.state_dict().values()} == {torch.float32, torch.int64}
-    weight, master = model[3].weight, weights.trainable()["3.weight"]
-    assert master.dtype == torch.float32 and master.stride() == weight.stride() == (72, 1, 24, 8)
+    half, full = model[3].weight, weights.trainable()["3.weight"]
+    assert full.dtype == torch.float32 and full.stride() == half.stride() == (72, 1, 24, 8)
     model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
-    gradient = weight.grad.float()
+    gradient = half.grad.float()
     weights.copy_gradients_from_model()
-    assert weight.grad is None and torch.equal(master.grad, gradient) and master.grad.stride() == master.stride()
-    before = master.detach().clone()
+    assert half.grad is None and torch.equal(full.grad, gradient) and full.grad.stride() == full.stride()
+    before = full.detach().clone()
     for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
         with torch.no_grad():
-            master.mul_(1 + 1e-5)
+            full.mul_(1 + 1e-5)
         weights.copy_weights_to_model()
-    torch.testing.assert_close(master, before * (1 + 1e-5) ** 100, rtol=1e-5, atol=0)
-    torch.testing.assert_close(weight.float(), master, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(full, before * (1 + 1e-5) ** 100, rtol=1e-5, atol=0)
+    torch.testing.assert_close(half.float(), full, rtol=1e-3, atol=1e-7)
+    with torch.no_grad():
+        full.copy_(before + 2e-6)
+    average.update(weights.state_dict())
+    torch.testing.assert_close(average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0)
 
 
 def test_kernel_selection_is_restored_also_after_an_error() -> None:
@@ -98,15 +74,3 @@ def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:
     assert average.module[1].num_batches_tracked.item() == 5
     assert average.module[3].weight.stride() == model[3].weight.stride() == (72, 1, 24, 8)
     assert not average.module[3].weight.requires_grad and not average.module.training
-
-
-def test_under_o2_the_average_follows_the_masters(half_model: Half) -> None:
-    """A change that fp16 cannot hold still moves the average."""
-    model, weights = half_model
-    average = EMA(model, decay=0.5)
-    before = average.module[3].weight.detach().clone()
-    assert before.dtype == torch.float32
-    with torch.no_grad():
-        weights.trainable()["3.weight"].add_(2e-6)
-    average.update(weights.state_dict())
-    torch.testing.assert_close(average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0)
