@@ -27,7 +27,7 @@ from cl_train.comparison.report import compare_folders
 from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, plan_sweep, problem_of, write_end
 from cl_train.config.command_line import Composed, quoted
 from cl_train.config.schema import ConfigError
-from cl_train.system.files import LockHeld, lock_file
+from cl_train.system.files import lock_file
 from cl_train.system.processes import STOP_SIGNALS, end_with_parent, read_launch
 
 PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
@@ -63,7 +63,11 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
     if sweep.launcher.name == "slurm":
         _check_slurm(sweep)
     elif sweep.launcher.gpus and groups:
-        slots = plan_slots(sweep.launcher.gpus, visible_gpus(), groups)
+        import torch
+
+        count = torch.cuda.device_count()
+        named = re.findall(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) or list(map(str, range(count)))
+        slots = plan_slots(sweep.launcher.gpus, named[:count], groups)
         names = ", ".join(f"GPU {','.join(slot.gpus)}" for slot in slots)
         print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {names}")
     if (sweep.folder / "slurm").exists() and (ids := _queued_elements(sweep)):
@@ -98,26 +102,16 @@ def plan_slots(asked: Sequence[str], visible: Sequence[str], groups: Sequence[Se
     on_cpu = any("device=cpu" in job.overrides for job in jobs)
     if on_cpu or len(set(gpus) & set(visible)) < max(len(gpus), size):
         wanted = (
-            f"at least nproc={size} of the GPUs {','.join(visible) or '(none)'}, each once, for jobs without device=cpu"
+            f"nproc={size} or more of the GPUs {','.join(visible) or '(none)'}, each once, for jobs without device=cpu"
         )
         raise ConfigError(f"launcher.gpus={','.join(asked)}: name {wanted}")
     count = min(len(gpus) // size, len(groups))
     share = len(cores) // count
-    needed = (
-        size if all("data=synthetic" in job.overrides for job in jobs) else 2 * size
-    )  # each process, and its loader
+    needed = size if all("data=synthetic" in job.overrides for job in jobs) else 2 * size  # processes and loaders
     if share < needed:
         limit = f"the loader would limit the speed: use GPUs for {len(cores) // needed} jobs at most"
         raise ConfigError(f"{count} jobs at a time have {share} CPU cores each and need {needed}, or {limit}")
     return [Slot(tuple(gpus[size * i :][:size]), tuple(cores[share * i :][:share])) for i in range(count)]
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    count = torch.cuda.device_count()
-    return (re.findall(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) or list(map(str, range(count))))[:count]
 
 
 def own_cores() -> list[int]:
@@ -145,7 +139,6 @@ def run_jobs(
     count, ended, began_s, kill_at = sum(map(len, groups)), 0, time.monotonic(), math.inf
     unassigned = iter(groups)
     queues = {slot: itertools.chain.from_iterable(unassigned) for slot in slots}  # each takes groups from `unassigned`
-    locked: dict[Slot, Job] = {}  # by an earlier process of the job, which is still ending
     running: dict[Slot, tuple[Job, subprocess.Popen[bytes], float]] = {}
     with signals_noted(stop_signals, signals):
         while True:
@@ -159,21 +152,13 @@ def run_jobs(
                     left_s = round((time.monotonic() - began_s) / ended * (count - ended))
                     left = f"; about {timedelta(seconds=left_s)} left" if ended < count and not signals else ""
                     print(f"[{ended}/{count}] {job.name}: {outcome} in {took}{place}{left}", flush=True)
-                while slot not in running and not signals:
-                    waiting = locked.pop(slot, None)
-                    if not (next_job := waiting or next(queues[slot], None)):
-                        break
+                while slot not in running and not signals and (next_job := next(queues[slot], None)):
                     try:
                         running[slot] = next_job, start_job(next_job, folder / next_job.name, slot), time.monotonic()
-                    except LockHeld as held:
-                        if not waiting:
-                            print(f"{next_job.name} waits: {held}", flush=True)
-                        locked[slot] = next_job
-                        break
                     except (ConfigError, OSError) as error:
                         ended += 1
                         print(f"[{ended}/{count}] {next_job.name}: failed ({error})", flush=True)
-            if not running and (signals or not locked):
+            if not running:
                 return next(iter(signals), 0)
             time.sleep(0.05)
             if signals and kill_at == math.inf:
@@ -203,7 +188,7 @@ def signals_noted(signals: Sequence[int], received: list[int]) -> Iterator[None]
 def start_job(job: Job, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
     """Start the process of a job, which ends when this process is killed: a job must not outlive the sweep.
 
-    Raises ConfigError: the folder is not one of this sweep. LockHeld: an earlier process of the job still writes to it.
+    Raises ConfigError: the folder is not one of this sweep, or an earlier process of the job still writes to it.
     """
     words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
     if log.exists():

@@ -8,18 +8,6 @@ from typing import Any
 from cl_train.comparison.pairs import Run, read_run
 
 
-def _records(speed: float, started_at: float) -> list[dict[str, Any]]:
-    """A warm-up window and twelve others, one minute each."""
-    times = {"data_wait_pct": 1.0, "warmup": False}
-    records = [
-        {"kind": "train", "step": 10 * number + 10, "loss": 3.0 / (number + 1), "time": started_at + 60 * number}
-        | {"images_per_s": speed * (1 + 0.002 * (-1) ** number), **times}
-        for number in range(13)
-    ]
-    records[0] |= {"images_per_s": 10.0, "warmup": True}
-    return records
-
-
 @dataclass
 class Folder:
     """The files of a run: None or a string in the place of a document writes no file, or that text."""
@@ -40,9 +28,9 @@ class Folder:
 
 
 def folder_of(speed: float = 100.0, *, started_at: float | None = None, **changes: Any) -> Folder:
-    """A completed run of resnet18 in bf16 on a CPU. `changes` are settings, with `__` for a dot.
+    """A completed run of resnet18 in bf16 on a CPU: a warm-up window and twelve others, one minute each.
 
-    By default channels_last=true runs after channels_last=false.
+    By default channels_last=true runs after channels_last=false. `changes` are settings, with `__` for a dot.
     """
     data = {"name": "sample", "workers": 2, "image_size": 224}
     config: dict[str, Any] = {"channels_last": "false", "model": "resnet18", "precision": "auto", "batch_size": 32}
@@ -51,24 +39,23 @@ def folder_of(speed: float = 100.0, *, started_at: float | None = None, **change
         group, _, name = key.rpartition("__")
         (config.setdefault(group, {}) if group else config)[name] = value
     is_converted = config["channels_last"] == "true"
-    summary = {
-        **{name: config[name] for name in ("model", "compile", "seed")},
-        "schema_version": 1,
+    summary: dict[str, Any] = {
+        "model": config["model"],
         "status": "completed",
         "memory_format": "channels_last" if is_converted else "contiguous",
-        "channels_last_requested": config["channels_last"],
         "precision": "bf16" if config["precision"] == "auto" else config["precision"],
-        "device": "cpu",
-        "device_name": "a processor",
-        "world_size": 1,
-        "global_batch_size": config["batch_size"],
-        "image_size": data["image_size"],
-        "peak_memory_gib": 1.0,
-        "others_pct": 1.0,
-        "val": {"top1": 91.0 if is_converted else 90.0},
-        "environment": {"torch": "2.15.0"},
     }
-    return Folder(config, summary, _records(speed, started_at or 1.7e9 + (1000 if is_converted else 0)))
+    summary |= {"device": "cpu", "device_name": "a processor", "environment": {"torch": "2.15.0"}, "world_size": 1}
+    summary |= {"global_batch_size": config["batch_size"], "peak_memory_gib": 1.0, "others_pct": 1.0}
+    summary |= {"val": {"top1": 91.0 if is_converted else 90.0}}
+    started_at = started_at or 1.7e9 + (1000 if is_converted else 0)
+    records = [
+        {"kind": "train", "step": 10 * number + 10, "loss": 3.0 / (number + 1), "time": started_at + 60 * number}
+        | {"images_per_s": speed * (1 + 0.002 * (-1) ** number), "data_wait_pct": 1.0, "warmup": False}
+        for number in range(13)
+    ]
+    records[0] |= {"images_per_s": 10.0, "warmup": True}
+    return Folder(config, summary, records)
 
 
 def run_of(tmp_path: Path, speed: float = 100.0, *, name: str | None = None, **changes: Any) -> Run:

@@ -16,20 +16,7 @@ import torch
 from torch import nn
 
 from cl_train.comparison import paired
-from cl_train.comparison.paired import (
-    CHANNELS_LAST,
-    CHANNELS_LAST_CONV,
-    CONTIGUOUS,
-    Choice,
-    Comparison,
-    Layout,
-    LayoutSpeed,
-    TimedModel,
-    Workload,
-    benchmark_layouts,
-    choose_memory_format,
-    compare_layouts,
-)  # fmt: skip
+from cl_train.comparison.paired import CHANNELS_LAST, CONTIGUOUS, Choice, TimedModel, benchmark_layouts, compare_layouts
 from cl_train.comparison.statistics import Interval, alternate, verdict_of
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes, operator_times
@@ -55,8 +42,8 @@ def network(width: int = 8) -> nn.Module:
     return nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
 
 
-def workload(precision: str = "fp32", **changes: Any) -> Workload:
-    return replace(Workload(4, (3, 16, 16), resolve_precision(precision, CPU), CPU), **changes)
+def workload(precision: str = "fp32", **changes: Any) -> paired.Workload:
+    return replace(paired.Workload(4, (3, 16, 16), resolve_precision(precision, CPU), CPU), **changes)
 
 
 # --- the alternation --------------------------------------------------------------------------------------------------
@@ -180,6 +167,38 @@ def test_what_cannot_be_measured_is_refused_in_one_line(arguments: dict[str, Any
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.slow
+def test_compiled_copies_of_three_layouts_are_measured_against_the_first(without_inductor: None) -> None:
+    layouts = (CONTIGUOUS, CHANNELS_LAST, paired.CHANNELS_LAST_CONV)
+    done = benchmark_layouts(network(), workload(compile=True), layouts, **QUICK)
+    assert [pair["baseline"] for pair in done.to_dict()["pairs"]] == ["contiguous"] * 2
+    assert done.speeds[2].layout == "channels_last_conv" and done.speeds[2].images_per_s > 0
+
+
+# --- channels_last=auto -----------------------------------------------------------------------------------------------
+
+
+def choose(model: nn.Module, **changes: Any) -> Choice:
+    settings: dict[str, Any] = {"image_size": 16, "batch_size": 4, "precision": "fp32", "time_limit_s": 0.1}
+    return paired.choose_memory_format(model, **(settings | changes))
+
+
+def measured(ratio: float, half: float) -> paired.Comparison:
+    """The outcome of a benchmark."""
+    intervals = {"contiguous": Interval(1, 1, 1, 5), "channels_last": Interval(ratio, ratio - half, ratio + half, 5)}
+    speeds = [(name, 100 * one.ratio, 1.0, 0.1, one, verdict_of(one)) for name, one in intervals.items()]
+    return paired.Comparison(tuple(paired.LayoutSpeed(*one) for one in speeds), "fp32", 4, 4, 5, 1.0, "target_ci")
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replaces the measurement."""
+    monkeypatch.setattr(paired, "benchmark_layouts", replaced := Mock(return_value=measured(1.5, 0.01)))
+    monkeypatch.setattr(paired, "_mixed_layout", lambda *_: None)
+    monkeypatch.setattr(paired, "release_memory", lambda: None)
+    return replaced
+
+
 class Sleepy(nn.Conv2d):
     """Takes longer in the layout `slow`."""
 
@@ -192,45 +211,6 @@ class Sleepy(nn.Conv2d):
 
 class SleepyContiguous(Sleepy):
     slow = "contiguous"
-
-
-@pytest.mark.slow
-def test_a_planted_slowdown_is_found() -> None:
-    done = compare_layouts(nn.Sequential(Sleepy(3, 3, 1), network()), 4, image_size=16, target_ci=5.0)
-    assert done.speeds[1].verdict in ("slower", "not_comparable")
-    assert done.ratio.ratio < 0.9
-
-
-@pytest.mark.slow
-def test_compiled_copies_of_three_layouts_are_measured_against_the_first(without_inductor: None) -> None:
-    layouts = (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)
-    done = benchmark_layouts(network(), workload(compile=True), layouts, **QUICK)
-    assert [pair["baseline"] for pair in done.to_dict()["pairs"]] == ["contiguous"] * 2
-    assert done.speeds[2].layout == "channels_last_conv" and done.speeds[2].images_per_s > 0
-
-
-# --- channels_last=auto -----------------------------------------------------------------------------------------------
-
-
-def choose(model: nn.Module, **changes: Any) -> Choice:
-    settings: dict[str, Any] = {"image_size": 16, "batch_size": 4, "precision": "fp32", "time_limit_s": 0.1}
-    return choose_memory_format(model, **(settings | changes))
-
-
-def measured(ratio: float, half: float) -> Comparison:
-    """The outcome of a benchmark."""
-    intervals = {"contiguous": Interval(1, 1, 1, 5), "channels_last": Interval(ratio, ratio - half, ratio + half, 5)}
-    speeds = [LayoutSpeed(name, 100 * one.ratio, 1.0, 0.1, one, verdict_of(one)) for name, one in intervals.items()]
-    return Comparison(tuple(speeds), "fp32", 4, 4, 5, 1.0, "target_ci")
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Replaces the measurement."""
-    monkeypatch.setattr(paired, "benchmark_layouts", replaced := Mock(return_value=measured(1.5, 0.01)))
-    monkeypatch.setattr(paired, "_mixed_layout", lambda *_: None)
-    monkeypatch.setattr(paired, "release_memory", lambda: None)
-    return replaced
 
 
 @pytest.mark.slow
@@ -252,7 +232,9 @@ def test_mixed_layouts_must_be_faster_than_the_better_pure_one(
     benchmark: Mock, monkeypatch: pytest.MonkeyPatch, ratio: float, conversion: str
 ) -> None:
     benchmark.side_effect = [measured(1.5, 0.01), measured(ratio, 0.005)]
-    monkeypatch.setattr(paired, "_mixed_layout", lambda *_: Layout("mixed", torch.channels_last, "mixed", ("2",)))
+    monkeypatch.setattr(
+        paired, "_mixed_layout", lambda *_: paired.Layout("mixed", torch.channels_last, "mixed", ("2",))
+    )
     choice = choose(network(), time_limit_s=1.0)
     assert choice.channels_last and choice.conversion == conversion and f"{ratio:.3f}x" in choice.reason
 

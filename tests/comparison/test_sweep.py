@@ -1,17 +1,16 @@
 """Sweeps: what is planned, and runs of a stand-in for train.py; tests/clusters runs the real program on Slurm."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cl_train.comparison import sweep as sweep_module
 from cl_train.comparison.report import compare_folders
@@ -28,20 +27,23 @@ Output = pytest.CaptureFixture[str]
 STAND_IN = """
 import fcntl, json, os, pathlib, signal, sys, time
 settings = dict(word.split("=", 1) for word in sys.argv[1:])
-folder = pathlib.Path(settings["hydra.run.dir"].strip("'"))
-model, mended = settings["model"], (pathlib.Path(__file__).parent / "mended").exists()
+folder, here = pathlib.Path(settings["hydra.run.dir"].strip("'")), pathlib.Path(__file__).parent
+model, mended = settings["model"], (here / "mended").exists()
 print(sys.argv, flush=True)
-with open(pathlib.Path(__file__).parent / "calls", "a") as calls:
-    calls.write(folder.name + "\\n")
-(folder / "place.json").write_text(json.dumps([time.time(), os.environ.get("CUDA_VISIBLE_DEVICES")]))
+with open(here / "calls", "a") as calls:
+    print(folder.name, os.environ.get("CUDA_VISIBLE_DEVICES", "-"), file=calls)
 if model == "alexnet" and not mended:
     raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 if model == "vgg11" and not mended:
     os.kill(os.getpid(), signal.SIGKILL)
-if model == "vgg16" and not mended:  # like the program, it locks its folder and needs time to end
+if model == "vgg16" and not mended:  # like the program, it locks its folder and needs time to end: a job of resnet18
+    def end(*_):
+        while "resnet18" not in (here / "calls").read_text():
+            time.sleep(0.01)
+        os._exit(143)
     lock = open(folder / ".lock", "a")
     fcntl.lockf(lock, fcntl.LOCK_EX)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(time.sleep(1) or 143))
+    signal.signal(signal.SIGTERM, end)
     (folder / "ready").touch()
     time.sleep(10_000)
 speed = 150 if settings["channels_last"] == "true" else 100
@@ -64,11 +66,11 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables_only: None)
     return path
 
 
-def calls(stand_in: Path) -> list[str]:
-    """The jobs that have run since the last call."""
-    text = (stand_in.parent / "calls").read_text()
+def calls(stand_in: Path) -> dict[str, str]:
+    """The jobs that have run since the last call, in the order of their starts, and the GPUs of each."""
+    lines = (stand_in.parent / "calls").read_text().splitlines()
     (stand_in.parent / "calls").unlink()
-    return text.split()
+    return dict(line.split() for line in lines)
 
 
 def problems(folder: Path) -> dict[str, str | None]:
@@ -155,7 +157,7 @@ def test_what_is_refused(words: str, named: str, tmp_path: Path, monkeypatch: py
     planned.folder.mkdir()
     planned.save()
     (tmp_path / "resnet18_contiguous").mkdir()
-    monkeypatch.setattr(sweep_module, "visible_gpus", list)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     torchrun = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500" if named == "nproc=N" else ""
     for word in torchrun.split():
         monkeypatch.setenv(*word.split("="))
@@ -194,7 +196,7 @@ def test_compare_and_the_sweep_reach_the_same_verdict(stand_in: Path, tmp_path: 
             (runs[0] / damaged).write_text("garbage\n{\n")
         assert problem_of(runs[0]) is not None
         assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
-        assert calls(stand_in) == [runs[0].name] and len(compared(folder)) == 1
+        assert list(calls(stand_in)) == [runs[0].name] and len(compared(folder)) == 1
 
 
 @pytest.mark.slow
@@ -212,7 +214,7 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(stand_in: Path, tmp_p
     (stand_in.parent / "mended").touch()
     calls(stand_in)
     assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
-    assert calls(stand_in) == ["alexnet_channels_last", "vgg11_channels_last"]
+    assert list(calls(stand_in)) == ["alexnet_channels_last", "vgg11_channels_last"]
     assert set(problems(folder).values()) == {None} and compared(folder, "failed") == []
 
 
@@ -272,48 +274,38 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
-    stand_in: Path, tmp_path: Path, capsys: Output
-) -> None:
-    """Resuming is refused while the launcher runs. A job that is still ending blocks neither other jobs nor signals."""
+def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path, tmp_path: Path) -> None:
+    """Resuming is refused while the launcher runs. A job that is still ending does not hold up the others."""
     folder = tmp_path / "sweep"
-
-    def stop() -> None:
-        wait_until((folder / "resnet18_channels_last" / "summary.json").exists)
-        os.kill(os.getpid(), signal.SIGUSR2)
-
     with launch(stand_in, folder, "vgg16,resnet18") as launcher:
         with pytest.raises(ConfigError, match=str(launcher.pid)):
             run_sweep(["-m", f"resume_sweep={folder}"])
-        threading.Thread(target=stop).start()
-        jobs, slots = [[job] for job in read_sweep(folder).jobs], [Slot(), Slot(cores=tuple(os.sched_getaffinity(0)))]
-        assert run_jobs(folder, jobs, slots, stop_signals=[signal.SIGUSR2]) == signal.SIGUSR2
-        assert "vgg16_channels_last waits: another run writes to" in capsys.readouterr().out
         launcher.kill()
     (stand_in.parent / "mended").touch()
-    assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
-    assert set(problems(folder).values()) == {None}
+    assert run_sweep(["-m", f"resume_sweep={folder}"]) == 1
+    assert [problem is None for problem in problems(folder).values()] == [False, True]
+    wait_until(lambda: run_sweep(["-m", f"resume_sweep={folder}"]) == 0)
 
 
 @pytest.mark.slow
 def test_pairs_stay_on_one_gpu_and_alternate(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two CPU slots take the place of GPUs. A job begins when the other GPU has had one."""
     both_run = (
-        'while len({p.read_text()[-6:] for p in folder.parent.glob("*/place.json")}) < 2:\n    time.sleep(0.01)\n'
+        'while len({line.split()[-1] for line in open(here / "calls")}) < 2:\n    time.sleep(0.01)\n'
         "assert os.sched_getaffinity(0) == {0, 1}\n"
     )
     stand_in.write_text(STAND_IN.replace('if model == "alexnet"', f'{both_run}if model == "alexnet"'))
     monkeypatch.setattr(sweep_module, "own_cores", lambda: [0, 1] * 2)
-    monkeypatch.setattr(sweep_module, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     words = ["channels_last=true,false", "model=resnet18,resnet34", "repeats=2", "data=synthetic", "launcher.gpus=0,1"]
     assert run_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
-    used = []
+    started, used = calls(stand_in), []
     for model in ("resnet18", "resnet34"):
-        places = tmp_path.glob(f"sweep/{model}_*/place.json")
-        jobs = sorted((*json.loads(path.read_text()), path.parent.name.removeprefix(f"{model}_")) for path in places)
-        assert [name for *_, name in jobs] == ["channels_last_1", "contiguous_1", "contiguous_2", "channels_last_2"]
-        assert len({gpu for _, gpu, _ in jobs}) == 1, "a pair stays on one GPU"
-        used.append(jobs[0][1])
+        jobs = [name.removeprefix(f"{model}_") for name in started if name.startswith(model)]
+        assert jobs == ["channels_last_1", "contiguous_1", "contiguous_2", "channels_last_2"]
+        [gpu] = {gpu for name, gpu in started.items() if name.startswith(model)}  # a pair stays on one
+        used.append(gpu)
     assert set(used) == {"0", "1"}
     assert {pair["verdict"] for pair in compared(tmp_path / "sweep")} == {"faster"}
 
