@@ -318,7 +318,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyConv2d(8, 3), nn.Flatten()), {}, "run one batch"),
     "quantised": (lambda: nn.Sequential(torch.ao.nn.quantized.Conv2d(3, 8, 3), nn.Flatten()), {}, "quantized"),
     "wrong channels": (lambda: nn.Conv2d(1, 8, 3), {}, "image_size"),
-    "attribute that cannot be copied": (lambda: with_head(lambda _, x: pooled(x), (item for item in "ab")), {}, "copied"),
+    "attribute that cannot be copied": (lambda: with_head(lambda _, x: pooled(x), (c for c in "ab")), {}, "copied"),
 }  # fmt: skip
 # What compare_layouts does otherwise: it measures speed, so equal results are no subject, and it needs an optimizer.
 SPEED = {"reads strides": True, "view": "reshape", "complex": "floating point", "no parameters": "mode=infer",
