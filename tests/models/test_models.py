@@ -7,6 +7,7 @@ from urllib.error import URLError
 import pytest
 import torch
 import torchvision
+from safetensors.torch import save_file
 from torch import nn
 
 from cl_train.config.schema import ConfigError
@@ -25,7 +26,6 @@ REFUSED: list[tuple[str, str | None, str]] = [
     ("timm/resnet5o", None, "did you mean .*timm/resnet50"),
     ("no_such_package.nowhere:build", None, "cannot import 'no_such_package.nowhere'"),
     (":small", None, "cannot import"),
-    (".networks:small", None, "cannot import"),
     ("tests.raises_on_import:small", None, "cannot import"),
     ("tests.networks:smal", None, "did you mean small"),
     (f"{__name__}:not_a_model", None, "must return a torch"),
@@ -84,13 +84,10 @@ def test_images_that_a_model_cannot_take_are_refused_at_once() -> None:
         build_model("vit_b_16", num_classes=10, image_size=100)
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_a_file_of_other_classes_gives_all_but_the_head(suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("suffix", "save"), [(".pth", torch.save), (".safetensors", save_file)])
+def test_a_file_of_other_classes_gives_all_but_the_head(suffix: str, save: Any, tmp_path: Path) -> None:
     saved, path = build_model(SMALL, num_classes=3), tmp_path / f"weights{suffix}"
-    if suffix == ".pth":
-        torch.save(saved.state_dict(), path)
-    else:
-        pytest.importorskip("safetensors.torch").save_file(saved.state_dict(), path)
+    save(saved.state_dict(), path)
     model = build_model(SMALL, num_classes=3, weights=str(path), keep_classifier=True)
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
     other = build_model(SMALL, num_classes=4, weights=str(path))
@@ -100,14 +97,9 @@ def test_a_file_of_other_classes_gives_all_but_the_head(suffix: str, tmp_path: P
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save(build_model("resnet18", num_classes=3).state_dict(), path)
-    for name, problem in ((SMALL, r"lacks 13 .* has 122 "), ("mobilenet_v2", r"lacks 262 .* has 122 ")):
-        with pytest.raises(ConfigError, match=problem):
-            build_model(name, num_classes=3, weights=str(path))
-    path.write_bytes(b"not a checkpoint")
-    with pytest.raises(ConfigError, match="tensors and plain types"):
-        build_model(SMALL, num_classes=4, weights=str(path))
+    torch.save(build_model("resnet18", num_classes=3).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(ConfigError, match=r"lacks 13 .* has 122 "):
+        build_model(SMALL, num_classes=3, weights=str(tmp_path / "weights.pth"))
 
 
 def test_drop_path_reaches_each_source_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
