@@ -34,7 +34,7 @@ from cl_train.memory_format.model_call import (
     output_tensors,
     random_state_restored,
 )
-from cl_train.models.sources import copy_model, device_of
+from cl_train.models.sources import copy_model
 from cl_train.step.cuda_graph import WARM_UP_STEPS, GraphedCall, Recorder, make_capturable
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import Fp32Weights, Precision, autocast, cast_model, kernel_selection, resolve_precision
@@ -322,7 +322,8 @@ def workload_of(
     refuse_lazy(model)
     if batch_size < 1 or mode not in modes:
         raise ConfigError(f"batch_size={batch_size} mode={mode}: at least 1, and one of {', '.join(modes)}")
-    device = torch.device(device) if device is not None else device_of(model)
+    of_model = (tensor.device for tensor in [*model.parameters(), *model.buffers()])
+    device = torch.device(device) if device is not None else next(of_model, torch.device("cpu"))
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     return Workload(batch_size, shape, resolve_precision(precision, device), device, mode, **more)
 

@@ -248,24 +248,14 @@ def follow_published_preprocessing(data: DataConfig, model: str, weights: str, g
 def log_preprocessing(data: DataConfig, model: str, weights: str, *, evaluate_only: bool) -> None:
     """Log a warning if the settings (of training: mean and std) are not those that the weights were published with."""
     published, used = published_preprocessing(model, weights), Preprocessing.of(data).settings()
-    settings = published.settings() if published else {}
-    differing = [
-        name
-        for name in (settings if evaluate_only else ("mean", "std"))
-        if settings.get(name, used[name]) != used[name]
-    ]
-    if differing:
-        words = " ".join(f"data.{name}={show(settings[name])}" for name in differing)
+    settings = published.settings() if published else used
+    names = used if evaluate_only else ("mean", "std")
+    words = " ".join(f"data.{name}={show(settings[name])}" for name in names if settings[name] != used[name])
+    if words:
         log.warning("weights=%s were published with other settings: %s", weights, words)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first tensor, else the CPU. Raises ConfigError: it is no model, or a lazy one."""
-    refuse_lazy(model)
-    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
 def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
@@ -281,7 +271,11 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 if id(module) not in memo:
-                    memo[id(module)] = _copy_scripted(module, device)
+                    # By a file: `copy.deepcopy` returns parameters with an autograd graph. There is no meta device.
+                    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+                        torch.jit.save(module, buffer := io.BytesIO())
+                        buffer.seek(0)
+                        memo[id(module)] = torch.jit.load(buffer, None if str(device) == "meta" else device)
                 continue
             for value in [*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()]:
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
@@ -291,13 +285,3 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
         return copy.deepcopy(model, memo)
     except Exception as error:  # the attributes of a user's module may raise any exception
         raise ConfigError(f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})") from error
-
-
-def _copy_scripted(module: torch.jit.ScriptModule, device: torch.device | str | None) -> torch.jit.ScriptModule:
-    """A copy through a file: `copy.deepcopy` returns parameters with an autograd graph. There is no meta device."""
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.save(module, buffer)
-        buffer.seek(0)
-        return torch.jit.load(buffer, None if str(device) == "meta" else device)

@@ -31,15 +31,12 @@ def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[
         return list(csv.DictReader(file))
 
 
-SLOW = [pytest.param(suffix, marks=pytest.mark.slow) for suffix in (".pth", ".safetensors")]
-
-
-@pytest.mark.parametrize("suffix", ["run", *SLOW])
-def test_predictions_equal_the_evaluation_of_the_run(
-    suffix: str, run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
+@pytest.mark.parametrize("name", ["run-0", pytest.param("weights.safetensors", marks=pytest.mark.slow)])
+def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
+    name: str, run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    weights = run.folder if suffix == "run" else tmp_path / f"weights{suffix}"
-    if suffix != "run":
+    weights = tmp_path / name
+    if weights != run.folder:
         assert convert_file(run.folder, weights, model=SMALL)[1]
     rows = predicted(weights, image_folder, tmp_path / "out.csv", "batch_size=5")
     top1 = 100 * sum(row["label"] == row["class1"] for row in rows) / len(rows)
@@ -49,21 +46,11 @@ def test_predictions_equal_the_evaluation_of_the_run(
     assert [Path(row["file"]).parent.name for row in rows] == [row["label"] for row in rows]
     shares = [float(rows[0][f"probability{rank}"]) for rank in (1, 2, 3)]
     assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1, abs=1e-5)
-
-
-def test_torchvision_code_with_the_recorded_preprocessing_predicts_alike(
-    run: Run, image_folder: Path, tmp_path: Path
-) -> None:
-    rows = predicted(run.folder, image_folder, tmp_path / "out.csv")
-    model, preprocess, classes = load_model(run.folder, SMALL)
+    model, preprocess, classes = load_model(weights, SMALL)
     assert preprocess is not None
-    transform = v2.Compose([
-        v2.PILToTensor(),
-        v2.Resize(preprocess.resize, v2.InterpolationMode(preprocess.interpolation), antialias=True),
-        v2.CenterCrop(preprocess.crop),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(preprocess.mean, preprocess.std),
-    ])  # fmt: skip
+    resize = v2.Resize(preprocess.resize, v2.InterpolationMode(preprocess.interpolation), antialias=True)
+    scale, normalise = v2.ToDtype(torch.float32, scale=True), v2.Normalize(preprocess.mean, preprocess.std)
+    transform = v2.Compose([v2.PILToTensor(), resize, v2.CenterCrop(preprocess.crop), scale, normalise])
     for row in rows:
         image = Image.open(row["file"])
         ours, theirs = preprocess(image), transform(image)
@@ -93,20 +80,21 @@ def test_what_cannot_be_predicted(run: Run, image_folder: Path, tmp_path: Path, 
     torch.save(state | {"0.weight": state["0.weight"] * torch.nan}, tmp_path / "nan.pth")
     (tmp_path / "weights.onnx").write_bytes(b"ONNX")
     (tmp_path / "bad/image.jpg").write_bytes(b"damaged")
-    where = {"weights": run.folder, "data.root": image_folder, "out": tmp_path / "out.csv", "model": SMALL}
-    where |= {"data.workers": 0}
+    known = {"weights": run.folder, "data.root": image_folder, "out": tmp_path / "out.csv", "model": SMALL}
+
+    def main(change: dict[str, object]) -> int:
+        return predict.main([f"{name}={value}" for name, value in (known | {"data.workers": 0} | change).items()])
+
     for change, problem in (
         ({"data.root": tmp_path / "empty"}, "no images"),
         ({"weights": tmp_path / "plain.pth"}, "data.image_size=224"),
         ({"weights": tmp_path / "weights.onnx"}, "onnxruntime"),
-        ({"weights": tmp_path / "empty"}, "without a checkpoint"),
         ({"out": tmp_path / "plain.pth"}, "overwrite=true"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            predict.main([f"{name}={value}" for name, value in (where | change).items()])
+            main(change)
     bad = {"data.root": tmp_path / "bad"}
     nan = {"weights": tmp_path / "nan.pth", "data.image_size": 32}
     for failing in (nan, bad, bad | {"data.on_bad_image": "skip"}):
-        assert predict.main([f"{name}={value}" for name, value in (where | failing).items()]) == 1
-        assert "failed: " in capsys.readouterr().err
+        assert main(failing) == 1 and "failed: " in capsys.readouterr().err
     assert not (tmp_path / "out.csv").exists()

@@ -33,6 +33,7 @@ _OF_HYDRA = {  # what a recipe sets of Hydra
     "sweep subfolder": "sweep: {subdir: ../planted}",
     "verbose": "verbose: true",
     "unknown resolver in the folder": "run: {dir: '${sh:mkdir planted}'}",
+    "search path": "searchpath: ['pkg://evil']",
 }
 _OWN_FILES = {  # what the defaults of a recipe name, and the content of that file
     "own group hydra/callbacks": ("/hydra/callbacks: evil", "hydra/callbacks/evil", f"x: {CALL}"),
@@ -40,6 +41,7 @@ _OWN_FILES = {  # what the defaults of a recipe name, and the content of that fi
     "own launcher": ("override /hydra/launcher: evil", "hydra/launcher/evil", CALL),
     "own sweeper": ("override /hydra/sweeper: evil", "hydra/sweeper/evil", CALL),
     "own job_logging": ("override /hydra/job_logging: evil", "hydra/job_logging/evil", LOG),
+    "package of a default": ("/optim@hydra.callbacks: evil", "optim/evil", f"x: {CALL}"),
 }
 _SETTINGS = {  # what a recipe sets of the run
     "target at the top": "_target_: os.mkdir\npath: planted",
@@ -51,6 +53,7 @@ _SETTINGS = {  # what a recipe sets of the run
     "alias": f"x: &x {CALL}\nhydra: {{callbacks: {{x: *x}}}}",
     "bomb": "a0: &a0 [x,x,x]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 12)),
 }
+SEARCH_PATH = "defaults: [schema]\nhydra: {{searchpath: ['pkg://{}']}}"
 _HYDRA_CALL = f"hydra: {{callbacks: {{x: {CALL}}}}}"
 # name: files, and the words of the command line (default: experiment=recipe)
 PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -59,24 +62,12 @@ PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
         name: ({RECIPE: f"{GLOBAL}defaults:\n- {default}", f"conf/{file}.yaml": text}, [])
         for name, (default, file, text) in _OWN_FILES.items()
     },
-    **{name: ({RECIPE: GLOBAL + text, "evil.py": ""}, []) for name, text in _SETTINGS.items()},
+    **{name: ({RECIPE: GLOBAL + text}, []) for name, text in _SETTINGS.items()},
     "callback by package": ({RECIPE: f"# @package hydra.callbacks\nx: {CALL}"}, []),
     "package hydra": ({RECIPE: f"# @package hydra\ncallbacks: {{x: {CALL}}}"}, []),
-    "package of a default": (
-        {RECIPE: "defaults:\n- /optim@hydra.callbacks: evil", "conf/optim/evil.yaml": f"x: {CALL}"},
-        [],
-    ),
-    "search path in a recipe": ({RECIPE: f"{GLOBAL}hydra: {{searchpath: ['pkg://evil']}}", "evil.py": ""}, []),
-    "search path": (
-        {"conf/config.yaml": "defaults: [schema]\nhydra: {searchpath: ['pkg://evil']}", "evil.py": ""},
-        ["epochs=1"],
-    ),
+    "own search path": ({"conf/config.yaml": SEARCH_PATH.format("evil")}, ["epochs=1"]),
     "search path of a package": (
-        {
-            "conf/config.yaml": "hydra: {searchpath: ['pkg://evil.conf']}",
-            "evil/__init__.py": "",
-            "evil/conf/x.yaml": "",
-        },
+        {"conf/config.yaml": SEARCH_PATH.format("evil.conf"), "evil/__init__.py": "", "evil/conf/x.yaml": ""},
         ["epochs=1"],
     ),
     "own config.yaml": ({"conf/config.yaml": f"defaults: [schema]\n{_HYDRA_CALL}"}, ["epochs=1"]),
@@ -89,13 +80,13 @@ PLANTED: dict[str, tuple[dict[str, str], list[str]]] = {
     "--config-dir": ({"dir/" + RECIPE[5:]: GLOBAL + _HYDRA_CALL}, ["--config-dir=dir", "experiment=recipe"]),
     "--config-dir with config.yaml": ({"dir/config.yaml": f"defaults: [schema]\n{_HYDRA_CALL}"}, ["--config-dir=dir"]),
 }
-PLUGIN = "import os\nos.mkdir('planted')\n"
 
 
 def plant(files: dict[str, str], folder: Path) -> None:
-    for name, text in files.items():
+    """The files, and a module that can be imported from the folder."""
+    for name, text in {"evil.py": "", **files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(PLUGIN if name.endswith(".py") else text)
+        (folder / name).write_text("import os; os.mkdir('planted')" if name.endswith(".py") else text)
 
 
 @pytest.mark.parametrize("name", PLANTED)
