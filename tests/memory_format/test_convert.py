@@ -100,14 +100,11 @@ def test_strides_of_converted_models(
 
 
 def test_conversions_equal_those_of_torch() -> None:
-    for mode in ("full", "conv"):
+    for mode, of_torch in (("full", nn.Module.to), ("conv", convert_conv2d_weight_memory_format)):
         model = nn.Sequential(torchvision.models.mobilenet_v2(), with_scale())
         converted = copy.deepcopy(model)
         convert(converted, mode)
-        if mode == "full":
-            model.to(memory_format=CHANNELS_LAST)
-        else:
-            convert_conv2d_weight_memory_format(model, CHANNELS_LAST)
+        of_torch(model, memory_format=CHANNELS_LAST)
         assert strides(converted) == strides(model)
 
 
@@ -227,12 +224,6 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (1,))
 
 
-def partly_sharded() -> nn.Module:
-    model = nn.Sequential(convolutions(), nn.Conv2d(3, 8, 3))
-    fully_shard(model[1], mesh=mesh())
-    return model
-
-
 @pytest.mark.parametrize(
     ("build", "arguments", "message"),
     [
@@ -247,7 +238,7 @@ def partly_sharded() -> nn.Module:
         (exported, {"mode": "conv"}, "conversion=conv: an exported program has no modules; use full"),
         (dict, {}, "dict"),
         (lambda: nn.Sequential(nn.parallel.DistributedDataParallel(convolutions())), {}, "DistributedDataParallel"),
-        (partly_sharded, {}, "FSDP"),
+        (lambda: nn.Sequential(fully_shard(convolutions(), mesh=mesh())), {}, "FSDP"),
         (lambda: with_weight(lambda weight: distribute_tensor(weight, mesh())), {}, "DTensor"),
         (lambda: with_weight(lambda weight: TwoTensor(weight, weight.clone())), {}, "TwoTensor"),
     ],

@@ -1,4 +1,4 @@
-"""Unusual models through audit and convert: they work, or are refused with a remedy.
+"""Unusual models through audit and convert: they work, or are refused with a remedy; what a run changes is restored.
 
 Training runs on the same models: tests/training/test_odd_models.
 """
@@ -18,6 +18,10 @@ from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format
+from cl_train.memory_format.model_call import BufferBackup
+from cl_train.step.precision import EMA
+from tests.memory_format.test_audit import images, windows
+from tests.networks import small
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of deprecated kinds of models, by torch
 
@@ -34,10 +38,9 @@ class Body(nn.Module):
         return self.finish(self.conv(x))
 
 
-def with_tensor(tensor: torch.Tensor | nn.Parameter) -> nn.Module:
+def with_tensor(tensor: torch.Tensor) -> nn.Module:
     model = Body()
-    register = model.register_parameter if isinstance(tensor, nn.Parameter) else model.register_buffer
-    register("tensor", tensor)
+    model.tensor = tensor if isinstance(tensor, nn.Parameter) else nn.Buffer(tensor)
     return model
 
 
@@ -71,16 +74,9 @@ def quantised() -> nn.Module:
     return torch.ao.quantization.convert(prepared)
 
 
-def windows(x: torch.Tensor) -> torch.Tensor:
-    """Window partitioning, attention's part left out, and back."""
-    n, c, h, w = x.shape
-    parts = x.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, c)
-    mixed = parts.softmax(1)
-    return mixed.reshape(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h, w)
-
-
 PLAIN = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 WEIGHTS = [torch.randn(4, 4, 3, 3)]
+# How the audit of a model with this output ends: "ok"; or words of the refusal.
 OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "tensor": (lambda x: x, "ok"),
     "dict": (lambda x: {"logits": x, "name": "a"}, "ok"),
@@ -109,7 +105,6 @@ TENSORS: dict[str, torch.Tensor] = {
     "bool buffer": torch.ones(2, 3, 4, 4, dtype=torch.bool),
     "empty parameter": nn.Parameter(torch.empty(0, 3, 4, 4)),
 }
-# How the audit ends: "ok"; or words of the refusal. Convert must never fail with anything but a ConfigError.
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     **{name: (partial(Body, finish), expected) for name, (finish, expected) in OUTPUTS.items()},
     **{name: (partial(with_tensor, tensor), "ok") for name, tensor in TENSORS.items()},
@@ -149,33 +144,51 @@ def test_odd_model(name: str) -> None:
         assert not report.changed or model_memory_format(model) in ("channels_last", "mixed")
     except ConfigError as error:
         assert expected in str(error)
-    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     if expected == "ok":
-        result = audit(model, images, measure=name == "tensor")
+        result = audit(model, images(), measure=name == "tensor")
         assert result.totals and str(result) and result.to_dict()["step_bytes"] >= 0
     else:
         with pytest.raises(ConfigError, match=f"(?s).*{expected}"):
-            audit(model, images)
+            audit(model, images())
     assert not getattr(model, "_forward_pre_hooks", None) or name == "pruned"
 
 
 def test_an_entry_of_the_output_and_the_loss_are_selected() -> None:
-    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     for finish, key in ((lambda x: {"a": x, "b": x * 2}, "b"), (lambda x: (x, x * 2), 1)):
-        assert audit(Body(finish), images, output=key).totals
+        assert audit(Body(finish), images(), output=key).totals
         with pytest.raises(ConfigError, match="no such entry"):
-            audit(Body(finish), images, output="nothing")
-    assert audit(Body(lambda x: "cat"), images, loss=lambda output: torch.ones(1, requires_grad=True).sum()).totals
+            audit(Body(finish), images(), output="nothing")
+    assert audit(Body(lambda x: "cat"), images(), loss=lambda output: torch.ones(1, requires_grad=True).sum()).totals
     with pytest.raises(ConfigError, match="scalar"):
-        audit(Body(), images, loss=lambda output: output)
+        audit(Body(), images(), loss=lambda output: output)
 
 
-def test_copies_of_window_partitioning_are_losses() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Body(windows, nn.Conv2d(4, 4, 1)), nn.Conv2d(4, 4, 3))
-    convert(model)
-    report = audit(model, torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
-    lost = report.of("lost", "forward")
-    assert [(call.copy, call.moved_bytes) for call in lost] == [("explicit", 2 * 2 * 4 * 8 * 8 * 4)]
-    assert "2" in [call.module for call in report.of("restored", "forward")]  # reads the windows, put together again
-    contiguous = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Body(windows, nn.Conv2d(4, 4, 1)))
-    assert audit(contiguous, torch.randn(2, 3, 8, 8)).of("lost") == []
+def test_buffers_are_restored_after_nan_activations() -> None:
+    model = small(3)
+    ema = EMA(model, 0.9)
+    backup = BufferBackup(model, ema.module)
+    for bring_back in (backup.restore, partial(backup.settle, torch.tensor(True))):
+        model(images())
+        ema.update(model.state_dict())
+        backup.settle(torch.tensor(False))
+        expected = [buffer.clone() for buffer in (*model.buffers(), *ema.module.buffers())]
+        model(images() * torch.nan)
+        ema.update(model.state_dict())
+        assert not any(module.get_buffer("1.running_mean").isfinite().any() for module in (model, ema.module))
+        bring_back()
+        assert all(map(torch.equal, (*model.buffers(), *ema.module.buffers()), expected))
+
+
+def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
+    model = nn.Module()
+    model.calls = nn.Buffer(torch.zeros(()))
+    backup = BufferBackup(model)
+    model.calls = model.calls + 1
+    backup.restore()
+    assert model.calls.item() == 0
+    for shape in ((), (2,), (1,)):
+        model.calls = torch.full(shape, 5.0)
+        backup.settle(torch.tensor(False))
+        model.calls = torch.zeros(3)
+        backup.settle(torch.tensor(True))
+        assert model.calls.shape == shape and (model.calls == 5).all()
