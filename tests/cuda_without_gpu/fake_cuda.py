@@ -38,13 +38,11 @@ def kernels_without_meta() -> torch.library.Library:
 
 def replace_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """As `nn.Module._apply`, which swaps the content of tensors: torch refuses that for tensors without data."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = nn.Parameter(function(parameter.detach()), parameter.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = function(buffer)
+    for tensors in [tensors for part in module.modules() for tensors in (part._parameters, part._buffers)]:
+        for name, old in tensors.items():
+            if old is not None:
+                new = function(old.detach())
+                tensors[name] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     return module
 
 
@@ -62,9 +60,9 @@ class Device:
     """Streams of one device, its errors so far, and the live memory blocks by storage."""
 
     def __init__(self) -> None:
-        self.handler, self.ids, self.errors = EventHandler(), itertools.count(1), set[str]()
-        self.streams = [Stream(self, is_default=True)]  # the last is current
-        self.made = 0
+        self.handler, self.errors = EventHandler(), set[str]()
+        self.stream_ids, self.event_ids = itertools.count(), itertools.count(10**6)  # the default stream has 0
+        self.streams = [Stream(self)]  # the last is current
         self.blocks: dict[int, dict[str, Any]] = {}
         self.capturing: Graph | None = None
         self.copied: dict[int, tuple[int, int]] = {}  # host memory: the stream and number of the last copy from it
@@ -72,10 +70,6 @@ class Device:
     @property
     def current(self) -> "Stream":
         return self.streams[-1]
-
-    def make_stream(self, *arguments: object, **words: object) -> "Stream":
-        self.made += 1
-        return Stream(self)
 
     @contextmanager
     def use(self, stream: "Stream") -> Iterator["Stream"]:
@@ -108,9 +102,9 @@ class Device:
             self.capturing.kernels.append((self, name, read, written))
             return
         stream = self.current.cuda_stream
-        keys = [{self.touch(tensor, name) for tensor in tensors} for tensors in (read, written)]
-        names = {key: [name] for key in keys[0] | keys[1]}
-        for error in self.handler._handle_kernel_launch(stream, keys[0] - keys[1], keys[1], set(), name, names):
+        reads, writes = ({self.touch(tensor, name) for tensor in tensors} for tensors in (read, written))
+        names = {key: [name] for key in reads | writes}
+        for error in self.handler._handle_kernel_launch(stream, reads - writes, writes, set(), name, names):
             now, before = error.current_access, error.previous_access
             self.errors.add(f"race: {now.operator} on stream {now.stream}, {before.operator} on {before.stream}")
 
@@ -142,8 +136,8 @@ class Device:
 
 
 class Stream:
-    def __init__(self, device: Device, *, is_default: bool = False) -> None:
-        self.device, self.cuda_stream = device, 0 if is_default else next(device.ids)
+    def __init__(self, device: Device) -> None:
+        self.device, self.cuda_stream = device, next(device.stream_ids)
         device.handler._handle_stream_creation(self.cuda_stream)
 
     def wait_event(self, event: "Event") -> None:
@@ -161,8 +155,8 @@ class Stream:
 class Event:
     """Is never done until the host waits for it."""
 
-    def __init__(self, device: Device, **words: object) -> None:
-        self.device, self.id, self.is_done = device, 10**6 + next(device.ids), False
+    def __init__(self, device: Device) -> None:
+        self.device, self.id, self.is_done = device, next(device.event_ids), False
         device.handler._handle_event_creation(self.id)
 
     def record(self, stream: Stream | None = None) -> None:
@@ -239,7 +233,7 @@ def fake_cuda(*, watched: bool = True) -> Iterator[Device]:
     """CUDA calls go to a `Device`, and with `watched` kernels too; tensors on cuda:0 have no data."""
     device = Device()
     patches: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "Stream", device.make_stream),
+        (torch.cuda, "Stream", lambda *arguments: Stream(device)),
         (torch.cuda, "Event", lambda **words: Event(device)),
         (torch.cuda, "stream", device.use),
         (torch.cuda, "current_stream", lambda index=None: device.current),
@@ -250,16 +244,11 @@ def fake_cuda(*, watched: bool = True) -> Iterator[Device]:
         (torch._C, "_select_conv_backend", select_conv_backend),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
+        (data_device, "_side_stream", cache(data_device._side_stream.__wrapped__)),  # none of another device
+        (cuda_graph, "_stream", cache(cuda_graph._stream.__wrapped__)),
     ]
-    caches = (data_device._side_stream, cuda_graph._stream)
     with pytest.MonkeyPatch.context() as patch, without_data():
         for owner, name, value in patches:
             patch.setattr(owner, name, value)
-        for cached in caches:
-            cached.cache_clear()
-        try:
-            with _Watch(device) if watched else nullcontext(), torch.autograd.set_multithreading_enabled(False):
-                yield device
-        finally:
-            for cached in caches:
-                cached.cache_clear()
+        with _Watch(device) if watched else nullcontext(), torch.autograd.set_multithreading_enabled(False):
+            yield device

@@ -17,7 +17,6 @@ from tests import networks
 from tests.conftest import Run
 from tests.faults import tiny
 
-Train = Callable[..., Run]
 SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # two epochs of twelve steps
 
 
@@ -30,12 +29,11 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["model=tests.networks:nan_at_third_step", "on_nonfinite=skip"],
         pytest.param(["precision=fp16", "checkpoint.every_steps=7"], marks=pytest.mark.slow),
-        pytest.param(["model=tests.networks:terminated_in_training"], marks=pytest.mark.slow),
         pytest.param(["model=tests.networks:terminated_in_evaluation"], marks=pytest.mark.slow),
         pytest.param(["max_steps=7"], marks=pytest.mark.slow),
     ],
 )
-def test_the_records_are_the_same(train: Train, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+def test_the_records_are_the_same(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     at_once = train(*SHARED, *words)
     read_late(monkeypatch)
     one_line_late = train(*SHARED, *words)
@@ -46,7 +44,7 @@ def test_the_records_are_the_same(train: Train, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
-def test_a_resumed_run_logs_the_same_lines(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_logs_the_same_lines(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal at a log line, between two of them, and at the end of an epoch."""
 
     def train_until(step: int, **more: Any) -> Run:
@@ -63,7 +61,7 @@ def test_a_resumed_run_logs_the_same_lines(train: Train, monkeypatch: pytest.Mon
 
 
 def test_a_fault_is_named_with_its_step_and_the_lines_before_it_are_there(
-    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     read_late(monkeypatch)
     with pytest.raises(TrainingFault, match="at step 3 on rank 0"):
@@ -88,15 +86,15 @@ class Machine(DeviceClock):
         self.loader_s = self.loaded_at = loader_s
         self.taken = deque([0.0] * SLOTS, SLOTS)
 
-    def mark(self) -> list[float]:
-        return [max(self.now, self.device_free_at)]
+    def mark(self) -> float:
+        return max(self.now, self.device_free_at)
 
-    def wait(self, mark: list[float]) -> None:
-        self.now = max(self.now, mark[0])
+    def wait(self, mark: float) -> None:
+        self.now = max(self.now, mark)
 
-    def seconds(self, start: list[float], end: list[float]) -> float:
-        assert max(start[0], end[0]) <= self.now, "the device has not reached the mark"
-        return end[0] - start[0]
+    def seconds(self, start: float, end: float) -> float:
+        assert max(start, end) <= self.now, "the device has not reached the mark"
+        return end - start
 
     def next_batch(self) -> None:
         self.now = max(self.now, self.loaded_at)
@@ -106,36 +104,35 @@ class Machine(DeviceClock):
 
     def submit(self) -> None:
         self.idle_s += max(0.0, self.now - self.device_free_at)
-        self.device_free_at = max(self.now, self.device_free_at) + STEP_S
+        self.device_free_at = self.mark() + STEP_S
         self.now += HOST_S
+        self.ahead_s = max(self.ahead_s, self.device_free_at - self.now)
 
 
 def measure(loader_s: float) -> tuple[Machine, float, float]:
-    """The largest errors of `Data %` in points and of images/s in percent, after the first window."""
+    """The largest errors of `Data %` in points and of images/s in percent, after the first windows."""
     machine = Machine(loader_s)
     meter = ThroughputMeter(0, machine, lambda: machine.now)
     meter.start(224)
-    windows, truth, points, percent = [], [(0.0, 0.0)], [], []
-    for step in range(1, 201):
-        with meter.waiting():
-            machine.next_batch()
-        machine.submit()
-        meter.tick(256)
-        machine.ahead_s = max(machine.ahead_s, machine.device_free_at - machine.now)
-        if step % 10 == 0:
-            truth.append((machine.device_free_at, machine.idle_s))
-            windows.append(meter.close())
-        if step % 10 == 0 and step > 10:  # one window late, as in a run
-            record, ((start, idle), (end, more_idle)) = meter.measured(windows[-2]), truth[-3:-1]
+    truth, closed, points, percent = [(0.0, 0.0)], [], [], []
+    for window in range(20):
+        for _ in range(10):
+            with meter.waiting():
+                machine.next_batch()
+            machine.submit()
+            meter.tick(256)
+        truth.append((machine.device_free_at, machine.idle_s))
+        closed.append(meter.close())
+        if window > 1:  # one window late, as in a run
+            record, ((start, idle), (end, more_idle)) = meter.measured(closed[-2]), truth[-3:-1]
             points.append(abs(record["data_wait_pct"] - 100 * (more_idle - idle) / (end - start)))
             percent.append(abs(100 * record["images_per_s"] * (end - start) / 2560 - 100))
-    return machine, max(points[1:]), max(percent[1:])
+    return machine, max(points), max(percent)
 
 
 @pytest.mark.parametrize("speed", [2.0, 1.25, 1.05, 1.0, 0.95, 0.83, 0.5])
 def test_data_and_speed_are_those_of_the_device(speed: float) -> None:
-    _, points, percent = measure(STEP_S / speed)
-    assert points <= 3 and percent <= 3
+    assert max(measure(STEP_S / speed)[1:]) <= 3
 
 
 def test_the_host_stays_two_steps_ahead() -> None:

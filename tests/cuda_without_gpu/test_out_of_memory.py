@@ -26,41 +26,37 @@ from tests.networks import small
 
 CPU = torch.device("cpu")
 WORKLOAD = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
-ERRORS: list[tuple[type[Exception], str]] = [
-    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of"),
-    (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
-    (RuntimeError, "CUDA driver error: out of memory"),
-    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    (RuntimeError, "FIND was unable to find an engine to execute this computation"),
-    (RuntimeError, "Unable to find an engine to execute this computation"),
-    (RuntimeError, "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
-    (RuntimeError, "DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
-    (MemoryError, ""),
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
+ERRORS: list[BaseException] = [
+    torch.OutOfMemoryError(f"{FULL}. GPU 0 has a total capacity of"),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
+    MemoryError(),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("FIND was unable to find an engine to execute this computation"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
 ]
-OTHERS: list[tuple[type[Exception], str]] = [
-    (RuntimeError, "shapes do not fit"),
-    (RuntimeError, "CUDA error: an illegal memory access was encountered"),
-    (RuntimeError, "CUDA error: no kernel image is available for execution on the device"),
-    (RuntimeError, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
-    (ValueError, "out of memory"),  # of a user's code: not an error of torch
+OTHERS: list[BaseException] = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    ValueError("out of memory"),  # of a user's code: not an error of torch
 ]
 
 
 def test_each_message_is_understood_and_described_in_one_line() -> None:
-    for kind, message in ERRORS:
-        said = describe_failure(kind(message))
-        assert is_out_of_memory(kind(message)) and said is not None, message
-        assert said.startswith("out of memory") and "Lower batch_size" in said and len(said.splitlines()) == 1
-    assert [message for kind, message in OTHERS if is_out_of_memory(kind(message))] == []
+    for error in ERRORS:
+        said = describe_failure(error)
+        assert is_out_of_memory(error) and said is not None, error
+        assert said.startswith("out of memory") and "Lower batch_size" in said and "\n" not in said
+    assert [error for error in OTHERS if is_out_of_memory(error)] == []
 
 
-# The places below share this check: one error is enough.
-
-
-class Limited(nn.Module):
-    """Is out of memory above a number of images; remembers the activations of its last pass weakly."""
+class Limited(nn.Module):  # the places below share the check: one error is enough
+    """Is out of memory above a number of images; remembers its activations weakly."""
 
     def __init__(self, most: int = 0, *, when: str = "both") -> None:
         super().__init__()
@@ -71,7 +67,7 @@ class Limited(nn.Module):
         activations = images * 2
         self.held.append(weakref.ref(activations))
         if len(images) > self.most and self.when in ("both", "training" if self.training else "evaluation"):
-            raise ERRORS[0][0](ERRORS[0][1])
+            raise torch.OutOfMemoryError(FULL)
         return torch.as_tensor(self.network(activations))
 
     def is_released(self) -> bool:
@@ -96,11 +92,11 @@ def test_the_trial_step_names_the_batch() -> None:
     assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("kind", "message"), [ERRORS[0], (OutOfMemory, "the process was killed by SIGKILL")])
-def test_auto_batch_size_stays_below(kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(FULL), OutOfMemory("the process was killed by SIGKILL")])
+def test_auto_batch_size_stays_below(error: Exception) -> None:
     def measure(size: int) -> BatchSpeed:
         if size > 16:
-            raise kind(message)
+            raise error
         return BatchSpeed(size, 100.0 * size, 0.1 * size)
 
     _, found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
@@ -112,19 +108,13 @@ def test_a_step_or_an_evaluation_ends_the_run_in_one_line(
     train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
 ) -> None:
     """Not the trial, which has fewer images here."""
-    models = []
-
-    def network(num_classes: int) -> nn.Module:
-        models.append(Limited(most=2, when=when))
-        return models[-1]
-
-    monkeypatch.setattr(networks, "small", network)
+    model = Limited(most=2, when=when)
+    monkeypatch.setattr(networks, "small", lambda num_classes: model)
     try:
         train("log_to=[]", folder=tmp_path)
     except torch.OutOfMemoryError as error:
         said = describe_failure(error)
-    assert said is not None and said.startswith("out of memory: CUDA out of memory. Tried to allocate 20.00 MiB")
-    assert "Lower batch_size" in said and len(said.splitlines()) == 1
+    assert said is not None and said.startswith(f"out of memory: {FULL}") and "\n" not in said
     assert "out of memory" in (tmp_path / "train.log").read_text()
     assert Run(tmp_path, 1).summary["status"] == "failed"
-    assert models[-1].is_released()
+    assert model.is_released()
