@@ -32,9 +32,6 @@ class Process:
         fields = fields_of(self.pid)
         return bool(fields) and fields[0] != "Z" and fields[19:20] == self._started
 
-    def cpu_s(self) -> float:
-        return sum(map(int, fields_of(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
-
     def has(self, mask: str, signum: int) -> bool:
         """Whether the signal is pending ("ShdPnd": another one of its kind would be lost) or ignored ("SigIgn")."""
         try:

@@ -14,26 +14,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from cl_train.config.schema import ConfigError
 from cl_train.system import checkpoints
-from cl_train.system.checkpoints import (
-    CheckpointError,
-    CheckpointStore,
-    load,
-    load_for_resume,
-    read_torch_file,
-    snapshot,
-    write,
-)
+from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, snapshot, write
 from tests.processes import LIMIT_S
 
 
 def small_state(value: float = 1.0) -> dict[str, Any]:
-    return {"model": {"w": torch.full((64, 3, 3, 3), float(value))}, "progress": {"step": 3}, "classes": ["a", "b"]}
+    return {"model": {"w": torch.full((64, 3, 3, 3), float(value))}}
 
 
 def store_of(folder: Path, keep: int = 1) -> CheckpointStore:
@@ -44,16 +37,9 @@ def value_of(path: Path) -> float:
     return float(load(path)["model"]["w"].mean())
 
 
-def refusing(number: int) -> Callable[..., None]:
+def refusing(number: int) -> Mock:
     """A function of the system that fails."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return refuse
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -84,11 +70,11 @@ def test_other_types_are_refused_before_anything_is_written(tmp_path: Path, valu
 
 
 def test_weights_of_both_formats_are_read(tmp_path: Path) -> None:
-    state = collections.OrderedDict(w=torch.arange(6.0), shared=torch.ones(3))
-    state["tied"] = state["shared"]
+    shared = torch.arange(6.0)
     for zipped in (True, False):
+        state = collections.OrderedDict(w=shared, tied=shared)
         torch.save(state, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
-        assert torch.equal(read_torch_file(tmp_path / "w.pth")["w"], state["w"])
+        assert torch.equal(checkpoints.read_torch_file(tmp_path / "w.pth")["tied"], shared)
 
 
 def saved(value: Any) -> bytes:
@@ -97,7 +83,6 @@ def saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-LONG = saved({"weight": torch.arange(10_000.0)})
 BAD: dict[str, tuple[bytes | Callable[[Path], object], str]] = {  # more damage: tests/faults, test_planted_files.py
     "missing": (lambda path: None, "No such file"),
     "folder": (Path.mkdir, "regular file"),
@@ -108,7 +93,6 @@ BAD: dict[str, tuple[bytes | Callable[[Path], object], str]] = {  # more damage:
     "sparse": (saved({"w": torch.eye(3).to_sparse()}), "not dense"),
     "meta": (saved({"w": torch.empty(3, device="meta")}), "not dense"),
     "a module": (saved(torch.nn.Linear(2, 2)), "run code"),
-    **{f"cut at {size}": (LONG[:size], "truncated") for size in (100, 20_000, 39_900)},
     **{str(data): (data, "") for data in (b"", b"PK\x03\x04", b"x" * 1000, pickle.dumps(print), b"\x80\x02]]]")},
 }
 
@@ -121,9 +105,6 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=said or None) as caught:
         load(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-# --- the folder -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -179,7 +160,7 @@ def test_a_rename_that_is_not_durable_is_no_checkpoint_but_some_file_systems_syn
     of_folder, of_file = refusing(number), os.fsync
     monkeypatch.setattr(os, "fsync", lambda f: (of_folder if stat.S_ISDIR(os.fstat(f).st_mode) else of_file)(f))
     with pytest.raises(OSError, match=os.strerror(number)) if number == errno.EIO else nullcontext():
-        write(tmp_path / "a.pt", small_state(1))
+        write(tmp_path / "a.pt", small_state())
 
 
 def test_superseded_files_are_never_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,10 +205,11 @@ def test_a_full_disk_is_reported_once_and_its_best_written_later_and_ends_the_ru
 
 def test_resume_targets(tmp_path: Path) -> None:
     store, elsewhere = store_of(tmp_path / "run/checkpoints"), store_of(tmp_path / "other")
+    load_for_resume = checkpoints.load_for_resume
     assert load_for_resume("auto", store) is None
     store.save(small_state(), 4)
-    for target in (tmp_path / "run", tmp_path / "run/checkpoints", tmp_path / "run/checkpoints/step-00000004.pt"):
-        found = load_for_resume(str(target), elsewhere)
+    for target in ("run", "run/checkpoints", "run/checkpoints/step-00000004.pt"):
+        found = load_for_resume(str(tmp_path / target), elsewhere)
         assert found is not None and found[0].name == "step-00000004.pt"
     (tmp_path / "empty").mkdir()
     for name, problem in {"nope": "no such file", "empty": "has no checkpoint"}.items():
@@ -237,11 +219,8 @@ def test_resume_targets(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_program_that_ends_by_an_exception_finishes_the_write_first(tmp_path: Path) -> None:
-    script = (
-        "import sys, torch; from cl_train.system.checkpoints import CheckpointStore\n"
-        "CheckpointStore(sys.argv[1], 1, True).save({'w': torch.ones(4_000_000)}, 1)\n"
-        "raise SystemExit(1)"
-    )
-    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, timeout=LIMIT_S)
-    assert result.returncode == 1
+    script = """import sys, torch; from cl_train.system.checkpoints import CheckpointStore
+CheckpointStore(sys.argv[1], 1, True).save({"w": torch.ones(4_000_000)}, 1)
+raise SystemExit(1)"""
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=LIMIT_S).returncode == 1
     assert load(tmp_path / "step-00000001.pt")["w"].sum() == 4_000_000

@@ -17,11 +17,11 @@ import os, sys, time
 from cl_train.system.processes import end_with_parent, end_with_torchrun
 if sys.argv[1:]:  # a rank
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
-    end_with_torchrun()
-elif os.fork() == 0:
+    sys.exit(end_with_torchrun())
+if os.fork() == 0:
     end_with_parent()
     print(os.getpid(), flush=True)
-time.sleep(0 if sys.argv[1:] else 10_000)
+time.sleep(10_000)
 """
 
 
@@ -141,10 +141,7 @@ def test_exit_without_teardown_runs_exit_functions_and_flushes() -> None:
     script = """
 import atexit
 from cl_train.system.processes import exit_without_teardown
-class Slow:
-    def __del__(self):
-        print("torn down")
-slow = Slow()
+slow = type("Slow", (), {"__del__": lambda self: print("torn down")})()
 atexit.register(print, "at exit")
 print("buffered", end=" ")
 exit_without_teardown(143)
