@@ -1,21 +1,28 @@
-"""data=dataset: exact order, exact resume and seeded random numbers for any Dataset."""
+"""data=dataset: exact order, exact resume and seeded random numbers for any Dataset. Wrong ones, map-style and streams,
+with and without workers: each is named, none is trained on."""
 
 import itertools
 import random
+import re
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from cl_train.config.schema import ConfigError
+from cl_train.data import workers as data_workers
+from cl_train.data.loader import BadImageError
 from cl_train.data.workers import WorkerError
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, data_of, same
-from tests.data.own_datasets import NAMES
+from tests.data import image_folders
+from tests.data import user_datasets as wrong
+from tests.data.image_folders import FLOAT_CHANNELS_LAST, same, val_count
+from tests.data.user_datasets import NAMES
 
 
 def own_data(name, **settings):
-    return data_of(name="dataset", dataset=f"tests.data.own_datasets:{name}", image_size=16, **settings)
+    return image_folders.data_of(name="dataset", dataset=f"tests.data.user_datasets:{name}", image_size=16, **settings)
 
 
 def epoch_of(data, epoch=0, first_batch=0):
@@ -57,24 +64,24 @@ def test_uint8_is_normalised_and_floating_point_is_not_and_the_time_is_measured(
 @pytest.mark.slow
 def test_iterable_datasets_are_resumed_joined_and_counted(caplog):
     with caplog.at_level("WARNING"):
-        data = own_data("Stream")
+        data = own_data("Numbers")
     assert "IterableDataset" in caplog.text
     whole = epoch_of(data)
     assert [images[:, 0, 0, 0].tolist() for images, _ in whole] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     same(epoch_of(data, first_batch=2), whole[2:])
-    batches = epoch_of(own_data("DividedStream", workers=2))
+    batches = epoch_of(own_data("DividedNumbers", workers=2))
     seen = [images[:, 0, 0, 0].tolist() for images, _ in batches]
     assert sorted(itertools.chain(*seen)) == list(range(12)) and all(len(values) == 4 for values in seen)
     assert all(targets.tolist() == [value % 2 for value in s] for (_, targets), s in zip(batches, seen, strict=True))
     assert batches[2][0].is_contiguous(memory_format=torch.channels_last)
-    with closing(own_data("DividedStream", workers=5)) as data:  # an epoch of 12 samples ends at the second worker
+    with closing(own_data("DividedNumbers", workers=5)) as data:  # an epoch of 12 samples ends at the second worker
         second = [
             [(batch.images.clone(), batch.targets) for batch in data.train(epoch, FLOAT_CHANNELS_LAST)]
             for epoch in range(2)
         ][1]
-    same(epoch_of(own_data("DividedStream", workers=5), epoch=1, first_batch=1), second[1:])
+    same(epoch_of(own_data("DividedNumbers", workers=5), epoch=1, first_batch=1), second[1:])
     with pytest.raises(WorkerError, match="after 3 of 4 batches of 4 samples on rank 0"):
-        epoch_of(own_data("ShortStream"))
+        epoch_of(own_data("ShortNumbers"))
 
 
 @pytest.mark.parametrize(("name", "reason"), [("Tensor", "did you mean Tensors"), ("random", "no function")])
@@ -86,10 +93,167 @@ def test_a_name_without_a_function_is_refused(name, reason):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Tensors", "Pictures"])
 def test_a_stopped_and_resumed_run_is_bit_identical(train, tmp_path, name):
-    words = ("data=dataset", f"data.dataset=tests.data.own_datasets:{name}", "data.root=null", "batch_size=8")
+    words = ("data=dataset", f"data.dataset=tests.data.user_datasets:{name}", "data.root=null", "batch_size=8")
     whole = train(*words, "data.workers=0")
     train(*words, "data.workers=2", "max_steps=4", folder=tmp_path / "parts")
     done = train(*words, "data.workers=1", "resume=auto", folder=tmp_path / "parts")
     assert done.losses == whole.losses and len(whole.losses) > 4
     for key, value in whole.checkpoint()["model"].items():
         assert torch.equal(done.checkpoint()["model"][key], value), key
+
+
+KINDS = pytest.mark.parametrize("kind", [wrong.Samples, wrong.Stream])
+WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+
+
+def sound(size):
+    return wrong.Samples(size, {})
+
+
+def data_of(monkeypatch, train, val=sound, **settings):
+    """The data of these functions of the image size."""
+    monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
+    monkeypatch.setattr(wrong, "current", lambda split, size: {"train": train, "val": val}[split](size))
+    settings = {"image_size": 16, "worker_timeout_s": 20.0, "max_bad_images": 1000, **settings}
+    return image_folders.data_of(name="dataset", dataset="tests.data.user_datasets:built", **settings)
+
+
+@WORKERS
+@KINDS
+def test_every_wrong_sample_is_named_with_its_reason(monkeypatch, kind, workers):
+    """In every third place, and with a good sample in it after it was skipped. Never a value of the wrong one."""
+    bad = {3 * place + 1: make for place, (make, _) in enumerate(wrong.BAD_SAMPLES.values())}
+    count = 4 * len(bad)
+    data = data_of(monkeypatch, lambda size: kind(size, bad, count), workers=workers, on_bad_image="skip")
+    batches = epoch_of(data)
+    assert len(batches) == count // 4 and data.bad_images.skipped == len(bad)
+    assert all(not images.any() and targets.tolist() == [1] * 4 for images, targets in batches)
+    found = {}
+    for name, reason in data.bad_images.reasons.items():
+        parts = re.fullmatch(r"sample (\d+) of the train dataset(?: in worker (\d))?", name).groups("0")
+        index, worker = map(int, parts)
+        found[index * workers + worker if workers and kind is wrong.Stream else index] = reason
+    for index, (case, (_, pattern)) in zip(bad, wrong.BAD_SAMPLES.items(), strict=True):
+        assert re.search(pattern, found[index]) and "\n" not in found[index], f"{case}: {found[index]}"
+
+
+@WORKERS
+@KINDS
+def test_a_wrong_sample_ends_the_run_by_default_and_an_evaluation_can_leave_it_out(monkeypatch, kind, workers):
+    make = wrong.BAD_SAMPLES["image torch.int64"][0]
+    data = data_of(monkeypatch, lambda size: kind(size, {6: make}), workers=workers)
+    with pytest.raises(BadImageError, match=r"^'sample [36] of the train dataset.*int64"):
+        epoch_of(data)
+    bad = dict.fromkeys((1, 6, 11), make)
+    data = data_of(monkeypatch, sound, lambda size: kind(size, bad), workers=workers, on_bad_image="skip")
+    with closing(data):
+        assert val_count(data) == 9 and data.bad_images.skipped == 3
+
+
+@KINDS
+@pytest.mark.parametrize("case", ["image torch.int64", "label 1.7", "system exit", "key error", "pil I;16"])
+def test_a_wrong_first_sample_is_refused_before_the_training(monkeypatch, kind, case):
+    make, pattern = wrong.BAD_SAMPLES[case]
+    with pytest.raises(ConfigError, match=f"sample 0 of the val dataset.*{pattern}"):
+        data_of(monkeypatch, sound, lambda size: kind(size, {0: make}))
+
+
+@KINDS
+@pytest.mark.parametrize("case", ["exit 0", *(pytest.param(c, marks=pytest.mark.slow) for c in ("killed", "sleep"))])
+def test_a_first_sample_that_ends_or_stops_its_process_is_refused(monkeypatch, kind, case):
+    """The validation dataset is opened first: a machine too busy for the short limit gives the same message."""
+    make = {**wrong.FATAL_SAMPLES, **wrong.HANGS}[case]
+    with pytest.raises(ConfigError, match="sample 0 of the val dataset"):
+        data_of(monkeypatch, sound, lambda size: kind(size, {0: make}), worker_timeout_s=0.4)
+
+
+@KINDS
+@pytest.mark.parametrize("case", ["exit 7", *(pytest.param(c, marks=pytest.mark.slow) for c in ("exit 0", "aborts"))])
+def test_a_sample_that_ends_its_worker_is_named(monkeypatch, kind, case):
+    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.FATAL_SAMPLES[case]}), workers=2)
+    with pytest.raises(WorkerError, match=r"worker (exited|was killed).*sample [36] of the train dataset"):
+        epoch_of(data)
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("case", wrong.HANGS)
+def test_a_sample_that_never_comes_is_named_within_the_timeout(monkeypatch, kind, case):
+    monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
+    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.HANGS[case]}), workers=2)
+    # Not for the first samples: a busy machine starts workers slowly.
+    data.train_loader._cfg = replace(data.train_loader._cfg, worker_timeout_s=2.0)
+    with pytest.raises(WorkerError, match=r"sample [36] of the train dataset.*worker_timeout_s"):
+        epoch_of(data)
+
+
+class EndlessStream(wrong.Stream):
+    def __iter__(self):
+        return iter(lambda: wrong.good(self.size), None)
+
+
+class LongStream(wrong.Stream):
+    """Every worker yields all samples."""
+
+    def __iter__(self):
+        return map(self.__getitem__, range(self.count + 9))
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", [EndlessStream, LongStream])
+def test_a_stream_that_is_longer_than_its_length(monkeypatch, kind, workers):
+    """Training takes what it needs; an evaluation of more samples than there are would be wrong."""
+    data = data_of(monkeypatch, lambda size: kind(size, {}), lambda size: kind(size, {}), workers=workers)
+    assert len(list(data.train(0, FLOAT_CHANNELS_LAST))) == 3
+    with closing(data), pytest.raises(WorkerError, match="more than the 12 samples of its length"):
+        val_count(data)
+
+
+class RaisingStream(wrong.Stream):
+    """A generator, which ends with the exception."""
+
+    def __iter__(self):
+        yield wrong.good(self.size)
+        yield wrong.good(self.size)
+        raise OSError("the connection was lost")
+
+
+@WORKERS
+def test_a_stream_that_raises_is_named_also_if_bad_samples_are_skipped(monkeypatch, workers):
+    for action, error, words in (
+        ("error", BadImageError, r"sample 2 of the train dataset.*the connection was lost"),
+        ("skip", WorkerError, r"ended after \d of 3 batches.*the connection was lost"),
+    ):
+        data = data_of(monkeypatch, lambda size: RaisingStream(size, {}), workers=workers, on_bad_image=action)
+        with pytest.raises(error, match=words):
+            epoch_of(data)
+
+
+@pytest.mark.parametrize("attributes", wrong.ATTRIBUTES, ids=str)
+def test_wrong_classes_are_refused(monkeypatch, attributes):
+    dataset = sound(16)
+    vars(dataset).update({"num_classes": None, **attributes})
+    with pytest.raises(ConfigError, match="classes"):
+        data_of(monkeypatch, lambda size: dataset)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("length", wrong.LENGTHS)
+def test_wrong_lengths_are_refused_before_the_training(monkeypatch, split, length):
+    functions = {"train": sound, "val": sound, split: lambda size: wrong.Samples(size, {}, length)}
+    with pytest.raises(ConfigError, match=r"length|empty|order of 1000000000000 samples"):
+        data_of(monkeypatch, **functions)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda size: None, "TypeError"),
+        (lambda size: wrong.sys.exit(0), "SystemExit"),
+        (lambda size: iter([1]), "TypeError"),
+        (lambda size: wrong.os.listdir("/nowhere"), "FileNotFoundError.*/nowhere"),
+    ],
+)
+def test_a_function_that_returns_no_dataset_is_refused(monkeypatch, make, reason):
+    with pytest.raises(ConfigError, match=f"must return a Dataset.*{reason}"):
+        data_of(monkeypatch, make)

@@ -1,6 +1,9 @@
-"""Wrong Datasets of a user: each function breaks one promise, in the sample, the target, the length or the process."""
+"""Datasets of a user, unknown to the package: their transforms use all three kinds of random numbers, or each breaks a
+promise, in the sample, the target, the length or the process."""
 
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -9,7 +12,70 @@ import time
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+NAMES = ("Tensors", "uint8", "Pictures", "Arrays")  # that can be used
+
+
+class Tensors(Dataset):
+    classes = ("a", "b", "c")
+
+    def __init__(self, split, size, dtype=torch.float32):
+        self.count, self.size, self.dtype = (31 if split == "train" else 7), size, dtype
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        noise = torch.rand(3, self.size, self.size) + float(np.random.rand()) + random.random()
+        image = noise * 50 if self.dtype == torch.uint8 else noise
+        return image.to(self.dtype), torch.tensor(index % 3), {"extra": index}
+
+
+class Arrays(Tensors):
+    """Without transforms of its own."""
+
+    def __getitem__(self, index):
+        return np.full((40 + index, 50, 3), 5 * index, dtype=np.uint8), index % 3
+
+
+class Pictures(Arrays):
+    def __getitem__(self, index):
+        pixels, label = super().__getitem__(index)
+        return Image.fromarray(pixels), label
+
+
+class Numbers(IterableDataset):
+    num_classes = 2
+
+    def __init__(self, split, size):
+        self.size = size
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter([(torch.full((3, self.size, self.size), float(number)), number % 2) for number in range(12)])
+
+
+class DividedNumbers(Numbers):
+    """Divided among the workers."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return itertools.islice(super().__iter__(), worker.id, None, worker.num_workers)
+
+
+class ShortNumbers(Numbers):
+    """Has fewer samples than its length says."""
+
+    def __len__(self):
+        return 16
+
+
+def uint8(split, size):
+    return Tensors(split, size, torch.uint8)
+
 
 COUNT = 12
 
@@ -109,7 +175,7 @@ BAD_SAMPLES = {
     "pil without pixels": (pil("RGB", width=0), "0 x 16 pixels"),
     "pil after float": (pil("RGB"), "first sample"),
     **{f"label {value!r}": (label(value), words) for value, words in LABELS},
-    "key error": (raising(KeyError("row")), r"KeyError: 'row' \(wrong_datasets\.py, line \d+\)"),
+    "key error": (raising(KeyError("row")), r"KeyError: 'row' \(user_datasets\.py, line \d+\)"),
     "several lines": (raising(ValueError("a\nb\nc")), "ValueError: a b c"),
     "memory error": (raising(MemoryError()), "MemoryError"),
     "not implemented": (raising(NotImplementedError("x")), "NotImplementedError"),
