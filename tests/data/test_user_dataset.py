@@ -2,10 +2,13 @@
 with and without workers: each is named, none is trained on."""
 
 import itertools
+import os
 import random
 import re
+import sys
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +21,6 @@ from cl_train.data.workers import WorkerError
 from tests.data import image_folders
 from tests.data import user_datasets as wrong
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, same, val_count
-from tests.data.user_datasets import NAMES
 
 
 def own_data(name, **settings):
@@ -31,12 +33,13 @@ def epoch_of(data, epoch=0, first_batch=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["Tensors", "uint8", "Pictures", "Arrays"])
 def test_batches_depend_on_seed_epoch_and_index_alone(name):
-    state = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    whole = epoch_of(own_data(name), epoch=2)
-    assert torch.equal(state[0], torch.get_rng_state()) and random.getstate() == state[2]
-    assert np.array_equal(state[1], np.random.get_state()[1])
+    def states():
+        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+    before, whole = states(), epoch_of(own_data(name), epoch=2)
+    assert states() == before
     assert len(whole) == 7 and whole[0][0].is_contiguous(memory_format=torch.channels_last)
     for workers in (0, 3):
         same(epoch_of(own_data(name, workers=workers), epoch=2, first_batch=3), whole[3:])
@@ -69,19 +72,17 @@ def test_iterable_datasets_are_resumed_joined_and_counted(caplog):
     whole = epoch_of(data)
     assert [images[:, 0, 0, 0].tolist() for images, _ in whole] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     same(epoch_of(data, first_batch=2), whole[2:])
-    batches = epoch_of(own_data("DividedNumbers", workers=2))
+    batches = epoch_of(own_data("Numbers", workers=2))
     seen = [images[:, 0, 0, 0].tolist() for images, _ in batches]
     assert sorted(itertools.chain(*seen)) == list(range(12)) and all(len(values) == 4 for values in seen)
     assert all(targets.tolist() == [value % 2 for value in s] for (_, targets), s in zip(batches, seen, strict=True))
     assert batches[2][0].is_contiguous(memory_format=torch.channels_last)
-    with closing(own_data("DividedNumbers", workers=5)) as data:  # an epoch of 12 samples ends at the second worker
-        second = [
-            [(batch.images.clone(), batch.targets) for batch in data.train(epoch, FLOAT_CHANNELS_LAST)]
-            for epoch in range(2)
-        ][1]
-    same(epoch_of(own_data("DividedNumbers", workers=5), epoch=1, first_batch=1), second[1:])
+    with closing(own_data("Numbers", workers=5)) as data:  # an epoch of 12 samples ends at the second worker
+        list(data.train(0, FLOAT_CHANNELS_LAST))
+        second = epoch_of(data, epoch=1)
+    same(epoch_of(own_data("Numbers", workers=5), epoch=1, first_batch=1), second[1:])
     with pytest.raises(WorkerError, match="after 3 of 4 batches of 4 samples on rank 0"):
-        epoch_of(own_data("ShortNumbers"))
+        epoch_of(own_data("short"))
 
 
 @pytest.mark.parametrize(("name", "reason"), [("Tensor", "did you mean Tensors"), ("random", "no function")])
@@ -102,29 +103,28 @@ def test_a_stopped_and_resumed_run_is_bit_identical(train, tmp_path, name):
         assert torch.equal(done.checkpoint()["model"][key], value), key
 
 
+# --- wrong ones -------------------------------------------------------------------------------------------------------
+
+SLOW = pytest.mark.slow
 KINDS = pytest.mark.parametrize("kind", [wrong.Samples, wrong.Stream])
-WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW)])
+INT64 = next(sample for sample, words in wrong.BAD_SAMPLES if words == "torch.int64")
 
 
-def sound(size):
-    return wrong.Samples(size, {})
-
-
-def data_of(monkeypatch, train, val=sound, **settings):
-    """The data of these functions of the image size."""
+def wrong_data(monkeypatch, train, val=wrong.Samples, **settings):
+    """The data of these functions."""
     monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
-    monkeypatch.setattr(wrong, "current", lambda split, size: {"train": train, "val": val}[split](size))
-    settings = {"image_size": 16, "worker_timeout_s": 20.0, "max_bad_images": 1000, **settings}
-    return image_folders.data_of(name="dataset", dataset="tests.data.user_datasets:built", **settings)
+    monkeypatch.setattr(wrong, "built", lambda split, size: {"train": train, "val": val}[split](), raising=False)
+    return own_data("built", **{"worker_timeout_s": 20.0, "max_bad_images": 1000, **settings})
 
 
 @WORKERS
 @KINDS
 def test_every_wrong_sample_is_named_with_its_reason(monkeypatch, kind, workers):
     """In every third place, and with a good sample in it after it was skipped. Never a value of the wrong one."""
-    bad = {3 * place + 1: make for place, (make, _) in enumerate(wrong.BAD_SAMPLES.values())}
+    bad = {3 * place + 1: sample for place, (sample, _) in enumerate(wrong.BAD_SAMPLES)}
     count = 4 * len(bad)
-    data = data_of(monkeypatch, lambda size: kind(size, bad, count), workers=workers, on_bad_image="skip")
+    data = wrong_data(monkeypatch, lambda: kind(bad, count), workers=workers, on_bad_image="skip")
     batches = epoch_of(data)
     assert len(batches) == count // 4 and data.bad_images.skipped == len(bad)
     assert all(not images.any() and targets.tolist() == [1] * 4 for images, targets in batches)
@@ -133,63 +133,51 @@ def test_every_wrong_sample_is_named_with_its_reason(monkeypatch, kind, workers)
         parts = re.fullmatch(r"sample (\d+) of the train dataset(?: in worker (\d))?", name).groups("0")
         index, worker = map(int, parts)
         found[index * workers + worker if workers and kind is wrong.Stream else index] = reason
-    for index, (case, (_, pattern)) in zip(bad, wrong.BAD_SAMPLES.items(), strict=True):
-        assert re.search(pattern, found[index]) and "\n" not in found[index], f"{case}: {found[index]}"
+    for index, (sample, words) in zip(bad, wrong.BAD_SAMPLES, strict=True):
+        assert re.search(words, found[index]) and "\n" not in found[index], f"{sample}: {found[index]}"
 
 
 @WORKERS
 @KINDS
 def test_a_wrong_sample_ends_the_run_by_default_and_an_evaluation_can_leave_it_out(monkeypatch, kind, workers):
-    make = wrong.BAD_SAMPLES["image torch.int64"][0]
-    data = data_of(monkeypatch, lambda size: kind(size, {6: make}), workers=workers)
+    data = wrong_data(monkeypatch, lambda: kind({6: INT64}), workers=workers)
     with pytest.raises(BadImageError, match=r"^'sample [36] of the train dataset.*int64"):
         epoch_of(data)
-    bad = dict.fromkeys((1, 6, 11), make)
-    data = data_of(monkeypatch, sound, lambda size: kind(size, bad), workers=workers, on_bad_image="skip")
+    bad = dict.fromkeys((1, 6, 11), INT64)
+    data = wrong_data(monkeypatch, wrong.Samples, lambda: kind(bad), workers=workers, on_bad_image="skip")
     with closing(data):
         assert val_count(data) == 9 and data.bad_images.skipped == 3
 
 
-@KINDS
-@pytest.mark.parametrize("case", ["image torch.int64", "label 1.7", "system exit", "key error", "pil I;16"])
-def test_a_wrong_first_sample_is_refused_before_the_training(monkeypatch, kind, case):
-    make, pattern = wrong.BAD_SAMPLES[case]
-    with pytest.raises(ConfigError, match=f"sample 0 of the val dataset.*{pattern}"):
-        data_of(monkeypatch, sound, lambda size: kind(size, {0: make}))
+FIRST = [(*row, 20.0) for row in wrong.BAD_SAMPLES if row[1].startswith(("torch.int64", "1.7", "S", "Key", "mode I;"))]
+FIRST += [(wrong.FATAL["exit 0"], "", 0.4)]
+FIRST += [pytest.param(sample, "", 0.4, marks=SLOW) for sample in (wrong.FATAL["killed"], wrong.HANGS["sleep"])]
 
 
 @KINDS
-@pytest.mark.parametrize("case", ["exit 0", *(pytest.param(c, marks=pytest.mark.slow) for c in ("killed", "sleep"))])
-def test_a_first_sample_that_ends_or_stops_its_process_is_refused(monkeypatch, kind, case):
+@pytest.mark.parametrize(("sample", "words", "limit_s"), FIRST)
+def test_a_first_sample_that_is_wrong_or_ends_or_stops_its_process(monkeypatch, kind, sample, words, limit_s):
     """The validation dataset is opened first: a machine too busy for the short limit gives the same message."""
-    make = {**wrong.FATAL_SAMPLES, **wrong.HANGS}[case]
-    with pytest.raises(ConfigError, match="sample 0 of the val dataset"):
-        data_of(monkeypatch, sound, lambda size: kind(size, {0: make}), worker_timeout_s=0.4)
+    with pytest.raises(ConfigError, match=f"sample 0 of the val dataset.*{words}"):
+        wrong_data(monkeypatch, wrong.Samples, lambda: kind({0: sample}), worker_timeout_s=limit_s)
 
 
 @KINDS
-@pytest.mark.parametrize("case", ["exit 7", *(pytest.param(c, marks=pytest.mark.slow) for c in ("exit 0", "aborts"))])
-def test_a_sample_that_ends_its_worker_is_named(monkeypatch, kind, case):
-    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.FATAL_SAMPLES[case]}), workers=2)
-    with pytest.raises(WorkerError, match=r"worker (exited|was killed).*sample [36] of the train dataset"):
-        epoch_of(data)
-
-
-@pytest.mark.slow
-@KINDS
-@pytest.mark.parametrize("case", wrong.HANGS)
-def test_a_sample_that_never_comes_is_named_within_the_timeout(monkeypatch, kind, case):
+@pytest.mark.parametrize("case", ["exit 7", *(pytest.param(c, marks=SLOW) for c in ("exit 0", "aborts", *wrong.HANGS))])
+def test_a_sample_that_ends_or_stops_its_worker_is_named_within_the_timeout(monkeypatch, kind, case):
     monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
-    data = data_of(monkeypatch, lambda size: kind(size, {6: wrong.HANGS[case]}), workers=2)
+    data = wrong_data(monkeypatch, lambda: kind({6: {**wrong.FATAL, **wrong.HANGS}[case]}), workers=2)
     # Not for the first samples: a busy machine starts workers slowly.
     data.train_loader._cfg = replace(data.train_loader._cfg, worker_timeout_s=2.0)
-    with pytest.raises(WorkerError, match=r"sample [36] of the train dataset.*worker_timeout_s"):
+    words = ["sample [36] of the train dataset", "worker_timeout_s" if case in wrong.HANGS else "(exited|was killed)"]
+    with pytest.raises(WorkerError) as caught:
         epoch_of(data)
+    assert all(re.search(word, str(caught.value)) for word in words), str(caught.value)
 
 
 class EndlessStream(wrong.Stream):
     def __iter__(self):
-        return iter(lambda: wrong.good(self.size), None)
+        return iter(wrong.good, None)
 
 
 class LongStream(wrong.Stream):
@@ -203,7 +191,7 @@ class LongStream(wrong.Stream):
 @pytest.mark.parametrize("kind", [EndlessStream, LongStream])
 def test_a_stream_that_is_longer_than_its_length(monkeypatch, kind, workers):
     """Training takes what it needs; an evaluation of more samples than there are would be wrong."""
-    data = data_of(monkeypatch, lambda size: kind(size, {}), lambda size: kind(size, {}), workers=workers)
+    data = wrong_data(monkeypatch, kind, kind, workers=workers)
     assert len(list(data.train(0, FLOAT_CHANNELS_LAST))) == 3
     with closing(data), pytest.raises(WorkerError, match="more than the 12 samples of its length"):
         val_count(data)
@@ -213,8 +201,7 @@ class RaisingStream(wrong.Stream):
     """A generator, which ends with the exception."""
 
     def __iter__(self):
-        yield wrong.good(self.size)
-        yield wrong.good(self.size)
+        yield from [wrong.good(), wrong.good()]
         raise OSError("the connection was lost")
 
 
@@ -224,36 +211,37 @@ def test_a_stream_that_raises_is_named_also_if_bad_samples_are_skipped(monkeypat
         ("error", BadImageError, r"sample 2 of the train dataset.*the connection was lost"),
         ("skip", WorkerError, r"ended after \d of 3 batches.*the connection was lost"),
     ):
-        data = data_of(monkeypatch, lambda size: RaisingStream(size, {}), workers=workers, on_bad_image=action)
+        data = wrong_data(monkeypatch, RaisingStream, workers=workers, on_bad_image=action)
         with pytest.raises(error, match=words):
             epoch_of(data)
 
 
-@pytest.mark.parametrize("attributes", wrong.ATTRIBUTES, ids=str)
-def test_wrong_classes_are_refused(monkeypatch, attributes):
-    dataset = sound(16)
-    vars(dataset).update({"num_classes": None, **attributes})
-    with pytest.raises(ConfigError, match="classes"):
-        data_of(monkeypatch, lambda size: dataset)
+def with_attributes(**attributes):
+    def made():
+        dataset = wrong.Samples()
+        vars(dataset).update({"num_classes": None, **attributes})
+        return dataset
+
+    return made
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("length", wrong.LENGTHS)
-def test_wrong_lengths_are_refused_before_the_training(monkeypatch, split, length):
-    functions = {"train": sound, "val": sound, split: lambda size: wrong.Samples(size, {}, length)}
-    with pytest.raises(ConfigError, match=r"length|empty|order of 1000000000000 samples"):
-        data_of(monkeypatch, **functions)
+WRONG = [(with_attributes(classes=names), "classes") for names in (5, "cats", (), {"cat": 1}, {"cat"})]
+WRONG += [(with_attributes(num_classes=n), "classes") for n in ("x", 0, -3, 2.5, True, 10**12, None)]
+WRONG += [(with_attributes(classes=("a",), num_classes=2), "classes")]
+WRONG += [(partial(wrong.Samples, (), n), "length|empty") for n in (0, -1, 2.5, "x", None, 2**70)]
+WRONG += [(partial(wrong.Samples, (), 10**12), "order of 1000000000000 samples|length")]
+WRONG += [
+    (lambda: None, "must return a Dataset.*TypeError"),
+    (partial(sys.exit, 0), "must return a Dataset.*SystemExit"),
+    (partial(iter, [1]), "must return a Dataset.*TypeError"),
+    (partial(os.listdir, "/nowhere"), "must return a Dataset.*FileNotFoundError.*/nowhere"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda size: None, "TypeError"),
-        (lambda size: wrong.sys.exit(0), "SystemExit"),
-        (lambda size: iter([1]), "TypeError"),
-        (lambda size: wrong.os.listdir("/nowhere"), "FileNotFoundError.*/nowhere"),
-    ],
-)
-def test_a_function_that_returns_no_dataset_is_refused(monkeypatch, make, reason):
-    with pytest.raises(ConfigError, match=f"must return a Dataset.*{reason}"):
-        data_of(monkeypatch, make)
+@pytest.mark.parametrize(("made", "words"), WRONG)
+def test_what_is_no_dataset_of_known_classes_and_length_is_refused(monkeypatch, made, words):
+    with pytest.raises(ConfigError, match=words):
+        wrong_data(monkeypatch, made)
+    if "length" in words:
+        with pytest.raises(ConfigError, match=words):
+            wrong_data(monkeypatch, wrong.Samples, made)
