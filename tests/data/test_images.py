@@ -5,9 +5,7 @@ import contextlib
 import io
 import os
 import shutil
-import struct
 import time
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,22 +61,12 @@ def empty(root, name=""):
     return root / name
 
 
-def archive(root):
-    (empty(root) / "train.tar").touch()
+def rename_all(folder, suffix):
+    for path in list(folder.iterdir()):
+        path.rename(path.with_suffix(suffix))
 
 
-def flat(root):
-    (empty(root, "val") / "ILSVRC2012_val_00000001.JPEG").touch()
-
-
-def new_classes(root):
-    (root / "train" / "cat").mkdir()
-    (root / "val" / "dog").mkdir()
-
-
-def webp(root):
-    for path in (root / "val" / "class_1").iterdir():
-        path.rename(path.with_suffix(".webp"))
+EMPTY = ["'train'", "'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imagenet"]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +74,20 @@ def webp(root):
     [
         (shutil.rmtree, {}, ["does not exist"]),
         (lambda root: [shutil.rmtree(root), root.touch()], {}, ["is not a folder"]),
-        (archive, {}, ["'train'", "'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imagenet"]),
-        (flat, {}, ["has no class folders", "ILSVRC2012_val_00000001.JPEG", "prepare_imagenet"]),
+        (lambda root: (empty(root) / "train.tar").touch(), {}, EMPTY),
+        (lambda root: (empty(root, "val") / "1.JPEG").touch(), {}, ["has no class folders", "1.JPEG", EMPTY[-1]]),
         (lambda root: (root / "mine").mkdir(), {"val_split": "mine"}, ["has no class folders"]),
         (lambda root: None, {"val_split": "nothing"}, ["'nothing'"]),
-        (new_classes, {}, ["in one of them only: cat, dog"]),
-        (webp, {}, ["class_1", "2 .webp", "data.extensions"]),
+        (lambda root: [(root / s).mkdir() for s in ("train/cat", "val/dog")], {}, ["in one of them only: cat, dog"]),
+        (lambda root: rename_all(root / "val/class_1", ".webp"), {}, ["class_1", "2 .webp", "data.extensions"]),
         (lambda root: None, {"val_fraction": 0.5}, ["/val"]),
+        (lambda root: shutil.rmtree(root / "val"), {"val_fraction": 0.5}, ["fewer than two"]),
         (lambda root: (root / "train/class_1/0001.jpg").unlink(), {}, ["for 1 of 2 classes: class_1"]),
+        (
+            lambda root: write_folder(root, train=1, val=9, classes=9),
+            {},
+            ["for 7 of 9", "class_6 and 2 more"],
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, change, layout, words):
@@ -101,13 +95,6 @@ def test_what_cannot_be_read_is_refused(tmp_path, change, layout, words):
     change(root)
     message = refused(root, **layout)
     assert all(word in message for word in words), message
-
-
-def test_empty_class_folders_are_named_five_at_most_and_single_images_are_not_divided(tmp_path):
-    root = write_folder(tmp_path, train=1, val=9, classes=9)
-    assert "for 8 of 9 classes: class_1, class_2, class_3, class_4, class_5 and 3 more" in refused(root)
-    shutil.rmtree(root / "val")
-    assert "fewer than two" in refused(root, val_fraction=0.5)
 
 
 def test_a_url_is_answered():
@@ -173,11 +160,6 @@ def test_ignored_files_are_counted_and_named_once(tmp_path):
     assert len(wider.train) == 6 and "1 .txt" in wider.notes[0] and "data.extensions" not in wider.notes[0]
 
 
-def age(root):
-    for path, _, _ in os.walk(root):
-        os.utime(path, (time.time() - 100, time.time() - 100))
-
-
 def stored():
     return list(cache_folder().glob("*.npz"))
 
@@ -189,7 +171,8 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "_CACHED_FROM", 1)
     root = write_folder(tmp_path / "data", train=6, val=4)
     (root / "train" / "class_0" / "notes.txt").write_text("")
-    age(root)
+    for path, _, _ in os.walk(root):
+        os.utime(path, (time.time() - 100, time.time() - 100))
     return root
 
 
@@ -227,17 +210,15 @@ CHANGES = {
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_changed_folder_is_listed_again(root, tmp_path, listings, change, linked):
     """Class folders may be links, which os.walk does not follow."""
-    given = root
-    if linked:
-        given = tmp_path / "linked"
-        for split in ("train", "val"):
-            (given / split).mkdir(parents=True)
-            for name in ("class_0", "class_1"):
-                (given / split / name).symlink_to(root / split / name)
-        age(given)
-    before = read_folder(given)
-    CHANGES[change](given)
-    assert (read_folder(given).fingerprint != before.fingerprint) == (change != "nested")
+    for folder in list(root.glob("*/class_*")) if linked else []:
+        target = tmp_path / f"{folder.parent.name}-{folder.name}"
+        folder.rename(target)
+        folder.symlink_to(target)
+    for split in (root / "train", root / "val"):
+        os.utime(split, (time.time() - 100, time.time() - 100))
+    before = read_folder(root)
+    CHANGES[change](root)
+    assert (read_folder(root).fingerprint != before.fingerprint) == (change != "nested")
     assert listings == ["train", "val"] * 2
 
 
@@ -245,13 +226,10 @@ def test_a_broken_list_is_replaced(root, listings):
     first = read_folder(root)
     (path,) = stored()
     with np.load(path) as file:
-        arrays = dict(file)
-    whole = path.read_bytes()
-    for content in (b"", b"PK broken", whole[:300], None):
-        if content is None:
-            np.savez(path, **{key: array for key, array in arrays.items() if key != "val/labels"})
-        else:
-            path.write_bytes(content)
+        lacking = {key: array for key, array in file.items() if key != "val/labels"}
+    np.savez(buffer := io.BytesIO(), **lacking)
+    for content in (b"", b"PK broken", path.read_bytes()[:300], buffer.getvalue()):
+        path.write_bytes(content)
         listings.clear()
         assert read_folder(root).fingerprint == read_folder(root).fingerprint == first.fingerprint
         assert listings == ["train", "val"]
@@ -270,22 +248,12 @@ PICTURE = noise(40, 60)
 RAMP = (np.arange(40 * 60, dtype=np.uint32) * 65535 // (40 * 60 - 1)).astype(np.uint16).reshape(40, 60)
 
 
-def huge_png() -> bytes:
-    """A PNG header that promises a billion pixels."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 30_000, 8, 2, 0, 0, 0)
-    end = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + end
-
-
 TURNED = Image.Exif()
 TURNED[0x0112] = 6  # which is ignored
 GOOD = {
     **{f"JPEG {mode}": encoded(PICTURE.convert(mode)) for mode in ("L", "CMYK")},
     **{f"PNG {mode}": encoded(PICTURE.convert(mode), "PNG") for mode in ("P", "LA", "1")},
-    "progressive": encoded(PICTURE, progressive=True),
     "4:1:1": encoded(PICTURE, subsampling="4:1:1"),
-    "restart markers": encoded(PICTURE, restart_marker_blocks=2),
-    "trailing bytes": jpeg(40, 60) + b"some camera's notes" * 100,
     "PNG palette, transparent": encoded(PICTURE.convert("P"), "PNG", transparency=b"\x80" * 256),
     "PNG 16 bit": encoded(Image.fromarray(RAMP), "PNG"),
     "turned by exif": encoded(PICTURE, exif=TURNED),
@@ -297,7 +265,6 @@ BAD = {
     "truncated in the header": (jpeg()[:200], None),
     "png truncated": (encoded(PICTURE, "PNG")[:900], "truncated"),
     "gif": (encoded(PICTURE, "GIF"), "not a JPEG or PNG"),
-    "huge png": (huge_png(), "pixels"),
 }
 
 
