@@ -38,6 +38,9 @@ def test_batches_are_those_of_train_and_an_epoch_resumes_at_any_batch(root):
     resumed.set_epoch(1, first_batch=3)
     same(list(resumed), train_batches(data, 1, first_batch=3))
     same(list(resumed), train_batches(data, 2))
+    for rank in (0, 1):
+        same(list(loader(root, rank=rank, world_size=2)), train_batches(folder_data(root, rank=rank, world_size=2)))
+        assert len(loader(root, "val", rank=rank, world_size=2)) == 2 - rank
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -50,13 +53,6 @@ def test_on_a_device_batches_are_normalised(root, memory_format):
         assert torch.equal(images, batch.images.bfloat16()) and torch.equal(targets, batch.targets)
     for (images, _), batch in zip(DevicePrefetcher(loader(root, "val"), "cpu"), expected, strict=True):
         assert torch.equal(images, batch.images)
-
-
-def test_ranks_share_an_epoch(root):
-    whole = [targets for _, targets in loader(root, batch_size=8)]
-    ranks = [[targets for _, targets in loader(root, rank=rank, world_size=2)] for rank in (0, 1)]
-    assert torch.equal(torch.cat(whole), torch.cat([torch.cat(pair) for pair in zip(*ranks, strict=True)]))
-    assert [len(loader(root, "val", rank=rank, world_size=2)) for rank in (0, 1)] == [2, 1]
 
 
 def test_bad_images_are_named(tmp_path):
@@ -79,24 +75,17 @@ def test_bad_images_are_named(tmp_path):
         ({"root": "/nowhere"}, "nowhere"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2.5}, "batch_size=2.5"),
-        ({"batch_size": 1000}, "22 training images are fewer than one batch of all ranks, 1000"),
-        ({"batch_size": 8, "rank": 0, "world_size": 3}, "fewer than one batch of all ranks, 24"),
-        ({"image_size": 0}, "image_size=0"),
+        ({"batch_size": 8, "rank": 0, "world_size": 3}, "22 training images are fewer than one batch of all ranks, 24"),
         ({"image_size": 10**6}, "image_size"),
         ({"seed": -1}, "seed=-1"),
-        ({"seed": 2**40}, "seed="),
         ({"workers": -1}, "workers=-1"),
         ({"val_fraction": 2}, "val_fraction=2"),
         ({"rank": 3, "world_size": 2}, "rank=3, world_size=2"),
-        ({"rank": 1}, "give both"),
         ({"world_size": 2}, "give both"),
         ({"rank": 0.5, "world_size": 2}, "rank=0.5"),
-        ({"rank": 0, "world_size": 0}, "world_size=0"),
         ({"device": "cpu", "dtype": torch.float8_e4m3fn}, "float8"),
-        ({"device": "cpu", "memory_format": torch.channels_last_3d}, "channels_last_3d"),
         ({"mean": (0.5,), "std": (0.5,)}, "three numbers"),
         ({"std": (0.5, 0.5, 0.0)}, "above 0"),
-        ({"mean": (0.5, 0.5, float("nan"))}, "mean"),
     ],
 )
 def test_wrong_arguments_are_value_errors(root, arguments, named):
@@ -137,10 +126,8 @@ def test_a_second_thread_gets_an_error_at_once_and_the_first_goes_on(root, worke
 Pair = namedtuple("Pair", "image label")
 
 
-def arrays(count=5, shape=(3, 8, 12), dtype=np.uint8):
-    channels, height, width = shape
-    generator = np.random.default_rng(0)
-    return [generator.integers(0, 255, (height, width, channels)).astype(dtype) for _ in range(count)]
+def arrays(count=5, shape=(8, 12, 3), dtype=np.uint8):
+    return list(np.random.default_rng(0).integers(0, 255, (count, *shape)).astype(dtype))
 
 
 def is_nhwc(batch):
@@ -148,7 +135,7 @@ def is_nhwc(batch):
     return batch.stride() == (height * width * channels, 1, width * channels, channels)
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 12), (1, 8, 12), (4, 5, 1), (3, 1, 1), (16, 6, 6)])
+@pytest.mark.parametrize("shape", [(8, 12, 3), (8, 12, 1), (5, 1, 4), (1, 1, 3), (6, 6, 16)])
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 def test_every_kind_of_image_becomes_the_same_channels_last_batch(shape, count, dtype):
@@ -160,7 +147,7 @@ def test_every_kind_of_image_becomes_the_same_channels_last_batch(shape, count, 
         "array": hwc,
         "interleaved": interleaved,
         "planar": planar,
-        "mixed strides": [planar[place] if place % 2 else interleaved[place] for place in range(count)],
+        "mixed strides": [*interleaved[:1], *planar[1:]],
         "flipped": [image[:, ::-1].copy()[:, ::-1] for image in hwc],
     }
     for kind, images in kinds.items():
@@ -174,9 +161,8 @@ def test_every_kind_of_image_becomes_the_same_channels_last_batch(shape, count, 
 def test_pil_images(mode, channels):
     images = [Image.fromarray(array).convert(mode) for array in arrays()]
     batch = channels_last_collate(images)
-    assert batch.shape == (5, channels, 8, 12) and is_nhwc(batch)
     expected = np.stack([np.asarray(image).reshape(8, 12, channels) for image in images])
-    assert np.array_equal(batch.permute(0, 2, 3, 1).numpy(), expected)
+    assert np.array_equal(batch.permute(0, 2, 3, 1).numpy(), expected) and is_nhwc(batch)
 
 
 def test_structure_is_kept_and_the_rest_is_default_collates():
@@ -185,15 +171,20 @@ def test_structure_is_kept_and_the_rest_is_default_collates():
     batch = channels_last_collate(
         [{"views": [image, image], "box": torch.ones(4), "name": "a", "tags": (1, 2)} for image in arrays(3)]
     )
-    assert [is_nhwc(view) for view in batch["views"]] == [True, True]
-    assert batch["box"].shape == (3, 4) and batch["name"] == ["a"] * 3
+    assert all(map(is_nhwc, batch["views"])) and batch["box"].shape == (3, 4) and batch["name"] == ["a"] * 3
     assert torch.equal(batch["tags"][1], torch.tensor([2, 2, 2]))
 
 
-TARGETS = [7, (1, 2.5), [1, (2, "a")], Pair(1, "a"), ((1, 2), [Pair(3, (4,))])]
+TARGETS = [
+    7,
+    [1, (2, "a")],
+    Pair(1, "a"),
+    ((1, 2), [Pair(3, (4,))]),
+    {"box": (1, 2), "ids": [3, 4], "t": torch.ones(2)},
+]
 
 
-@pytest.mark.parametrize("target", [*TARGETS, {"box": (1, 2), "ids": [3, 4], "size": torch.ones(2)}])
+@pytest.mark.parametrize("target", TARGETS)
 def test_targets_without_images_are_exactly_default_collates(target):
     (_, ours), expected = channels_last_collate([(arrays(1)[0], target)] * 2), default_collate([target] * 2)
     assert repr(ours) == repr(expected) and type(ours) is type(expected)
@@ -217,17 +208,15 @@ PIL = Image.fromarray(GOOD)
     [
         ([GOOD, np.zeros((8, 13, 3), np.uint8)], ["sample 1", "(8, 13, 3)", "(8, 12, 3)"]),
         ([GOOD, np.zeros((8, 12, 3), np.float32)], ["sample 1", "float32", "uint8"]),
-        ([GOOD, np.zeros((8, 12), np.uint8)], ["sample 1", "(8, 12)", "(8, 12, 3)"]),
         ([GOOD, torch.zeros(3, 8, 12, dtype=torch.uint8)], ["sample 1", "(3, 8, 12)", "(8, 12, 3)"]),
         ([GOOD, None], ["sample 1", "NoneType", "(8, 12, 3)"]),
         ([(GOOD, 0), (GOOD,)], ["sample 1"]),
         ([{"x": GOOD}, {"y": GOOD}], ["sample 1"]),
-        ([(GOOD, torch.ones(2)), (GOOD, torch.ones(3))], ["sample 1"]),
+        ([(GOOD, torch.ones(2)), (GOOD, torch.ones(3))], ["sample 1", "(3,)"]),
         ([PIL, PIL.convert("L")], ["sample 1", "mode L"]),
         ([PIL.convert("P")], ["convert"]),
         ([], ["empty"]),
         ([torch.zeros(0, 8, 8)] * 2, ["without pixels"]),
-        ([torch.zeros(3, 0, 8)] * 2, ["without pixels"]),
         ([np.zeros((8, 0, 3), np.uint8)] * 2, ["without pixels"]),
         ([Image.new("RGB", (0, 0))] * 2, ["without pixels"]),
         ([torch.zeros(3, 8, 8).to_sparse()] * 2, ["sparse"]),
