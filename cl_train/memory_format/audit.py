@@ -120,8 +120,6 @@ def _forward(
 
 
 SHAPE = (2, 8, 8, 8)  # every dimension above 1, so that no probe is ambiguous
-
-
 # Expressions of x, with torch, its functional `F`, ones(*shape), and weight(*shape) in channels_last.
 PROBES = (
     "F.conv2d(x, weight(8, 8, 3, 3), padding=1)", "F.conv2d(x, weight(8, 8, 1, 1))",
@@ -131,10 +129,9 @@ PROBES = (
     "F.batch_norm(x, None, None, ones(8), ones(8), training=True)", "F.batch_norm(x, *(ones(8),) * 4)",
     "F.group_norm(x, 2, ones(8), ones(8))", "F.layer_norm(x, x.shape[1:])", "F.local_response_norm(x, 3)",
     "F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)", "F.relu_(x * 1)", "F.prelu(x, ones(8))",
-    *(f"F.{name}(x)" for name in (
-        "instance_norm", "normalize", "relu", "leaky_relu", "elu", "gelu", "silu", "mish", "hardswish", "hardsigmoid",
-        "hardtanh", "softplus", "dropout", "dropout2d",
-    )), "F.glu(x, 1)", "F.softmax(x, 1)", "F.log_softmax(x, 1)", "x.sigmoid()", "x.clamp(-1, 1)",
+    "F.instance_norm(x)", "F.normalize(x)", "F.relu(x)", "F.leaky_relu(x)", "F.elu(x)", "F.gelu(x)", "F.silu(x)",
+    "F.mish(x)", "F.hardswish(x)", "F.hardsigmoid(x)", "F.hardtanh(x)", "F.softplus(x)", "F.dropout(x)",
+    "F.dropout2d(x)", "F.glu(x, 1)", "F.softmax(x, 1)", "F.log_softmax(x, 1)", "x.sigmoid()", "x.clamp(-1, 1)",
     "x + x.flip(0)", "(x * 1).add_(x)", "x * ones(8).view(1, 8, 1, 1)", "torch.where(x > 0, x, -x)",
     "x - x.mean((2, 3), keepdim=True)", "x - x.sum(1, keepdim=True)", "x.cumsum(2)",
     "F.max_pool2d(x, 2)", "F.avg_pool2d(x, 2)", "F.lp_pool2d(x.abs() + 1, 2, 2)", "F.adaptive_avg_pool2d(x, 3)",
@@ -195,7 +192,7 @@ def compiled_graphs(
         nodes = [str(node.target) for node in graph.graph.nodes]
         convolutions = sum(node.startswith("aten.convolution") for node in nodes)
         row = {"graph": len(found), "direction": direction, "nodes": len(nodes), "convolutions": convolutions}
-        found.append({**row, "channels_last": bool(is_laid_out)})
+        found.append(row | {"channels_last": bool(is_laid_out)})
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(

@@ -80,9 +80,8 @@ def in_child(work: Callable[[], Result]) -> Result:
     What else it changes is lost, and its result must be picklable. In this process where a fork is not possible: on
     other systems than Linux, in a daemonic process, and if there is a GPU, whose state a fork would share.
 
-    Raises:
-        Crash: a signal ended the process, and again when `work` was repeated to find the module.
-        OutOfMemory: it was SIGKILL.
+    Raises Crash: it ended without a result, and again when `work` was repeated to find the module; OutOfMemory: by
+    SIGKILL.
     """
     is_daemon = multiprocessing.current_process().daemon  # as the workers of a Pool: multiprocessing refuses to fork it
     if _is_child or is_daemon or sys.platform != "linux" or torch.cuda.is_available():
@@ -102,22 +101,18 @@ def in_child(work: Callable[[], Result]) -> Result:
     raise Crash(f"the process was {what}{outcome.decode('utf-8', 'replace') if code else ''}")
 
 
-def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, bytes]:
-    """The exit code of a process that runs `work`, and the pickled outcome, a result and an exception.
-
-    After a crash, with `is_noting`, the module that ran last instead. The outcome is _NEEDS_PARENT if the work cannot
-    go on in a fork, or its result cannot be pickled.
+def _forked(work: Callable[[], Any], *, is_noting: bool) -> tuple[int, bytes]:
+    """The exit code of a process that runs `work`, and the pickled result and exception, or _NEEDS_PARENT; after a
+    crash, with `is_noting`, the module that ran last instead.
     """
     outcome, errors = os.memfd_create("outcome"), os.memfd_create("stderr")
-    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    process = multiprocessing.get_context("fork").Process(
-        target=_run_child, args=(work, outcome, errors, is_noting, modes)
-    )
+    arguments = (work, outcome, errors, is_noting, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    process = multiprocessing.get_context("fork").Process(target=_run_child, args=arguments)
     collects = gc.isenabled()
     gc.disable()  # until the child has frozen what it inherits
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a threaded process, from Python 3.12 on
+        # of a threaded process, from Python 3.12 on
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             process.start()
     finally:
         if collects:
@@ -145,7 +140,9 @@ def _forked(work: Callable[[], Any], *, is_noting: bool = False) -> tuple[int, b
         os.close(errors)
 
 
-def _run_child(work: Callable[[], Any], outcome: int, errors: int, is_noting: bool, modes: tuple[bool, bool]) -> None:
+def _run_child(
+    work: Callable[[], Any], outcome: int, errors: int, is_noting: bool, is_grad_enabled: bool, is_inference: bool
+) -> None:
     """Write the outcome of `work` and end the process."""
     global _is_child
     _is_child = True
@@ -165,14 +162,14 @@ def _run_child(work: Callable[[], Any], outcome: int, errors: int, is_noting: bo
 
     def run() -> None:
         nonlocal pickled
-        result, raised = None, None
+        result = raised = None
         if is_noting:
             _note_modules(outcome)
         try:
             torch.zeros((), requires_grad=True).backward()
         except RuntimeError:  # see above
             return
-        with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):  # inference_mode sets both
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad_enabled):  # the first sets both
             try:
                 result = work()
             except BaseException as error:

@@ -180,8 +180,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _calling_line(frame: FrameType | None) -> tuple[str, str]:
-    """file:line and text of the innermost frame outside PyTorch; empty where this package called PyTorch itself, and
-    for the operators that autograd calls."""
+    """file:line and text of the innermost frame outside PyTorch; empty for calls of autograd and of this package."""
     package = str(Path(__file__).parent)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         path = frame.f_code.co_filename
