@@ -17,8 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
-from cl_train.memory_format.convert import borders, convert
-from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
+from cl_train.memory_format.layout import borders, classify, convert, model_memory_format, to_memory_format
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process groups
 CHANNELS_LAST = torch.channels_last
