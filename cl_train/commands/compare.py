@@ -50,7 +50,20 @@ def main(words: list[str]) -> int:
         raise ConfigError("parity=true needs model=NAME")
     if not folders and not settings.parity:
         raise ConfigError("nothing to compare: name a sweep's folder, two run folders, or parity=true model=NAME")
-    failures = _parity_failures(str(settings.model), settings) if settings.parity else {}
+    failures: dict[str, str] = {}  # the reason by the model's name
+    if settings.parity:
+        import torch
+
+        from cl_train.comparison.parity import check_parity
+        from cl_train.models.sources import build_model, usual_image_size
+        from cl_train.system.distributed import choose_device
+
+        torch.manual_seed(settings.seed)
+        name, size = str(settings.model), settings.image_size or usual_image_size(str(settings.model))
+        model, device = build_model(name, num_classes=100, image_size=size), choose_device(settings.device)
+        outcome = check_parity(model, image_size=size, precision=settings.precision, device=device)
+        print(f"{name}: {outcome}")
+        failures = {} if outcome.passed else {name: str(outcome)}
     if folders:
         from cl_train.comparison.report import compare_folders
 
@@ -58,19 +71,3 @@ def main(words: list[str]) -> int:
         with output_folder(out, overwrite=settings.overwrite, markers=MARKERS) if out else nullcontext():
             compare_folders(folders, settings.compare_by, out=out, parity_failures=failures, show_table=True)
     return 1 if failures else 0
-
-
-def _parity_failures(name: str, settings: CompareSettings) -> dict[str, str]:
-    """The reason by the model's name if its layouts differ; empty if they agree. Prints the outcome."""
-    import torch
-
-    from cl_train.comparison.parity import check_parity
-    from cl_train.models.sources import build_model, usual_image_size
-    from cl_train.system.distributed import choose_device
-
-    torch.manual_seed(settings.seed)
-    size = settings.image_size or usual_image_size(name)
-    model = build_model(name, num_classes=100, image_size=size)
-    outcome = check_parity(model, image_size=size, precision=settings.precision, device=choose_device(settings.device))
-    print(f"{name}: {outcome}")
-    return {} if outcome.passed else {name: str(outcome)}

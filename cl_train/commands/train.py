@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from cl_train.config.command_line import GROUPS, CommandLine, Composed, compose, group_choices, words_of
+from cl_train.config.command_line import GROUPS, CommandLine, Composed, as_word, compose, group_choices
 from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
-from cl_train.config.validation import command_help
+from cl_train.config.validation import command_help, flatten
 from cl_train.system.files import safe_name
 from cl_train.system.processes import adopt_srun, read_launch
 
@@ -80,7 +80,11 @@ def train(*overrides: str, **settings: Any) -> "RunResult":
         KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; a second Ctrl-C does not wait for it.
         TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
     """
-    words = [*overrides, *words_of(settings)]
+    words = [*overrides]
+    for key, value in flatten(settings):
+        if callable(value):
+            raise ConfigError(f"{key}= takes a name or package.module:function, not an object ({type(value).__name__})")
+        words.append(f"{key}={as_word(value)}")
     line = CommandLine.parse(words)
     if line.multirun or line.printed:
         raise ConfigError("-m and --cfg belong to the command line: call train() once for each run")

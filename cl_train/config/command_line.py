@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -272,7 +272,7 @@ def _start_words(typed: Mapping[str, Any], folders: Sequence[Path]) -> list[str]
         elif key in CHOSEN_BY_GROUP:
             words += [f"{group}={value}"] if value != "torch" else []
         else:
-            words.append(f"{key}={_word(value)}")
+            words.append(f"{key}={as_word(value)}")
     if problems := [f"{path}: {problem}" for word in words for problem in _word_problems(word, folders)]:
         raise ConfigError(problems)
     return words
@@ -319,17 +319,10 @@ def _compose_files(words: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     return raw
 
 
-def words_of(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Nested Python values as words: `{"optim": {"lr": 0.1}}` is `optim.lr=0.1`. Raises ConfigError: an object."""
-    for key, value in flatten(settings):
-        if callable(value):
-            raise ConfigError(f"{key}= takes a name or package.module:function, not an object ({type(value).__name__})")
-        yield f"{key}={_word(value)}"
-
-
-def _word(value: Any) -> str:
+def as_word(value: Any) -> str:
+    """A Python value as it is typed after the `=`."""
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_word, value))}]"
+        return f"[{','.join(map(as_word, value))}]"
     if isinstance(value, float):
         return repr(float(value))  # NumPy's too
     return quoted(value) if isinstance(value, str | Path) else show(value)

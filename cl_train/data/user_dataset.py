@@ -32,7 +32,7 @@ _SHOWN = 300  # characters of a message of the user's code
 
 def read_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """What the user's function returns for ("train", image_size) and ("val", val_size). Raises ConfigError."""
-    assert cfg.dataset is not None, "config/rules.py requires data.dataset"
+    assert cfg.dataset is not None, "`load` requires data.dataset"
     function, built = user_function("data.dataset", cfg.dataset), list[Any]()
     for split, size in (("train", cfg.image_size), ("val", cfg.val_size or cfg.image_size)):
         try:

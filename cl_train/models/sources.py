@@ -21,7 +21,7 @@ from torch import nn
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
 from cl_train.memory_format.layout import refuse_lazy
-from cl_train.memory_format.model_call import explain_failure, failure_explained
+from cl_train.memory_format.model_call import explain_failure
 from cl_train.models.files import Preprocessing, read_weights, weights_path
 
 log = logging.getLogger(__name__)
@@ -97,18 +97,6 @@ def build_model(
     if is_new and keep_classifier:
         raise ConfigError(f"weights={weights} have another number of classes than the data ({num_classes})")
     return model
-
-
-def check_input(model: nn.Module, name: str, batch_size: int, image_size: int, *, training: bool = True) -> None:
-    """Raises ConfigError: a zoo model cannot take images of this size, or a batch of one, by their shapes alone.
-
-    A user's own model may not run on the meta device and is not checked.
-    """
-    if ":" in name:
-        return
-    what = f"model={name} cannot {'train on' if training else 'evaluate'} {batch_size} images of {image_size} px"
-    with failure_explained(what, "change data.image_size, data.size_schedule or batch_size"):
-        copy_model(model, "meta").train(training)(torch.empty(batch_size, 3, image_size, image_size, device="meta"))
 
 
 def _built(name: str, num_classes: int, weights: str | None, image_size: int | None, drop_path: float | None) -> Any:

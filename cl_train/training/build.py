@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from cl_train.comparison.paired import choose_memory_format
-from cl_train.config.rules import graph_conflict
 from cl_train.config.schema import Config, ConfigError
+from cl_train.config.validation import graph_conflict
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.crashes import Crash, crash_safe, known_issues
@@ -96,7 +96,12 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
     val_size = cfg.data.val_size or cfg.data.image_size
     for size in sorted({val_size, *(() if cfg.evaluate_only else sizes)}):
         training = size in sizes and not cfg.evaluate_only
-        models.check_input(model, cfg.model, cfg.batch_size, size, training=training)
+        task = f"{'train on' if training else 'evaluate'} {cfg.batch_size} images of {size} px"
+        advice = "change data.image_size, data.size_schedule or batch_size"
+        if ":" not in cfg.model:  # a user's own may not run on the meta device
+            with failure_explained(f"model={cfg.model} cannot {task}", advice):
+                images = torch.empty(cfg.batch_size, 3, size, size, device="meta")
+                models.copy_model(model, "meta").train(training)(images)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")

@@ -10,8 +10,10 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from cl_train.config.schema import ConfigError
-from cl_train.models.sources import build_model, check_input, model_names, replace_classifier
+from cl_train.config.schema import Config, ConfigError, DataConfig
+from cl_train.models.sources import build_model, model_names, replace_classifier
+from cl_train.system.distributed import Dist
+from cl_train.training import build
 from tests import networks
 
 SMALL = "tests.networks:small"
@@ -72,14 +74,16 @@ def test_a_pretrained_head_is_replaced(name: str) -> None:
 
 
 def test_images_that_a_model_cannot_take_are_refused_at_once() -> None:
-    model, other = build_model("alexnet", num_classes=3), build_model("resnet18", num_classes=3)
-    with pytest.raises(ConfigError, match=r"4 images of 32 px.*data.image_size"):
-        check_input(model, "alexnet", 4, 32)
-    check_input(model, "alexnet", 4, 64)
-    assert next(model.parameters()).device.type == "cpu"
+    def built(model: str, batch_size: int, size: int, **more: Any) -> nn.Module:
+        cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size), **more)
+        return build.build_model(cfg, 3, Dist(0, 1, torch.device("cpu")))
+
+    with pytest.raises(ConfigError, match=r"train on 4 images of 32 px.*data.image_size"):
+        built("alexnet", 4, 32)
+    assert next(built("alexnet", 4, 64).parameters()).device.type == "cpu"
     with pytest.raises(ConfigError, match="more than 1 value per channel"):
-        check_input(other, "resnet18", 1, 32)  # one pixel at the end
-    check_input(other, "resnet18", 1, 32, training=False)
+        built("resnet18", 1, 32)  # one pixel at the end
+    built("resnet18", 1, 32, evaluate_only=True)
     with pytest.raises(ConfigError, match="100 px"):
         build_model("vit_b_16", num_classes=10, image_size=100)
 
