@@ -6,7 +6,7 @@ torch is imported where it is used: the process of pytest-xdist that distributes
 import gc
 import json
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from cl_train.config.schema import PRECISIONS, Config
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import kill_left
 
 # Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -55,6 +55,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+    kill_left()
 
 
 @pytest.fixture(scope="session")
@@ -70,13 +71,6 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """XDG_CACHE_HOME in which the sample data is generated once: the processes of pytest-xdist share it."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """Forks processes that have imported torch."""
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture

@@ -5,12 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from tests.faults.forkserver import ForkServer, Run
+from tests.faults.forkserver import Forked, Function
 from tests.processes import LIMIT_S
 
-RUN_SCRIPT = "tests.faults.forkserver:run_script"
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
     *("data=folder", "data.image_size=32", "data.workers=0", "device=cpu", "precision=fp32", "log_every=1"),
@@ -39,8 +37,8 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
 
 
-def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: Any, **environment: str) -> list[Run]:
-    """`module:function(*arguments)` in two processes as torchrun starts them, without three imports of torch.
+def fork_two_ranks(folder: Path, function: Function, **environment: str) -> list[Forked]:
+    """A function in two processes as torchrun starts them, without three imports of torch.
 
     They have ended well; their output is in `folder`.
     """
@@ -51,7 +49,7 @@ def fork_two_ranks(server: ForkServer, folder: Path, function: str, *arguments: 
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
     ranks = [
-        server.call(function, [*arguments], folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
+        Forked(function, folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
     ]
     assert [rank.wait(3 * LIMIT_S) for rank in ranks] == [0, 0], "".join(rank.output() for rank in ranks)

@@ -5,13 +5,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import train_script
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, RUN_SCRIPT, TINY, fork_two_ranks, losses
+from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 
 pytestmark = pytest.mark.slow
 SETTINGS = (*TINY, "batch_size=16", "global_batch_size=32", "evaluate_every=-1", "rank_timeout_s=300")
@@ -61,16 +62,14 @@ class Nodes:
 
 
 @needs_namespaces
-def test_killed_nodes_without_a_shared_folder_resume_exactly(
-    image_folder: Path, tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder: Path, tmp_path: Path) -> None:
     words, undisturbed = (f"data.root={image_folder}", *GATED), tmp_path / "undisturbed"
     killed = Nodes(tmp_path / "killed", *words)
     killed.kill_at_the_gate()
     assert len(losses(killed.run)) == 9
     (killed.gate / "open").touch()
-    script = [str(ROOT / "train.py"), [*SETTINGS, *words, f"hydra.run.dir={undisturbed}"]]
-    fork_two_ranks(fork_server, tmp_path, RUN_SCRIPT, *script, GATE=str(killed.gate), LOCAL_WORLD_SIZE="1")
+    script = partial(train_script, [*SETTINGS, *words, f"hydra.run.dir={undisturbed}"])
+    fork_two_ranks(tmp_path, script, GATE=str(killed.gate), LOCAL_WORLD_SIZE="1")
     resumed = Nodes(tmp_path / "killed", *words, "resume=auto")
     assert [agent.wait(LIMIT_S) for agent in resumed.agents] == [0, 0], resumed.log()
     assert "resumed from" in resumed.log()

@@ -10,14 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cl_train.comparison.sweep_plan import problem_of, read_sweep
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, RUN_SCRIPT, TINY, fork_two_ranks, losses
+from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 
 pytestmark = [
     pytest.mark.slow,
@@ -121,13 +122,11 @@ def is_completed(folder: Path) -> bool:
     return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
 
 
-def test_each_script_trains_like_one_process(
-    submit: Callable[..., str], image_folder: Path, tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_each_script_trains_like_one_process(submit: Callable[..., str], image_folder: Path, tmp_path: Path) -> None:
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
         submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
     words = (f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'alone'}")
-    assert fork_server.start([*SETTINGS, *words], tmp_path / "log").wait() == 0
+    assert Forked(partial(train_script, [*SETTINGS, *words]), tmp_path / "log").wait() == 0
     expected = losses(tmp_path / "alone")
     assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
@@ -142,7 +141,7 @@ def test_each_script_trains_like_one_process(
 
 
 def test_a_requeued_job_resumes_exactly(
-    submit: Callable[..., str], cluster: dict[str, str], image_folder: Path, tmp_path: Path, fork_server: ForkServer
+    submit: Callable[..., str], cluster: dict[str, str], image_folder: Path, tmp_path: Path
 ) -> None:
     """`scancel --signal=TERM` signals the tasks, as `--signal=TERM@120` does before the time limit."""
     undisturbed, folder, gate = (tmp_path / name for name in ("undisturbed", "requeued", "gate"))
@@ -153,8 +152,8 @@ def test_a_requeued_job_resumes_exactly(
     start_soon(cluster, job)
     (gate / "open").touch()
     # One rank per node: as many threads as there, and so the same sums.
-    script = [str(ROOT / "train.py"), [*INTERRUPTED, f"data.root={image_folder}", f"hydra.run.dir={undisturbed}"]]
-    fork_two_ranks(fork_server, tmp_path, RUN_SCRIPT, *script, GATE=str(gate), LOCAL_WORLD_SIZE="1")
+    words = [*INTERRUPTED, f"data.root={image_folder}", f"hydra.run.dir={undisturbed}"]
+    fork_two_ranks(tmp_path, partial(train_script, words), GATE=str(gate), LOCAL_WORLD_SIZE="1")
     wait_until(lambda: is_completed(folder))
     assert "resumed from" in (folder / "log").read_text()
     assert losses(folder / "run") == losses(undisturbed)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from cl_train.cli import main
 from cl_train.config.command_line import CONF_DIR, GROUPS, CommandLine, check_command_line, compose, group_choices
 from cl_train.config.schema import OPTIMIZERS, Config, ConfigError, OptimConfig
 from cl_train.config.validation import load, setting_fields, settings_from_arguments
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,8 +218,8 @@ def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path, fork_server: ForkServer) -> None:
-    refused = fork_server.start(["model=resnt50", f"hydra.run.dir={tmp_path}/run"], tmp_path / "log")
+def test_an_unknown_model_is_refused_with_suggestions(tmp_path: Path) -> None:
+    refused = Forked(partial(train_script, ["model=resnt50", f"hydra.run.dir={tmp_path}/run"]), tmp_path / "log")
     assert refused.wait() == 2 and "did you mean" in refused.output() and "resnet50" in refused.output()
     assert "Traceback" not in refused.output() and not (tmp_path / "run").exists()
 
@@ -233,10 +234,10 @@ def test_help_shows_settings_groups_and_examples_without_torch(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_what_only_the_data_can_tell_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "images" / "train").mkdir(parents=True)
     words = ["data=folder", f"data.root={tmp_path}/images", f"hydra.run.dir={tmp_path}/run"]
-    refused = fork_server.start(words, tmp_path / "log")
+    refused = Forked(partial(train_script, words), tmp_path / "log")
     assert refused.wait() == 2 and "has no folder 'val'" in refused.output() and "Traceback" not in refused.output()
     assert "run folder" not in refused.output() and not (tmp_path / "run").exists()
 

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from cl_train.commands import COMMANDS
 from cl_train.config.command_line import check_command_line
 from cl_train.config.validation import setting_fields
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -72,17 +73,15 @@ def test_every_section_has_one_program() -> None:
     assert len(PROGRAMS) == PYTHON.count("```python") == PYTHON.count("\n## ") == 8
 
 
-def run_program(title: str, folder: str) -> None:
+def run_program(title: str, folder: Path) -> None:
     os.chdir(folder)
     exec(compile(PROGRAMS[title], title, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", PROGRAMS)
-def test_program(title: str, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_program(title: str, tmp_path: Path) -> None:
     """Every program of docs/python.md runs as it stands, in a process and a folder of its own."""
-    environment = {"XDG_CACHE_HOME": str(tmp_path)}
-    arguments = [title, str(tmp_path)]
-    run = fork_server.call("tests.contract.test_readme:run_program", arguments, tmp_path / "log", environment)
+    run = Forked(partial(run_program, title, tmp_path), tmp_path / "log", {"XDG_CACHE_HOME": str(tmp_path)})
     assert run.wait() == 0, run.output()[-2000:]
     assert "Traceback" not in run.output()

@@ -1,12 +1,17 @@
-"""What the faults share: runs to act on, undisturbed ones to compare with, and the count of what was lost."""
+"""What the faults share: tiny runs to act on, undisturbed ones to compare with, and the count of what was lost.
 
+Each row is a test with one fault, which is planted with a small count in the ordinary tests, and often by `--full`.
+"""
+
+import contextlib
 import os
 import re
+import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,20 +19,37 @@ from typing import Any
 
 import pytest
 
-from cl_train.system.checkpoints import CheckpointStore
 from tests.conftest import write_images
-from tests.faults import tiny
-from tests.faults.forkserver import ForkServer, Run
+from tests.faults import plants, tiny
+from tests.faults.forkserver import Forked, Function, train_script
 from tests.processes import free_ports, wait_until
 
+MAX_ORPHAN_S = 5.0
 
-@dataclass
-class Outcome:
-    """The tries of one row. The row passes if nothing was `lost`."""
 
-    tried: int = 0
-    lost: list[str] = field(default_factory=list)
-    random: Random = field(default_factory=partial(Random, 1))
+class Bench:
+    """Images, a folder, and undisturbed runs; of the row that runs, how often it tried, and what was lost."""
+
+    def __init__(self, folder: Path, is_full: bool) -> None:
+        self.folder, self.images, self.is_full = folder, folder / "images", is_full
+        self.patience = 1.0 if is_full else 60.0  # factor of the times within which a program must end
+        write_images(self.images, {"train": 17, "val": 5})  # 51 and 15: neither divides by the batch of 8
+        self._references: dict[str, Path] = {}
+        self.seconds = 0.0  # that the last undisturbed run took
+        self.begin_row()
+
+    def begin_row(self) -> None:
+        self.tried, self.lost, self.random, self._started = 0, list[str](), Random(1), time.monotonic()
+
+    def end_row(self, name: str) -> None:
+        print(f"{name}: {len(self.lost)} of {self.tried} lost, {time.monotonic() - self._started:.0f} s")
+        assert self.tried and not self.lost, self.lost
+
+    def count(self, quick: Any, full: Any) -> Any:
+        """How often a fault is planted. With `quick=None` even one try takes long: only by --full."""
+        if quick is None and not self.is_full:
+            pytest.skip("takes long even for one try: --full")
+        return full if self.is_full else quick
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -45,47 +67,39 @@ class Outcome:
             if self.tried < tried + count:
                 yield number
 
+    def words(self, run: Path, **settings: Any) -> list[str]:
+        """The command line of a run that can be killed a hundred times; `settings` with `__` for the dot of a key."""
+        values: dict[str, Any] = {
+            "model": "tests.networks:dropout", "data": "folder", "data.root": f"'{self.images}'", "data.image_size": 32,
+            "data.workers": 0, "batch_size": 8, "epochs": tiny.EPOCHS, "precision": "fp32", "device": "cpu",
+            "ema_decay": 0.9, "log_every": 2, "warmup_steps": 2, "optim.lr": 0.5, "checkpoint.every_steps": 1,
+            "checkpoint.keep": 3, "resume": "auto", "hydra.run.dir": f"'{run}'",
+        }  # fmt: skip
+        values |= {key.replace("__", "."): value for key, value in settings.items()}
+        return [f"{key}={value}" for key, value in values.items() if value is not None]
 
-@dataclass
-class Bench:
-    """The server, images, a folder, and undisturbed runs to compare with."""
+    def fork(self, function: Function, environment: Mapping[str, str] = {}) -> Forked:
+        return Forked(function, self.new_folder() / "log", environment)
 
-    server: ForkServer
-    folder: Path
-    patience: float = 1.0  # factor of the times within which a program must end: more than 1 on a busy machine
+    def start(self, run: Path, *hooks: Function, environment: Mapping[str, str] = {}, **settings: Any) -> Forked:
+        """train.py after these hooks, which plant faults."""
+        return self.fork(partial(train_script, self.words(run, **settings), *hooks), environment)
 
-    def __post_init__(self) -> None:
-        self.images = self.folder / "images"
-        write_images(self.images, {"train": 17, "val": 5})  # 51 and 15: neither divides by the batch of 8
-        self._references: dict[str, Path] = {}
-        self.seconds = 0.0  # that the last undisturbed run took
-
-    def start(
-        self,
-        run: Path,
-        hook: str = "",
-        plant: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
-        **settings: Any,
-    ) -> Run:
-        """train.py after the function `hook` of plants.py, whose parameters are `plant`."""
-        planted = {f"PLANT_{name}": str(value) for name, value in (plant or {}).items()}
-        words, hook = tiny.words(self.images, run, **settings), hook and f"tests.faults.plants:{hook}"
-        return self.server.start(words, self.new_log(), (environment or {}) | planted, hook)
-
-    def start_ranks(self, run: Path, world: int, *planted: Any, **settings: Any) -> list[Run]:
+    def start_ranks(
+        self, run: Path, world: int, *hooks: Function, environment: Mapping[str, str] = {}, **settings: Any
+    ) -> list[Forked]:
         """What torchrun would start, without its five seconds of imports, at the same global batch."""
         if world == 1:
-            return [self.start(run, *planted, **settings)]
-        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+            return [self.start(run, *hooks, environment=environment, **settings)]
+        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **environment}
         shared |= {"MASTER_PORT": str(free_ports(1)[0])}
-        environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+        ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
         settings = {"batch_size": 8 // world} | settings
-        return [self.start(run, *planted, environment=environment, **settings) for environment in environments]
+        return [self.start(run, *hooks, environment=rank, **settings) for rank in ranks]
 
-    def run(self, run: Path, code: int = 0, said: str = "", world: int = 1, **more: Any) -> str:
+    def run(self, run: Path, *hooks: Function, code: int = 0, said: str = "", world: int = 1, **settings: Any) -> str:
         """A run to its end, with this exit code; the output of rank 0, in which `said` (a pattern) is."""
-        ranks = self.start_ranks(run, world, **more)
+        ranks = self.start_ranks(run, world, *hooks, **settings)
         codes, output = [rank.wait() for rank in ranks], ranks[0].output()
         assert codes == [code] * world, f"{run.name}: exit codes {codes}: {output[-600:]}"
         assert "Traceback" not in output and re.search(said, output), f"{run.name} says {output[-600:]}"
@@ -103,26 +117,17 @@ class Bench:
     def check_resumed(self, run: Path, reference: Path, **settings: Any) -> None:
         """`run` completes as if nothing had happened."""
         self.run(run, **settings)
-        self.check_equal(run, reference)
+        tiny.check_equal(run, reference)
 
-    def check_equal(self, run: Path, reference: Path) -> None:
-        """The final state and every logged number, bit by bit."""
-        problems = tiny.differences(tiny.final_state(run), tiny.final_state(reference))
-        assert not problems, f"{run.name}: {problems[:3]}"
-        ours, theirs = tiny.records(run), tiny.records(reference)
-        unexpected = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
-        assert ours == theirs, f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {unexpected}"
+    def hold(self, run: Path, **settings: Any) -> tuple[Forked, Path]:
+        """A run in its third step, which waits until the file is deleted."""
+        hold = run.with_suffix(".hold")
+        running = self.start(run, partial(plants.hold_step, hold), **settings)
+        wait_for(hold)
+        return running, hold
 
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
-
-    def new_log(self) -> Path:
-        return self.new_folder() / "log"
-
-
-def newest_step(run: Path) -> int:
-    found = CheckpointStore(run / "checkpoints").newest()
-    return found[1]["progress"]["step"] if found else 0
 
 
 def wait_for(path: Path, content: str = "") -> None:
@@ -134,3 +139,31 @@ def wait_for(path: Path, content: str = "") -> None:
         return path.is_file() and content in path.read_text(errors="replace")
 
     wait_until(is_there)
+
+
+def check_ended(running: Callable[[], list[int]], limit_s: float) -> None:
+    """The processes end within the time; those that do not are killed."""
+    deadline = time.monotonic() + limit_s
+    while (left := running()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes {left} still ran after {limit_s} s"
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[bool]:
+    """A small file system. It needs root; elsewhere it is left out."""
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    is_mounted = subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def peak_mib(pid: int, field: str = "VmHWM") -> float:
+    """Most resident memory of a process so far (or with VmRSS, now)."""
+    return int(Path(f"/proc/{pid}/status").read_text().split(f"{field}:")[1].split()[0]) / 1024

@@ -1,33 +1,45 @@
 """Runs of train.py without three seconds of imports each: multiprocessing's fork server has imported everything.
 
-A run is a process of its own. The server runs no tensor operation and starts no thread before a fork, so a child
-behaves like a fresh interpreter.
+The server runs no tensor operation and starts no thread before a fork, so a child behaves like a fresh interpreter.
 """
 
 import contextlib
-import importlib
 import multiprocessing
 import multiprocessing.process
 import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+
+from tests.processes import running_processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONTEXT = multiprocessing.get_context("forkserver")
+Function = Callable[[], object]
+multiprocessing.set_forkserver_preload(["tests.faults.preloaded"])
 
 
-class Run:
-    """One run of `module:function(*arguments)`, in a session of its own."""
+class Forked(ForkServerProcess):
+    """A process, in a session of its own, that calls a function: one of a module, or `partial` of it."""
 
-    def __init__(self, function: str, arguments: list[Any], log: Path, environment: dict[str, str]) -> None:
-        CONTEXT.set_forkserver_preload(["tests.faults.preloaded"])
-        self.log, self._process = log, CONTEXT.Process(target=_begin, args=(function, arguments, log, environment))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+    def __init__(self, function: Function, log: Path, environment: Mapping[str, str] = {}) -> None:
+        super().__init__()
+        self.function, self.log, self.environment = function, log, environment
+        self.start()
+
+    def run(self) -> None:
+        """In the child."""
+        os.setsid()
+        # A shell starts background jobs, such as these tests, with SIGINT ignored; a terminal does not.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+        output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
+            os.dup2(source, target)
+        os.environ.update(self.environment)
+        self.function()
 
     def send(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -39,66 +51,28 @@ class Run:
 
     def wait(self, timeout: float = 300.0) -> int | None:
         """The exit code, -n after signal n; None if it still runs after `timeout` seconds."""
-        self._process.join(timeout)
-        return self._process.exitcode
+        self.join(timeout)
+        return self.exitcode
 
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-
-class ForkServer:
-    """The runs of a session; as a context manager it kills those that are left."""
-
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-
-    def __enter__(self) -> "ForkServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for run in self.runs:
-            if run.wait(0) is None:
-                run.kill_group()
-
-    def start(self, words: list[str], log: Path, environment: dict[str, str] | None = None, hook: str = "") -> Run:
-        """Run train.py; `hook` is a `module:function` called in the child before it, to plant a fault."""
-        arguments = [str(REPOSITORY / "train.py"), words, hook]
-        return self.call("tests.faults.forkserver:run_script", arguments, log, environment)
-
-    def call(self, function: str, arguments: list[Any], log: Path, environment: dict[str, str] | None = None) -> Run:
-        """Run `module:function(*arguments)` in a process of its own."""
-        self.runs.append(Run(function, arguments, log, environment or {}))
-        return self.runs[-1]
+    def session(self) -> list[int]:
+        """Its processes that run."""
+        return [pid for pid, fields in running_processes().items() if fields[3] == str(self.pid)]
 
 
-def _begin(function: str, arguments: list[Any], log: Path, environment: dict[str, str]) -> None:
-    os.setsid()
-    # A shell starts background jobs, such as these tests, with SIGINT ignored; a terminal does not.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
-        os.dup2(source, target)
-    os.environ.update(environment)
-    _named(function)(*arguments)
+def kill_left() -> None:
+    """At the end of the tests; the interpreter would wait for them."""
+    for process in multiprocessing.active_children():
+        if isinstance(process, Forked):
+            process.kill_group()
 
 
-def _named(function: str) -> Any:
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def run_command(words: list[str]) -> None:
-    """As `cl-train word ...`."""
-    from cl_train.cli import main
-
-    sys.exit(main(words))
-
-
-def run_script(path: str, words: list[str], hook: str = "") -> None:
-    """As `python path word ...`, after a function without arguments."""
-    if hook:
-        _named(hook)()
-    sys.argv = [path, *words]
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
+def train_script(words: list[str], *hooks: Function) -> None:
+    """As `python train.py word ...`, after hooks that plant faults."""
+    for hook in hooks:
+        hook()
+    sys.argv = [str(REPOSITORY / "train.py"), *words]
+    sys.path.insert(0, str(REPOSITORY))
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,18 +1,20 @@
-"""Faults planted inside a training process, by functions that the fork server calls before train.py.
+"""Faults planted inside a training process: hooks that it calls before train.py, and models that fail.
 
-Parameters come in environment variables: PLANT_STEP (1-based step of this process), PLANT_RANK, PLANT_SIGNAL, ...
 As a program: train.py with slower steps.
 """
 
 import errno
 import os
-import runpy
+import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import cl_train.data.transforms
 import cl_train.step.train_step
@@ -22,17 +24,60 @@ import cl_train.system.files
 import cl_train.training.build
 import cl_train.training.setup
 import cl_train.training.state
-from tests.faults.forkserver import REPOSITORY
+from tests.faults.forkserver import Function, train_script
+from tests.networks import Fault, dropout
 from tests.processes import is_signal_received, wait_until
 
+TORCHRUN_STEP_MS = 300  # the 12 steps outlast the search for the ranks, also on a busy machine
+EIGHT_MB = 2_000_000  # float32 values
 
-def number(name: str, default: int = 0) -> int:
-    return int(os.environ.get(f"PLANT_{name}", default))
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
-def is_planted(step: int) -> bool:
-    """The step is one of PLANT_STEP to PLANT_STEP + PLANT_COUNT - 1, in the rank PLANT_RANK."""
-    return number("RANK") == int(os.environ.get("RANK", 0)) and 0 <= step - number("STEP") < number("COUNT", 1)
+def failing(num_classes: int, how: str) -> nn.Module:
+    """A model whose job fails as long as the file PLANT_BROKEN is there."""
+
+    def fail(module: Fault, images: torch.Tensor, number: int) -> None:
+        if os.path.exists(os.environ.get("PLANT_BROKEN", "")):
+            if how == "raise":
+                raise RuntimeError("planted in the forward pass")
+            if how == "memory":
+                raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return nn.Sequential(Fault(fail), dropout(num_classes))
+
+
+raising = partial(failing, how="raise")
+killed = partial(failing, how="kill")
+out_of_memory = partial(failing, how="memory")
+
+
+class Slow(nn.Module):
+    """Sleeps PLANT_MS per training batch and PLANT_EVAL_MS per validation batch.
+
+    In the evaluation it creates PLANT_MARKER, or for the moving average of the weights PLANT_MARKER.ema.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = dropout(num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(int(os.environ.get("PLANT_MS" if self.training else "PLANT_EVAL_MS", 0)) / 1000)
+        marker = os.environ.get("PLANT_MARKER")
+        if marker and not self.training and len(images) > 2:  # not in the trial before the first step
+            is_ema = not next(self.parameters()).requires_grad
+            Path(f"{marker}.ema" if is_ema else marker).touch()
+        return self.body(images)
+
+
+# --- hooks: steps are counted from 1 in this process ------------------------------------------------------------------
+
+
+def on_rank_1(hook: Function) -> None:
+    if os.environ["RANK"] == "1":
+        hook()
 
 
 def short_retries() -> None:
@@ -52,52 +97,51 @@ def before_step(act: Callable[[int, Any, Any], None]) -> None:
     cl_train.training.build.train_step = train_step
 
 
-def slow_steps() -> None:
-    """Each step takes PLANT_MS milliseconds more, so that a signal from outside finds the run at work."""
-    before_step(lambda *_: time.sleep(number("MS", 20) / 1000))
-    cl_train.system.distributed.ANSWER_S = number("ANSWER_S", 3)
+def slow_steps(ms: int, answer_s: int = 3) -> None:
+    """Each step takes `ms` milliseconds more, so that a signal from outside finds the run at work."""
+    before_step(lambda *_: time.sleep(ms / 1000))
+    cl_train.system.distributed.ANSWER_S = answer_s
 
 
-def hold_step() -> None:
-    """Step PLANT_STEP makes the file PLANT_HOLD and waits until somebody deletes it."""
-    hold = Path(os.environ["PLANT_HOLD"])
+def hold_step(hold: Path) -> None:
+    """The third step makes this file and waits until somebody deletes it."""
 
     def wait(step: int, *_: Any) -> None:
-        if step == number("STEP", 3):
+        if step == 3:
             hold.touch()
             wait_until(lambda: not hold.exists())
 
     before_step(wait)
 
 
-def signal_after_save() -> None:
-    """Send PLANT_SIGNAL to this process when the checkpoint of step PLANT_STEP is on the disk."""
+def signal_after_save(step: int, signum: int) -> None:
+    """Send the signal to this process when the checkpoint of this step is on the disk."""
     original = cl_train.training.state.Checkpoints.save
 
     def save(self: Any, progress: Any, *rest: Any, **named: Any) -> None:
         original(self, progress, *rest, **named)
-        if progress.step == number("STEP"):
+        if progress.step == step:
             self.store.wait()
-            os.kill(os.getpid(), number("SIGNAL"))
+            os.kill(os.getpid(), signum)
             wait_until(is_signal_received)
 
     cl_train.training.state.Checkpoints.save = save  # type: ignore[method-assign]
 
 
-def bad_loss() -> None:
-    """The loss of the planted steps is PLANT_VALUE."""
+def bad_loss(value: float, steps: Container[int]) -> None:
+    """The loss of these steps is `value`."""
     original, step = cl_train.step.train_step.loss_of, [0]
     before_step(lambda now, *_: step.__setitem__(0, now))
 
     def loss_of(*arguments: Any) -> torch.Tensor:
         loss = original(*arguments)
-        return loss * float(os.environ["PLANT_VALUE"]) if torch.is_grad_enabled() and is_planted(step[0]) else loss
+        return loss * value if torch.is_grad_enabled() and step[0] in steps else loss
 
     cl_train.step.train_step.loss_of = loss_of
 
 
-def bad_gradient() -> None:
-    """One gradient of the planted steps holds PLANT_VALUE, before ranks exchange them."""
+def bad_gradient(value: float, steps: Container[int]) -> None:
+    """One gradient of these steps holds `value`, before ranks exchange them."""
     step = [0]
 
     def plant(now: int, parts: Any, micro_batches: Any) -> None:
@@ -106,47 +150,47 @@ def bad_gradient() -> None:
             next(iter(parts.model.parameters())).register_hook(spoil)
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
-        return gradient.fill_(float(os.environ["PLANT_VALUE"])) if is_planted(step[0]) else None
+        return gradient.fill_(value) if step[0] in steps else None
 
     before_step(plant)
 
 
-def bad_images() -> None:
-    """The images of the planted steps are NaN: loss, gradients and BatchNorm's statistics go bad together."""
+def bad_images(steps: Container[int]) -> None:
+    """The images of these steps are NaN: loss, gradients and BatchNorm's statistics go bad together."""
 
     def spoil(step: int, parts: Any, micro_batches: Any) -> None:
-        for batch in micro_batches if is_planted(step) else ():
+        for batch in micro_batches if step in steps else ():
             batch.images.fill_(float("nan"))
 
     before_step(spoil)
 
 
-def full_disk() -> None:
-    """Writing checkpoints of the planted steps fails half way: no space left; the run gives up after PLANT_MINUTES."""
-    cl_train.system.checkpoints.MAX_MINUTES_WITHOUT_CHECKPOINT = number("MINUTES", 30)
+def full_disk(steps: Container[int], minutes: float = 30) -> None:
+    """Writing checkpoints of these steps fails half way: no space left; the run gives up after `minutes`."""
+    cl_train.system.checkpoints.MAX_MINUTES_WITHOUT_CHECKPOINT = minutes
     original = cl_train.system.checkpoints.os.fsync
 
     def fsync(descriptor: int) -> None:
         name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
         digits = "".join(letter for letter in name.split(".pt")[0] if letter.isdigit())
-        if ".pt" in name and is_planted(int(digits or 0)):
+        if ".pt" in name and int(digits or 0) in steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(descriptor)
 
     cl_train.system.checkpoints.os.fsync = fsync  # type: ignore[assignment]
 
 
-def bad_worker() -> None:
-    """Reading image PLANT_STEP of a worker's life raises something unforeseen.
+def bad_worker(number: int, leaves: bool) -> None:
+    """Reading this image of a worker's life raises something unforeseen.
 
-    With PLANT_EXIT the worker leaves by os._exit, as a decoder that calls exit() would.
+    Or the worker `leaves` by os._exit, as a decoder that calls exit() would.
     """
     original, calls, parent = cl_train.data.transforms.ImageReader.read, [0], os.getpid()
 
     def read(self: Any, *arguments: Any, **named: Any) -> int:
         calls[0] += 1
-        if calls[0] == number("STEP") and os.getpid() != parent:
-            if number("EXIT"):
+        if calls[0] == number and os.getpid() != parent:
+            if leaves:
                 os._exit(3)
             raise MemoryError("planted")
         return original(self, *arguments, **named)
@@ -154,11 +198,10 @@ def bad_worker() -> None:
     cl_train.data.transforms.ImageReader.read = read  # type: ignore[method-assign]
 
 
-def check_layout() -> None:
-    """Each step: 4-D weights have the strides of PLANT_FORMAT, and optimizer state those of its weight."""
+def check_layout(layout: torch.memory_format) -> None:
+    """Each step: 4-D weights have the strides of this format, and optimizer state those of its weight."""
 
     def check(step: int, parts: Any, micro_batches: Any) -> None:
-        layout = getattr(torch, os.environ["PLANT_FORMAT"])
         for parameters in parts.optimizer.param_groups:
             for parameter in parameters["params"]:
                 assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=layout), parameter.stride()
@@ -167,11 +210,6 @@ def check_layout() -> None:
                         assert value.stride() == parameter.stride(), (value.stride(), parameter.stride())
 
     before_step(check)
-
-
-def check_layout_and_signal() -> None:
-    signal_after_save()
-    check_layout()
 
 
 def clock_jumps_back() -> None:
@@ -195,6 +233,20 @@ def slow_data() -> None:
     cl_train.training.setup.build_data = build_data
 
 
+def write_for_ever(folder: Path, background: bool) -> None:
+    """Save 8 MB checkpoints whose values are their step, and note each finished save in `confirmed`."""
+    store = cl_train.system.checkpoints.CheckpointStore(folder, keep=3, background=background)
+    values = torch.empty(EIGHT_MB)
+    confirmed = os.open(folder.with_suffix(".confirmed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    step = 0
+    while True:
+        step += 1
+        store.save({"values": values.fill_(step), "progress": {"step": step}}, step, best=step % 4 == 1)
+        if background and step % 3:
+            continue  # let saves overlap with the next step
+        store.wait()
+        os.write(confirmed, f"{step}\n".encode())
+
+
 if __name__ == "__main__":
-    slow_steps()
-    runpy.run_path(str(REPOSITORY / "train.py"), run_name="__main__")
+    train_script(sys.argv[1:], partial(slow_steps, TORCHRUN_STEP_MS))

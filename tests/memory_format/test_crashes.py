@@ -24,7 +24,7 @@ import cl_train
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child, known_issues
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import Forked, train_script
 from tests.networks import aborts_in_channels_last, small
 from tests.processes import LIMIT_S, wait_until
 from tests.ranks import ROOT
@@ -158,7 +158,7 @@ def test_what_is_no_model_is_named(name: str) -> None:
 
 
 WORDS = (
-    *("train", "data=synthetic", "data.synthetic_images=16", "data.image_size=32", "batch_size=8", "epochs=1"),
+    *("data=synthetic", "data.synthetic_images=16", "data.image_size=32", "batch_size=8", "epochs=1"),
     *("device=cpu", "model=tests.networks:aborts_in_channels_last"),
 )
 RUNS: list[tuple[list[str], int, str]] = [
@@ -172,10 +172,10 @@ RUNS: list[tuple[list[str], int, str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "code", "message"), RUNS)
 def test_training_survives_a_model_that_aborts_in_channels_last(
-    words: list[str], code: int, message: str, tmp_path: Path, fork_server: ForkServer
+    words: list[str], code: int, message: str, tmp_path: Path
 ) -> None:
     words, environment = [*WORDS, *words, f"hydra.run.dir={tmp_path}"], {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
-    done = fork_server.call("tests.faults.forkserver:run_command", [words], tmp_path / "log", environment)
+    done = Forked(partial(train_script, words), tmp_path / "log", environment)
     assert done.wait() == code, done.output()
     assert message in done.output() and "Traceback" not in done.output()
     summary = tmp_path / "summary.json"

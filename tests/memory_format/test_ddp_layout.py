@@ -13,7 +13,6 @@ from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import Dist, processes
 from cl_train.training.build import build_train_state
-from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks
 
@@ -21,8 +20,8 @@ CASES: tuple[dict[str, object], ...] = ({}, {"ddp_static_graph": True}, {"cuda_g
 
 
 @pytest.mark.slow
-def test_gradients_have_the_strides_of_weights_and_buckets(fork_server: ForkServer, tmp_path: Path) -> None:
-    ranks = fork_two_ranks(fork_server, tmp_path, "tests.memory_format.test_ddp_layout:main")
+def test_gradients_have_the_strides_of_weights_and_buckets(tmp_path: Path) -> None:
+    ranks = fork_two_ranks(tmp_path, main)
     assert not any("Grad strides do not match bucket view strides" in rank.output() for rank in ranks)
     losses = json.loads(ranks[0].output().splitlines()[-1])
     assert losses == pytest.approx(losses[:1] * len(CASES), rel=1e-5)

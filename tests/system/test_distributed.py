@@ -24,10 +24,10 @@ from cl_train.system.processes import Launch, adopt_srun, cores_of_process, read
 from cl_train.training import loop
 from cl_train.training.evaluation import evaluate_model
 from tests.conftest import Run, write_images
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import train_script
 from tests.networks import without_batchnorm
 from tests.processes import LIMIT_S
-from tests.ranks import ROOT, RUN_SCRIPT, TINY, fork_two_ranks, launch
+from tests.ranks import TINY, fork_two_ranks, launch
 
 CPU = torch.device("cpu")
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -160,7 +160,7 @@ def test_only_errors_of_collectives_are_faults_of_ranks(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path) -> None:
     """The second pair of processes is forked: one start of torchrun is enough."""
     (tmp_path / "one").mkdir()
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
@@ -170,7 +170,7 @@ def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path, fork_s
     two = launch(2, "train.py", *TINY, *words)
     assert two.returncode == 0, two.stdout + two.stderr
     words = [*TINY, f"hydra.run.dir={tmp_path}/accumulated", "batch_size=8", "global_batch_size=32", *shared]
-    fork_two_ranks(fork_server, tmp_path, RUN_SCRIPT, str(ROOT / "train.py"), words)
+    fork_two_ranks(tmp_path, partial(train_script, words))
     expected, *others = (Run(tmp_path / name, 0).checkpoint()["model"] for name in ("one", "two", "accumulated"))
     for weights in others:
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
@@ -184,22 +184,22 @@ CASES = [(images, batch_size) for images in (7, 97, 101) for batch_size in (1, 4
 
 
 @pytest.mark.slow
-def test_evaluation_counts_each_image_once(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_evaluation_counts_each_image_once(tmp_path: Path) -> None:
     """Images that split unevenly over ranks and batches: counted as one process counts them."""
     for images in (7, 97, 101):
         root, of_class = tmp_path / str(images), images // 3 + 1
         write_images(root, {"train": 12, "val": of_class})
         for extra in sorted((root / "val" / "red").iterdir())[: 3 * of_class - images]:
             extra.unlink()
-    expected = evaluate_folders(str(tmp_path))
-    ranks = fork_two_ranks(fork_server, tmp_path, "tests.system.test_distributed:evaluate_folders", str(tmp_path))
+    expected = evaluate_folders(tmp_path)
+    ranks = fork_two_ranks(tmp_path, partial(evaluate_folders, tmp_path))
     found = json.loads(ranks[0].output().splitlines()[-1])
     assert [result["images"] for result in found] == [images for images, _ in CASES]
     for case, result, of_one in zip(CASES, found, expected, strict=True):
         assert result == pytest.approx(of_one, rel=1e-6), case
 
 
-def evaluate_folders(folder: str) -> list[dict[str, float]]:
+def evaluate_folders(folder: Path) -> list[dict[str, float]]:
     """In one process, or in each of two, of which rank 0 prints the results."""
     results = []
     with processes("cpu", timeout_s=LIMIT_S) as dist:

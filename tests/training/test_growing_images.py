@@ -3,7 +3,6 @@
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,22 @@ import torch
 
 from cl_train.comparison.pairs import compare_pair, read_run
 from cl_train.config.schema import Config
-from cl_train.config.validation import load
 from cl_train.training import loop
 from tests.conftest import Run
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import Forked
 
 Train = Callable[..., Run]
 GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epochs=3", "batch_size=16")
 
 
-def train_to_the_end(values: dict[str, Any], folder: str) -> None:
-    sys.exit(loop.train(load(values), Path(folder)).exit_code)
+def train_to_the_end(cfg: Config, folder: Path) -> None:
+    sys.exit(loop.train(cfg, folder).exit_code)
 
 
-def forked(server: ForkServer, cfg: Config, folder: Path, kill_at: str) -> int | None:
+def forked(cfg: Config, folder: Path, kill_at: str) -> int | None:
     """Train in another process, which kills itself at `kill_at`; returns its exit code, negative for a signal."""
     folder.mkdir(exist_ok=True)
-    function, arguments = "tests.training.test_growing_images:train_to_the_end", [asdict(cfg), str(folder)]
-    return server.call(function, arguments, folder.with_suffix(".log"), {"KILL_AT": kill_at}).wait()
+    return Forked(partial(train_to_the_end, cfg, folder), folder.with_suffix(".log"), {"KILL_AT": kill_at}).wait()
 
 
 @pytest.mark.slow
@@ -46,15 +43,15 @@ def forked(server: ForkServer, cfg: Config, folder: Path, kill_at: str) -> int |
     ],
 )
 def test_killed_in_every_phase_and_resumed_to_the_same_bits(
-    tiny: Callable[..., Config], tmp_path: Path, words: str, kills: str, fork_server: ForkServer
+    tiny: Callable[..., Config], tmp_path: Path, words: str, kills: str
 ) -> None:
     """SIGKILL in training on each size, at its first and at a later batch, and in the evaluation after each size."""
     cfg = tiny(*GROWING, "model=tests.networks:killed_at", "ema_decay=0.9", "resume=auto", *words.split())
-    assert forked(fork_server, cfg, tmp_path / "whole", "train,0,0") == 0
+    assert forked(cfg, tmp_path / "whole", "train,0,0") == 0
     whole = Run(tmp_path / "whole", 0)
     for kill_at in kills.split():
-        assert forked(fork_server, cfg, tmp_path / "killed", kill_at) == -signal.SIGKILL, kill_at
-    assert forked(fork_server, cfg, tmp_path / "killed", "train,0,0") == 0
+        assert forked(cfg, tmp_path / "killed", kill_at) == -signal.SIGKILL, kill_at
+    assert forked(cfg, tmp_path / "killed", "train,0,0") == 0
     killed = Run(tmp_path / "killed", 0)
     ours, theirs = killed.checkpoint(), whole.checkpoint()
     for name in ("model", "average", "progress"):

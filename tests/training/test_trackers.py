@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cl_train.training import records
 from tests.conftest import SHRUNK, Run
-from tests.faults.forkserver import ForkServer
+from tests.faults.forkserver import Forked, train_script
 
 Train = Callable[..., Run]
 received: list[dict[str, Any]] = []
@@ -91,13 +92,14 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
 # --- the real packages ------------------------------------------------------------------------------------------------
 
 
-def train_in_two_parts(server: ForkServer, folder: Path, images: Path, tracker: str, **environment: str) -> None:
+def train_in_two_parts(folder: Path, images: Path, tracker: str, **environment: str) -> None:
     """Two processes, the second resumes the first, in the folder of a sweep."""
     folder.mkdir(parents=True)
     (folder.parent / "sweep.json").write_text("{}")
     words = [*SHRUNK.split(), f"data.root={images}", f"hydra.run.dir={folder}", f"log_to=[{tracker}]"]
     for more in (["epochs=1"], ["epochs=2", "resume=auto"]):
-        done = server.start([*words, *more], folder / f"log-{more[0]}", os.environ | ENVIRONMENT | environment)
+        script = partial(train_script, [*words, *more])
+        done = Forked(script, folder / f"log-{more[0]}", os.environ | ENVIRONMENT | environment)
         assert done.wait() == 0 and "log_to=" not in done.output(), done.output()
 
 
@@ -118,9 +120,9 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep" / "job"
-    train_in_two_parts(fork_server, folder, image_folder, "wandb")
+    train_in_two_parts(folder, image_folder, "wandb")
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     records = [record for path in files for record in wandb_records(path)]
     runs = [record.run for record in records if record.HasField("run")]
@@ -132,14 +134,12 @@ def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path, for
 
 
 @pytest.mark.slow
-def test_mlflow_continues_the_run(
-    image_folder: Path, tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_continues_the_run(image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     has_server = importlib.util.find_spec("sqlalchemy")  # mlflow, not only its client mlflow-skinny
     uri = f"sqlite:///{tmp_path}/mlflow.db" if has_server else f"file://{tmp_path}/mlruns"
     folder = tmp_path / "sweep" / "job"
-    train_in_two_parts(fork_server, folder, image_folder, "mlflow", MLFLOW_TRACKING_URI=uri)
+    train_in_two_parts(folder, image_folder, "mlflow", MLFLOW_TRACKING_URI=uri)
     import mlflow
 
     client = mlflow.MlflowClient(uri)

@@ -5,6 +5,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,6 @@ from cl_train.training import build
 from cl_train.training import state as training_state
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
-from tests.faults.forkserver import ForkServer
 from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks
 
@@ -108,16 +108,16 @@ CASES = (weights_stay_equal_with_a_static_graph, dropout_differs, resume_reads_o
 CASES += (other_settings_are_refused, runs_with_signals_to_rank_1, evaluation_is_eager_with_compile)
 
 
-def main(folder: str) -> None:
-    found = {case.__name__: case(Path(folder)) for case in CASES}
-    (Path(folder) / f"rank-{rank()}.json").write_text(json.dumps(found))
+def main(folder: Path) -> None:
+    found = {case.__name__: case(folder) for case in CASES}
+    (folder / f"rank-{rank()}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Ranks:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("two-ranks")
     write_images(folder / "images", {"train": 16, "val": 7})
-    fork_two_ranks(fork_server, folder, f"{__name__}:main", str(folder))
+    fork_two_ranks(folder, partial(main, folder))
     return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 

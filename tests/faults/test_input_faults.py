@@ -1,6 +1,5 @@
 """What a run reads: fuzzed and odd images, hostile archives, damaged shards, preparation that is killed, the order."""
 
-import hashlib
 import os
 import random
 import shutil
@@ -26,11 +25,8 @@ from cl_train.imagenet.folders import resize_folder, verify
 from tests.conftest import write_images
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, data_of, encoded, folder_data, noise
 from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
-from tests.faults.bench import Bench, Outcome
-from tests.faults.forkserver import Run
-from tests.faults.rank_faults import MAX_ORPHAN_S, check_ended
+from tests.faults.bench import MAX_ORPHAN_S, Bench, check_ended, peak_mib
 from tests.imagenet_archives import HOSTILE, make_archives
-from tests.processes import running_processes
 
 WNIDS = tuple(f"n{90_000_000 + number}" for number in range(12))
 MAX_SECONDS_PER_IMAGE = 2.0
@@ -92,30 +88,31 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(result)
 
 
-def fuzzed_images(bench: Bench, outcome: Outcome, count: int) -> None:
+@pytest.mark.slow
+def test_fuzzed_images(bench: Bench) -> None:
     """Each fuzzed image becomes pixels or a counted, named error; no crash, no hang, bounded memory.
 
     Once image by image in this process (time of each), once through the real loader with worker processes.
     """
-    root = bench.new_folder()
+    root, count = bench.new_folder(), bench.count(300, 50_000)
     files = [*sound_files().values(), *(encoded(noise(*size)) for size in SIZES)]
     for split, number in (("train", count), ("val", 8)):
         (root / split / "a").mkdir(parents=True)
         for i in range(number):
-            data = mutate(files[i % len(files)], outcome.random) if split == "train" else files[0]
+            data = mutate(files[i % len(files)], bench.random) if split == "train" else files[0]
             (root / split / "a" / f"{i:06d}.JPEG").write_bytes(data)
     bad = 0
     for path in sorted((root / "train/a").iterdir()):
-        with outcome.attempt():
-            found = decoded(path, outcome)
+        with bench.attempt():
+            found = decoded(path)
             assert found, f"{path.name}: refused without a reason"
             bad += isinstance(found, str)
-    with outcome.attempt():
-        through_loader(root, count, bad, outcome)
+    with bench.attempt():
+        check_loader(root, count, bad)
     shutil.rmtree(root)
 
 
-def decoded(path: Path, outcome: Outcome) -> tuple[int, int] | str:
+def decoded(path: Path) -> tuple[int, int] | str:
     """Height and width of a file, or why it is refused."""
     started = time.thread_time()  # CPU time: other processes do not make an image slow
     try:
@@ -129,7 +126,7 @@ def decoded(path: Path, outcome: Outcome) -> tuple[int, int] | str:
     return found
 
 
-def through_loader(root: Path, count: int, expected_bad: int, outcome: Outcome) -> None:
+def check_loader(root: Path, count: int, expected_bad: int) -> None:
     """One epoch of the real loader: it must see and count exactly the images that cannot be decoded."""
     data = folder_data(root, workers=2, on_bad_image="skip", max_bad_images=10 * count, batch_size=8)
     images, shared = 0, peak_mib(os.getpid(), "VmRSS")
@@ -146,11 +143,6 @@ def through_loader(root: Path, count: int, expected_bad: int, outcome: Outcome) 
     # A bad image is met a second time where it is tried in place of a bad neighbour; the last batch may be dropped.
     assert skipped >= expected_bad - 8, f"the loader counted {skipped} of {expected_bad} bad images"
     assert grown <= MAX_MEMORY_MIB, f"a worker took {grown:.0f} MiB"
-
-
-def peak_mib(pid: int, field: str = "VmHWM") -> float:
-    """Most resident memory of a process so far (or with VmRSS, now)."""
-    return int(Path(f"/proc/{pid}/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
 
 
 def bomb_png(side: int) -> bytes:
@@ -193,7 +185,8 @@ def odd_files() -> dict[str, tuple[bytes | Callable[[Path], object], tuple[int, 
     return {name: (data, (48, 64)) for name, data in sound_files().items()} | sizes | refused
 
 
-def odd_imagenet_files(bench: Bench, outcome: Outcome) -> None:
+@pytest.mark.slow
+def test_odd_imagenet_files(bench: Bench) -> None:
     """ImageNet's odd files: the expected outcome of each, table-driven; nothing may hang."""
     folder = bench.new_folder()
     with warnings.catch_warnings():
@@ -201,8 +194,8 @@ def odd_imagenet_files(bench: Bench, outcome: Outcome) -> None:
         for number, (name, (make, expected)) in enumerate(odd_files().items()):
             path = folder / f"{number:02d}.JPEG"
             path.write_bytes(make) if isinstance(make, bytes) else make(path)
-            with outcome.attempt():
-                found = decoded(path, outcome)
+            with bench.attempt():
+                found = decoded(path)
                 fits = expected in found if isinstance(expected, str) and isinstance(found, str) else expected == found
                 assert fits, f"{name}: {found!r} instead of {expected!r}"
     shutil.rmtree(folder)
@@ -211,14 +204,12 @@ def odd_imagenet_files(bench: Bench, outcome: Outcome) -> None:
 # --- archives and shards ----------------------------------------------------------------------------------------------
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted(folder.rglob("*"))
-    }
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """None is a folder."""
+    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def hostile_archives(bench: Bench, outcome: Outcome) -> None:
+def test_hostile_archives(bench: Bench) -> None:
     """A hostile archive is refused by name, and nothing is left behind."""
     folder = bench.new_folder()
     for number, (name, content) in enumerate(HOSTILE.items()):
@@ -226,19 +217,19 @@ def hostile_archives(bench: Bench, outcome: Outcome) -> None:
         sandbox.mkdir(parents=True)
         (sandbox / "train.tar").write_bytes(content)
         before = contents(folder)
-        with outcome.attempt():
+        with bench.attempt():
             with pytest.raises(ConfigError, match=r"train\.tar"):
                 unpack(sandbox / "out", train=sandbox / "train.tar")
                 pytest.fail(f"{name}: accepted")
             assert contents(folder) == before, f"{name}: left or touched something"
 
 
-def damaged_shards(bench: Bench, outcome: Outcome, count: int) -> None:
+def test_damaged_shards(bench: Bench) -> None:
     """One tar shard is damaged: an error, or bad images by name; no other sample is lost or has another label."""
-    for number in range(count):
+    for number in range(bench.count(40, 1000)):
         root, kind = bench.new_folder(), list(DAMAGE)[number % len(DAMAGE)]
-        damage_one(root, kind, outcome.random)
-        with outcome.attempt():
+        damage_one(root, kind, bench.random)
+        with bench.attempt():
             losses = list(silent_losses(root))
             assert not losses, f"{kind}: {losses}"
         shutil.rmtree(root)
@@ -247,91 +238,71 @@ def damaged_shards(bench: Bench, outcome: Outcome, count: int) -> None:
 # --- preparation ------------------------------------------------------------------------------------------------------
 
 
-def run_prepare(root: str, train: str, val: str, devkit: str) -> None:
-    """In a child."""
-    unpack(Path(root), train=Path(train), val=Path(val), devkit=Path(devkit))
-
-
-def generate_sample(folder: str) -> None:
-    """In a child."""
-    ensure_sample(Path(folder), SampleSpec(train_per_class=20, val_per_class=4, scale=0.5))
-
-
-def resize_images(folder: str, source: str) -> None:
-    """In a child."""
-    resize_folder(Path(source), Path(folder), max_side=24, workers=2)
-
-
-def kill_while_unpacking_imagenet(bench: Bench, outcome: Outcome, kills: int) -> None:
+@pytest.mark.slow
+def test_kill_while_unpacking_imagenet(bench: Bench) -> None:
     """prepare_imagenet killed on its way: what has its final name is whole; the next command makes the same folder."""
     folder = bench.new_folder()
     archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
-    kill_preparation(bench, outcome, kills, folder, "run_prepare", *(archives[n] for n in ("train", "val", "devkit")))
-    with outcome.attempt():
+    kill_preparation(bench, bench.count(3, 20), folder, partial(unpack, **archives))
+    with bench.attempt():
         _, problems = verify(folder / "out-1", deep=True, expect="any", workers=1)
         assert not problems, problems
 
 
-def kill_while_generating_sample(bench: Bench, outcome: Outcome, kills: int) -> None:
+@pytest.mark.slow
+def test_kill_while_generating_sample(bench: Bench) -> None:
     """The first thing that a newcomer interrupts: the next command generates the same sample and never hangs."""
-    kill_preparation(bench, outcome, kills, bench.new_folder(), "generate_sample")
+    spec = SampleSpec(train_per_class=20, val_per_class=4, scale=0.5)
+    kill_preparation(bench, bench.count(1, 30), bench.new_folder(), partial(ensure_sample, spec=spec))
 
 
-def kill_while_resizing_images(bench: Bench, outcome: Outcome, kills: int) -> None:
+@pytest.mark.slow
+def test_kill_while_resizing_images(bench: Bench) -> None:
     """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same folder."""
     folder = bench.new_folder()
     write_images(folder / "images", {"train": 300, "val": 5})
-    kill_preparation(bench, outcome, kills, folder, "resize_images", folder / "images")
+    resize = partial(resize_folder, folder / "images", max_side=24, workers=2)
+    kill_preparation(bench, bench.count(1, 30), folder, resize)
 
 
-def kill_preparation(bench: Bench, outcome: Outcome, kills: int, folder: Path, function: str, *arguments: Path) -> None:
+def kill_preparation(bench: Bench, kills: int, folder: Path, prepare: Callable[[Path], object]) -> None:
     """Each folder is killed twice on its way, and then finished."""
-
-    def prepare(out: Path) -> Run:
-        return bench.server.call(
-            f"tests.faults.input_faults:{function}", [str(out), *map(str, arguments)], bench.new_log()
-        )
-
     started = time.monotonic()
-    assert prepare(folder / "out-0").wait() == 0
+    assert bench.fork(partial(prepare, folder / "out-0")).wait() == 0
     duration = time.monotonic() - started
     for number in range(1, kills + 1):
         out = folder / f"out-{number}"
-        with outcome.attempt():
+        with bench.attempt():
             for signum in ((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3], signal.SIGKILL):
-                run = prepare(out)
-                time.sleep(outcome.random.uniform(0.0, 0.6 * duration))
+                run = bench.fork(partial(prepare, out))
+                time.sleep(bench.random.uniform(0.0, 0.6 * duration))
                 run.send(signum)
                 run.wait(bench.patience * MAX_ORPHAN_S)
-                check_ended(partial(running_in_session, run.pid), bench.patience * MAX_ORPHAN_S)
+                check_ended(run.session, bench.patience * MAX_ORPHAN_S)
                 for path in filter(Path.is_dir, (out / "train" / wnid for wnid in WNIDS)):
                     count = sum(1 for file in path.glob("*.JPEG") if file.stat().st_size)
                     assert count == 60, f"what has its final name is not whole: {path.name}"
-            again = prepare(out)
+            again = bench.fork(partial(prepare, out))
             code = again.wait(bench.patience * (10 * duration + 20))
             again.kill_group()
             assert code == 0, f"the next command: {code}: {again.output()[-400:]}"
             assert contents(out) == contents(folder / "out-0"), "another folder than without kills"
 
 
-def running_in_session(session: int) -> list[int]:
-    return [pid for pid, fields in running_processes().items() if fields[3] == str(session)]
-
-
 # --- which images an epoch sees ---------------------------------------------------------------------------------------
 
 
-def images_seen_per_epoch(bench: Bench, outcome: Outcome, count: int) -> None:
+def test_images_seen_per_epoch(bench: Bench) -> None:
     """World size x number of images x batch x resume point, and once with the real loader and its validation split.
 
     The rule: an epoch is floor(N / global batch) full batches, all images distinct, the rest dropped; another seed or
     epoch is another order; evaluation counts N images.
     """
-    for _ in range(count):
-        with outcome.attempt():
-            check_epoch(outcome.random)
+    for _ in range(bench.count(20, 500)):
+        with bench.attempt():
+            check_epoch(bench.random)
     root = bench.images
-    with outcome.attempt():
+    with bench.attempt():
         for world in (1, 2, 3, 4):
             labels = []
             for rank in range(world):

@@ -11,6 +11,7 @@ import time
 import unittest.mock
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +20,24 @@ import torch
 
 from cl_train.system import checkpoints
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, write
-from tests.faults import tiny
-from tests.faults.bench import Bench, Outcome
-
-EIGHT_MB = 2_000_000  # float32 values
+from tests.faults import plants, tiny
+from tests.faults.bench import Bench
 
 
-def write_for_ever(folder: str, background: bool) -> None:
-    """In a child: save 8 MB checkpoints whose values are their step, and note each finished save in `confirmed`."""
-    store = CheckpointStore(folder, keep=3, background=background)
-    values = torch.empty(EIGHT_MB)
-    confirmed = os.open(Path(folder).with_suffix(".confirmed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    step = 0
-    while True:
-        step += 1
-        store.save({"values": values.fill_(step), "progress": {"step": step}}, step, best=step % 4 == 1)
-        if background and step % 3:
-            continue  # let saves overlap with the next step
-        store.wait()
-        os.write(confirmed, f"{step}\n".encode())
-
-
-def kill_while_writing_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+@pytest.mark.slow
+def test_kill_while_writing_checkpoint(bench: Bench) -> None:
     """SIGKILL of a process that writes 8 MB checkpoints.
 
     Every .pt file is whole, the newest is no older than the last confirmed save.
     """
     folder = bench.new_folder()
-    for number in range(count):
+    for number in range(bench.count(8, 500)):
         store = folder / f"run-{number}"
-        arguments = [str(store), bool(number % 2)]
-        run = bench.server.call("tests.faults.checkpoint_faults:write_for_ever", arguments, folder / "writers.log")
-        time.sleep(outcome.random.uniform(0.0, 0.2))
-        run.send(signal.SIGKILL)
-        run.wait()
-        with outcome.attempt():
+        writer = bench.fork(partial(plants.write_for_ever, store, background=bool(number % 2)))
+        time.sleep(bench.random.uniform(0.0, 0.2))
+        writer.send(signal.SIGKILL)
+        writer.wait()
+        with bench.attempt():
             check_store(store)
         shutil.rmtree(store, ignore_errors=True)
 
@@ -65,7 +49,7 @@ def check_store(folder: Path) -> None:
     for path in folder.glob("*.pt"):
         state = load(path)
         step = float(state["progress"]["step"])
-        assert torch.equal(state["values"], torch.full((EIGHT_MB,), step)), f"{path}: values of another step"
+        assert torch.equal(state["values"], torch.full((plants.EIGHT_MB,), step)), f"{path}: values of another step"
     temporary = [path.name for path in folder.iterdir() if not path.name.endswith(".pt")]
     assert len(temporary) <= 1, f"{len(temporary)} temporary files"
     store = CheckpointStore(folder, keep=3, background=False)
@@ -97,37 +81,33 @@ def failing_disk(number: int, at_byte: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, previous)
 
 
-def disk_full_while_writing_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+def test_disk_full_while_writing_checkpoint(bench: Bench) -> None:
     """The disk is full or fails at a random byte of the write.
 
     The previous checkpoint stays; failures for too long stop the run.
     """
-    for number in range(count):
+    for number in range(bench.count(20, 300)):
         folder = bench.new_folder()
         store = CheckpointStore(folder, keep=2, background=bool(number % 2))
         state = {"w": torch.randn(25_000, generator=torch.Generator().manual_seed(number))}
         store.save(state, 1)
         store.finish()
-        at_byte = outcome.random.randrange((folder / "step-00000001.pt").stat().st_size)
-        number_of_error = outcome.random.choice((errno.EFBIG, errno.ENOSPC, errno.EIO))
-        with outcome.attempt(), failing_disk(number_of_error, at_byte):
-            check_failure(store, folder, state)
+        at_byte = bench.random.randrange((folder / "step-00000001.pt").stat().st_size)
+        number_of_error = bench.random.choice((errno.EFBIG, errno.ENOSPC, errno.EIO))
+        with bench.attempt(), failing_disk(number_of_error, at_byte):
+            for step in (2, 3):
+                store.save(state, step)
+                store.wait()
+            found = store.newest()
+            assert found is not None and torch.equal(found[1]["w"], state["w"])
+            assert os.listdir(folder) == ["step-00000001.pt"], f"left {os.listdir(folder)}"
+            with (
+                unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0),
+                pytest.raises(CheckpointError, match="no checkpoint could be written"),
+            ):
+                store.save(state, 4)
+                store.wait()
         shutil.rmtree(folder)
-
-
-def check_failure(store: CheckpointStore, folder: Path, state: Any) -> None:
-    for step in (2, 3):
-        store.save(state, step)
-        store.wait()
-    found = store.newest()
-    assert found is not None and torch.equal(found[1]["w"], state["w"])
-    assert os.listdir(folder) == ["step-00000001.pt"], f"left {os.listdir(folder)}"
-    with (
-        unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0),
-        pytest.raises(CheckpointError, match="no checkpoint could be written"),
-    ):
-        store.save(state, 4)
-        store.wait()
 
 
 def damaged(bench: Bench) -> tuple[Path, Path]:
@@ -143,14 +123,14 @@ def damaged(bench: Bench) -> tuple[Path, Path]:
     return folder / "step-00000001.pt", folder / "step-00000002.pt"
 
 
-def truncated_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+def test_truncated_checkpoint(bench: Bench) -> None:
     """A checkpoint truncated at a random length is detected, named, and the one before it is used."""
     good, bad = damaged(bench)
     whole, store = good.read_bytes(), CheckpointStore(good.parent)
-    for number in range(count):
-        lengths = (outcome.random.randrange(len(whole)), number // 3, len(whole) - number // 3 - 1)
+    for number in range(bench.count(50, 1000)):
+        lengths = (bench.random.randrange(len(whole)), number // 3, len(whole) - number // 3 - 1)
         bad.write_bytes(whole[: lengths[number % 3]])
-        with outcome.attempt():
+        with bench.attempt():
             check_refused(bad)
             found = store.newest()
             assert found is not None and found[0] == good and str(bad) in found[2][0]
@@ -162,19 +142,18 @@ def check_refused(path: Path) -> None:
         load(path)
 
 
-def bit_flip_in_checkpoint(bench: Bench, outcome: Outcome, count: int) -> None:
+def test_bit_flip_in_checkpoint(bench: Bench) -> None:
     """One bit flipped anywhere in a checkpoint is detected, or it is of padding and names: the values are the same."""
     good, bad = damaged(bench)
     small = good.parent / "small.pt"
     write(small, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
-    bits = [(good, outcome.random.randrange(8 * good.stat().st_size)) for _ in range(count)]
-    if count >= 2000:
-        bits += [(small, bit) for bit in range(8 * small.stat().st_size)]
+    bits = [(good, bench.random.randrange(8 * good.stat().st_size)) for _ in range(bench.count(50, 2000))]
+    bits += [(small, bit) for bit in range(8 * small.stat().st_size) if bench.is_full]
     for source, bit in bits:
         whole = bytearray(source.read_bytes())
         whole[bit // 8] ^= 1 << bit % 8
         bad.write_bytes(whole)
-        with outcome.attempt():
+        with bench.attempt():
             try:
                 state = load(bad)
             except CheckpointError:
@@ -193,7 +172,7 @@ class Evil:
         return self.call
 
 
-def malicious_checkpoint(bench: Bench, outcome: Outcome) -> None:
+def test_malicious_checkpoint(bench: Bench) -> None:
     """Pickles that run code, with a right digest and format: refused, the marker file absent."""
     path = bench.new_folder() / "evil.pt"
     marker = path.with_name("marker")
@@ -207,6 +186,6 @@ def malicious_checkpoint(bench: Bench, outcome: Outcome) -> None:
     ):
         for content in (evil, {"w": [(evil,)]}):
             write(path, {"model": content})
-            with outcome.attempt():
+            with bench.attempt():
                 check_refused(path)
                 assert not marker.exists(), f"{evil.call} ran"

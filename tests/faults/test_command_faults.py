@@ -5,7 +5,7 @@ import os
 import signal
 import string
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +15,12 @@ from cl_train.comparison.sweep_plan import problem_of, read_sweep
 from cl_train.config.command_line import GROUPS, check_command_line
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
 from cl_train.config.validation import Setting, setting_fields
-from tests.faults import tiny
-from tests.faults.bench import Bench, Outcome
-from tests.faults.forkserver import Run
-from tests.faults.rank_faults import MAX_ORPHAN_S, check_ended
-from tests.faults.training_faults import mounted
+from tests.faults import plants, tiny
+from tests.faults.bench import MAX_ORPHAN_S, Bench, check_ended, mounted
+from tests.faults.forkserver import Forked, train_script
 from tests.processes import running_processes, wait_until
 
+pytestmark = pytest.mark.slow
 MAX_LINES = 24  # one screen
 
 
@@ -46,13 +45,13 @@ def wrong_values(item: Setting) -> Iterator[str]:
         yield "null"
 
 
-def wrong_setting_values(bench: Bench, outcome: Outcome, limit: int | None) -> None:
+def test_wrong_setting_values(bench: Bench) -> None:
     """A setting with a wrong value: a ConfigError that names it, at most one screen, no other exception."""
     settings = {key: item for key, item in setting_fields(Config).items() if key not in CHOSEN_BY_GROUP}
     cases = [(f"{key}={value}", key) for key, item in settings.items() for value in wrong_values(item)]
-    outcome.random.shuffle(cases)
-    for word, name in [*cases[:limit], *((word, "") for word in HOSTILE_WORDS)]:
-        with outcome.attempt():
+    bench.random.shuffle(cases)
+    for word, name in [*cases[: bench.count(15, None)], *((word, "") for word in HOSTILE_WORDS)]:
+        with bench.attempt():
             text = "\n".join(refusal(word))
             assert name in text, f"{word[:80]}: the message does not name {name}: {text[:200]}"
             is_short = text.count("\n") < MAX_LINES and len(text) <= 3000 + 2 * len(word[:80]) + len(word)
@@ -76,25 +75,25 @@ def refusal(word: str) -> list[str]:
     return caught.value.problems
 
 
-def misspelt_settings(bench: Bench, outcome: Outcome, per_key: int) -> None:
+def test_misspelt_settings(bench: Bench) -> None:
     """One typing error in the key of a setting or group: the right one is among the suggestions for 95 % of them."""
     known, wrong, count = {*setting_fields(Config), *GROUPS}, [], 0
     for key in sorted(known):
-        for _ in range(per_key):
-            place, letter = outcome.random.randrange(len(key)), outcome.random.choice(string.ascii_lowercase + "_")
+        for _ in range(bench.count(None, 10)):
+            place, letter = bench.random.randrange(len(key)), bench.random.choice(string.ascii_lowercase + "_")
             start, rest = key[:place], key[place:]  # a letter left out, doubled, swapped, replaced or added
             edits = (rest[1:], rest[0] + rest, rest[1::-1] + rest[2:], letter + rest[1:], letter + rest)
-            edited = start + outcome.random.choice(edits)
+            edited = start + bench.random.choice(edits)
             if edited and edited not in known and not edited.startswith((".", "-")) and ".." not in edited:
                 text = refusal(f"{edited}=1")[0]
                 suggested = text.partition("did you mean ")[2].rstrip("?").split(", ")
                 wrong += [] if key in suggested else [f"{edited} instead of {key}: {text}"]
                 count += 1
-    with outcome.attempt():
+    with bench.attempt():
         assert len(wrong) <= 0.05 * count, wrong
 
 
-def odd_folders_and_environments(bench: Bench, outcome: Outcome) -> None:
+def test_odd_folders_and_environments(bench: Bench) -> None:
     """Odd folders and environments: success, or one message and exit code 2; never a traceback."""
     here, c_locale = bench.folder / "odd", {"TERM": "", "LANG": "C", "LC_ALL": "C"}
     here.mkdir()
@@ -110,9 +109,9 @@ def odd_folders_and_environments(bench: Bench, outcome: Outcome) -> None:
         (here / "secret", 0, "", {"API_TOKEN": "s3cr3t-value"}),
     ]
     for run, code, said, environment in rows:
-        with outcome.attempt():
-            hook = "clock_jumps_back" if run.name == "clock" else ""
-            bench.run(run, code, said, hook=hook, environment=environment)
+        with bench.attempt():
+            hooks = (plants.clock_jumps_back,) if run.name == "clock" else ()
+            bench.run(run, *hooks, code=code, said=said, environment=environment)
             for path in run.rglob("*"):  # configurations and summaries must not hold the environment
                 assert not (path.is_file() and b"s3cr3t-value" in path.read_bytes()), f"{path.name} holds a secret"
     for name, options, codes in (  # real file systems
@@ -123,72 +122,63 @@ def odd_folders_and_environments(bench: Bench, outcome: Outcome) -> None:
         (here / name).mkdir()
         with mounted(here / name, options) as is_mounted:
             if is_mounted:
-                running = bench.start(here / name / "run", "short_retries")
-                with outcome.attempt():
+                running = bench.start(here / name / "run", plants.short_retries)
+                with bench.attempt():
                     assert running.wait() in codes and "Traceback" not in running.output(), (name, running.output())
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
-MODELS = ("tests.networks:dropout", *(f"tests.faults.tiny:{name}" for name in ("raising", "killed", "out_of_memory")))
+MODELS = ("tests.networks:dropout", *(f"tests.faults.plants:{name}" for name in ("raising", "killed", "out_of_memory")))
 
 
-def start_sweep(bench: Bench, words: list[str], environment: dict[str, str]) -> Run:
+def start_sweep(bench: Bench, folder: Path, *words: str, environment: Mapping[str, str], **settings: object) -> Forked:
     """`train.py -m ...`, whose jobs are programs of their own."""
-    return bench.server.start(["-m", *words], bench.new_log(), environment)
+    shared = [word for word in bench.words(folder, resume=None, **settings) if not word.startswith("hydra")]
+    return bench.fork(partial(train_script, ["-m", f"hydra.sweep.dir={folder}", *words, *shared]), environment)
 
 
-def job_words(bench: Bench, folder: Path, **settings: object) -> list[str]:
-    words = tiny.words(bench.images, folder, resume=None, **settings)
-    return [f"hydra.sweep.dir={folder}", *(word for word in words if not word.startswith("hydra"))]
+def check_sweep_resumed(bench: Bench, folder: Path) -> None:
+    again = bench.fork(partial(train_script, ["-m", f"resume_sweep={folder}"]))
+    assert again.wait() == 0, f"resume_sweep: exit code {again.wait()}: {again.output()[-500:]}"
 
 
-def failing_sweep_jobs(bench: Bench, outcome: Outcome, rounds: int) -> None:
+def test_failing_sweep_jobs(bench: Bench) -> None:
     """A job of a sweep raises, is killed, runs out of memory.
 
     The other jobs run, the record marks those that failed, the exit code says so, `resume_sweep` runs only them.
     """
-    for number in range(rounds):
-        with outcome.attempt():
-            check_sweep(bench, bench.folder / f"sweep-{number}")
+    for number in range(bench.count(None, 3)):
+        folder, broken = bench.folder / f"sweep-{number}", bench.folder / "broken"
+        broken.touch()
+        words = [f"model={','.join(MODELS)}", "compare_by=model"]
+        with bench.attempt():
+            sweep = start_sweep(bench, folder, *words, environment={"PLANT_BROKEN": str(broken)}, model=None)
+            assert sweep.wait() == 1, f"exit code {sweep.wait()}: {sweep.output()[-500:]}"
+            names = [job.name for job in read_sweep(folder).jobs]
+            outcomes = [problem_of(folder / name) for name in names]
+            assert len(names) == len(MODELS) and outcomes[0] is None and all(outcomes[1:]), outcomes
+            stamp = (folder / names[0] / "summary.json").stat().st_mtime_ns
+            broken.unlink()
+            check_sweep_resumed(bench, folder)
+            assert not any(problem_of(folder / name) for name in names), "a job has a problem in the end"
+            assert (folder / names[0] / "summary.json").stat().st_mtime_ns == stamp, "the completed job ran again"
 
 
-def check_sweep(bench: Bench, folder: Path) -> None:
-    broken = bench.folder / "broken"
-    broken.touch()
-    environment = {"PLANT_BROKEN": str(broken)}
-    words = [f"model={','.join(MODELS)}", "compare_by=model", *job_words(bench, folder, model=None)]
-    sweep = start_sweep(bench, words, environment)
-    assert sweep.wait() == 1, f"exit code {sweep.wait()}: {sweep.output()[-500:]}"
-    names = [job.name for job in read_sweep(folder).jobs]
-    outcomes = [problem_of(folder / name) for name in names]
-    assert len(names) == len(MODELS) and outcomes[0] is None and all(outcomes[1:]), outcomes
-    stamp = (folder / names[0] / "summary.json").stat().st_mtime_ns
-    broken.unlink()
-    check_sweep_resumed(bench, folder)
-    assert not any(problem_of(folder / name) for name in names), "a job has a problem in the end"
-    assert (folder / names[0] / "summary.json").stat().st_mtime_ns == stamp, "the completed job ran again"
-
-
-def check_sweep_resumed(bench: Bench, folder: Path) -> None:
-    again = start_sweep(bench, [f"resume_sweep={folder}"], {})
-    assert again.wait() == 0, f"resume_sweep: exit code {again.wait()}: {again.output()[-500:]}"
-
-
-def kill_sweep_launcher(bench: Bench, outcome: Outcome, kills: int) -> None:
+def test_kill_sweep_launcher(bench: Bench) -> None:
     """The launcher of a sweep killed: its job ends, and `resume_sweep` completes the sweep with every step once."""
-    for number in range(kills):
+    for number in range(bench.count(None, 10)):
         folder = bench.folder / f"launcher-{number}"
-        settings = {"nproc": 2, "batch_size": 4} if number % 5 == 4 else {}  # the job is torchrun
-        words = job_words(bench, folder, model="tests.faults.tiny:Slow", checkpoint__every_steps=0, **settings)
-        launcher = start_sweep(bench, ["channels_last=false,true", *words], {"PLANT_MS": "60"})
+        settings = {"model": "tests.faults.plants:Slow", "checkpoint__every_steps": 0}
+        settings |= {"nproc": 2, "batch_size": 4} if number % 5 == 4 else {}  # the job is torchrun
+        launcher = start_sweep(bench, folder, "channels_last=false,true", environment={"PLANT_MS": "60"}, **settings)
         wait_until(lambda: any(folder.glob("*/job.log")))  # noqa: B023
         if number % 3:  # else at the job's start
             wait_until(lambda: any("train" in path.read_text() for path in folder.glob("*/metrics.jsonl")))  # noqa: B023
-            time.sleep(outcome.random.uniform(0, 0.4))
+            time.sleep(bench.random.uniform(0, 0.4))
         launcher.send(signal.SIGKILL)
         launcher.wait()
-        with outcome.attempt():
+        with bench.attempt():
             check_ended(partial(running_in_folder, folder), bench.patience * MAX_ORPHAN_S)
             check_sweep_resumed(bench, folder)
             losses = [list(tiny.losses(path.parent)) for path in folder.glob("*/metrics.jsonl")]
