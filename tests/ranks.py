@@ -20,14 +20,8 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 def launch(processes: int, *program: str) -> subprocess.CompletedProcess[str]:
     """Run `train.py key=value ...` or `-m tests.module ...` to its end; its output as text."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, *program],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    command = [sys.executable, *launcher, *program]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
