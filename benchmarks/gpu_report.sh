@@ -3,30 +3,29 @@
 # bash benchmarks/gpu_report.sh dry_run=true [out=DIR]     every line on a CPU with tiny settings; the figures are meaningless
 #
 # Runs the commands below in order of importance, each with its own time limit and log, and collects what they print in
-# DIR/report.md; JSON files lie beside it. Each line is a command that can be run alone. A command that fails or is killed
-# at its limit leaves its log, and the others still run.
+# DIR/report.md; JSON files lie beside it. Each line is a command that can be run alone; if one fails, the others still run.
 # Installs nothing: uses $PYTHON, else .venv, else python3. pytest and Nsight Compute's ncu are used if installed.
 # Exit codes: 0 every command completed, 1 one failed or was left out for lack of time, 2 wrong usage.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+refuse() {
+    echo "$1" >&2
+    exit 2
+}
+
 out=outputs/gpu_report time_limit_s=1800 dry_run=false
 for word in "$@"; do
     case $word in
     out=?* | time_limit_s=[1-9]* | dry_run=true | dry_run=false) declare "$word" ;;
-    *) echo "$word: expected out=DIR, time_limit_s=SECONDS or dry_run=true" >&2 && exit 2 ;;
+    *) refuse "$word: expected out=DIR, time_limit_s=SECONDS or dry_run=true" ;;
     esac
 done
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
-fi
-if [ "$dry_run" = false ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "this machine has no usable CUDA device; dry_run=true tests the report on the CPU" >&2 && exit 2
-fi
-if [ -e "$out" ]; then
-    echo "$out exists: name another folder with out=DIR" >&2 && exit 2
-fi
+[ -x .venv/bin/python ] && PYTHON=${PYTHON:-.venv/bin/python}
+PYTHON=${PYTHON:-python3}
+[ ! -e "$out" ] || refuse "$out exists: name another folder with out=DIR"
+[ "$dry_run" = true ] || "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    refuse "this machine has no usable CUDA device; dry_run=true tests the report on the CPU"
 mkdir -p "$out"
 report=$out/report.md failed=0
 

@@ -22,8 +22,7 @@ def draw(document: dict[str, Any], out: Path) -> None:
         for pair in one["pairs"][:1]:
             low, high = pair["ci95"] or (0.0, math.inf)
             interval = Interval(pair["ratio"], low, high, pair["n"])
-            # Today's rule: files may be older.
-            verdict = pair["verdict"] if pair["verdict"] == "not_comparable" else verdict_of(interval)
+            verdict = pair["verdict"] if pair["verdict"] == "not_comparable" else verdict_of(interval)  # today's rule
             panels.setdefault(one["precision"], []).append(Bar(one["model"], interval, verdict, ""))
     ratios = {bar.label: bar.interval.ratio for bar in next(iter(panels.values())) if bar.interval}
     panels = {name: sorted(bars, key=lambda bar: -ratios[bar.label]) for name, bars in panels.items()}

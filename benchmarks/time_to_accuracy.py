@@ -102,12 +102,6 @@ def write_digits(folder: Path) -> None:
     unfinished.rename(folder)
 
 
-def command_of(program: str, script: Path, values: dict[str, Any]) -> list[str]:
-    words = [word.format(script=script, **values) for word in PROGRAMS[program][0].split()]
-    seeded = SEEDED.format(seed=values["seed"], folder=script.parent)
-    return [sys.executable, *(["-c", seeded] if program.startswith("torchvision") else []), *words]
-
-
 def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
     """Run `command` until an evaluation reaches the target, it ends, or `limit_s` have passed.
 
@@ -145,9 +139,11 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
     if (folder / "run.json").exists():
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"data": work / data, "size": size, "resize": round(size * 256 / 224), "epochs": epochs, "seed": seed}
-    command = command_of(program, script, {**values, "out": folder / "out", "third": math.ceil(epochs / 3)})
     run: dict[str, Any] = {"data": data, "program": program, "seed": seed, "epochs": epochs}
+    values = run | {"data": work / data, "size": size, "resize": round(size * 256 / 224), "script": script}
+    values |= {"out": folder / "out", "third": math.ceil(epochs / 3), "folder": script.parent}
+    command = [sys.executable, *(["-c", SEEDED.format(**values)] if program.startswith("torchvision") else [])]
+    command += [word.format(**values) for word in PROGRAMS[program][0].split()]
     run |= run_until_target(LINES[program.partition(",")[0]], command, folder / "run.log", RUN_LIMIT_S[data])
     shutil.rmtree(folder / "out", ignore_errors=True)  # checkpoints, more than 1 GB per run
     if run["exit_code"] in (0, None) and run["points"]:
@@ -178,9 +174,8 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
                 if data in PROGRAMS[name][1]:
                     run = finished_run(data, name, programs[name], seed, work)
                     runs.append(run)
-                    top1 = " ".join(f"{value:.1f}" for _, value in run["points"])
-                    reached = f"{data} seed {seed} {name}: {seconds_to(run):.1f} s"
-                    print(f"{reached}; top-1 {top1}; {run['total_s']:.0f} s in all {run.get('why', '')}", flush=True)
+                    reached, best = f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s", run["points"][-1:]
+                    print(f"{data} seed {seed} {name}: {reached}, {best} {run.get('why', '')}", flush=True)
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         yield measured(
             settings, torch.device("cpu"), schema_version=2, target_top1=TARGET, run_limit_s=RUN_LIMIT_S,
@@ -209,21 +204,18 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
         summary[name] = {
             "runs": len(finished),
             "reached": len(reached),
-            "median_s": median(seconds),
+            "median_s": round(statistics.median(seconds), 3) if 2 * len(reached) > len(seconds) else None,
             "range_s": [min(reached), max(reached)] if reached else None,
-            "median_start_s": median([run["start_s"] or 0.0 for run in finished]),
-            "median_best_top1": median([max((top1 for _, top1 in run["points"]), default=0.0) for run in finished]),
+            "median_start_s": statistics.median(run["start_s"] or 0.0 for run in finished),
+            "median_best_top1": statistics.median(
+                max((top1 for _, top1 in run["points"]), default=0.0) for run in finished
+            ),
         }
     ours = summary["cl_train"]["median_s"]
     for row in summary.values():
         row["ours_over_theirs"] = round(ours / (row["median_s"] or limit_s), 3) if ours else None
         row["is_upper_bound"] = row["median_s"] is None
     return summary
-
-
-def median(values: list[float]) -> float | None:
-    found = statistics.median(values)
-    return round(found, 3) if math.isfinite(found) else None
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -76,13 +76,11 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / "cl_train"
 
 
-def safe_name(text: str, limit: int = 100) -> str:
-    """`text` as one component of a path: no separators, no leading dot; a text over `limit` bytes ends in a hash."""
+def safe_name(text: str) -> str:
+    """`text` as one component of a path: no separators, no leading dot; a text over 100 bytes ends in a hash."""
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text).lstrip(".") or "_"
-    if len(name) <= limit:
-        return name
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    return f"{name[: limit - 9]}-{digest}"
+    return name if len(name) <= 100 else f"{name[:91]}-{digest}"
 
 
 # --- outputs of commands, run folders ---------------------------------------------------------------------------------
@@ -90,10 +88,9 @@ def safe_name(text: str, limit: int = 100) -> str:
 
 @contextmanager
 def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
-    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block.
+    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block; not after an exception.
 
-    Enter it before the work, so that ConfigError comes at once: `path` is a folder, cannot be written, or exists
-    without `overwrite`. After an exception `path` is as before, without folders that were created for it.
+    Raises ConfigError at once: `path` is a folder, cannot be written, or exists without `overwrite`.
     """
     if path.is_dir():
         raise ConfigError(f"{key}={path} is a folder: name a file")
@@ -201,8 +198,7 @@ class AppendFile:
     """An append-only file. Records that cannot be written stay in memory and are written with later ones."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._waiting: list[bytes] = []
+        self.path, self._waiting = path, list[bytes]()
 
     def append(self, record: bytes) -> None:
         """Write `record`, which includes the terminator of the file's format (a line feed for lines)."""

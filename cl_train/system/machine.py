@@ -135,10 +135,9 @@ def describe_out_of_memory(error: BaseException) -> str:
     if not torch.cuda.is_initialized() or isinstance(error, MemoryError) or "CPU" in reason:
         return f"out of memory: {reason}"
     free, total = torch.cuda.mem_get_info()
-    return (
-        f"out of memory on {torch.cuda.get_device_name()}: {reason}; the peak of this process was "
-        f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
-    )
+    peak = f"the peak of this process was {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
+    left = f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
+    return f"out of memory on {torch.cuda.get_device_name()}: {reason}; {peak}, {left}"
 
 
 def release_memory() -> None:

@@ -2,12 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 
-from benchmarks.time_to_accuracy import LINES, PROGRAMS, command_of, run_until_target, summarize, write_digits
+from benchmarks import time_to_accuracy
+from benchmarks.time_to_accuracy import LINES, PROGRAMS, finished_run, run_until_target, summarize, write_digits
 
 LOGS = {
     "cl_train": [
@@ -45,12 +46,12 @@ def test_a_run_ends_at_the_target_or_at_its_limit(reached: list[float], limit_s:
 
 
 def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
-    def run(program: str, *points: list[float]) -> dict[str, Any]:
-        return {"program": program, "points": list(points), "start_s": 2.0}
-
-    runs = [run("cl_train", [5.0, 90.0], [8.0, 95.0]), run("cl_train", [6.0, 96.0]), run("cl_train", [9.0, 99.0])]
-    runs += [run("timm", [16.0, 95.5]), run("timm", [20.0, 95.0]), run("timm", [30.0, 94.9])]
-    runs += [run("torchvision", [9.0, 94.0]), run("torchvision"), run("torchvision", [9.0, 99.0])]
+    points: dict[str, list[list[list[float]]]] = {
+        "cl_train": [[[5.0, 90.0], [8.0, 95.0]], [[6.0, 96.0]], [[9.0, 99.0]]],
+        "timm": [[[16.0, 95.5]], [[20.0, 95.0]], [[30.0, 94.9]]],
+        "torchvision": [[[9.0, 94.0]], [], [[9.0, 99.0]]],
+    }
+    runs = [{"program": name, "points": of_run, "start_s": 2.0} for name in points for of_run in points[name]]
     found = summarize(runs, limit_s=50.0)
     assert [found[name]["median_s"] for name in LINES] == [8.0, 20.0, None]
     assert [found[name]["reached"] for name in LINES] == [3, 2, 1] and found["timm"]["range_s"] == [16.0, 20.0]
@@ -60,10 +61,14 @@ def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_placeholder_of_a_command_is_filled(program: str) -> None:
-    values = {"data": "D", "size": 32, "resize": 37, "epochs": 2, "third": 1, "seed": 3, "out": "O"}
-    words = command_of(program, Path("S/train.py"), values)
-    assert not any("{" in word for word in words) and str(Path("S/train.py")) in words
+def test_every_placeholder_of_a_command_is_filled_and_a_finished_run_is_kept(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Mock(return_value={"exit_code": None, "points": [[8.0, 95.0]]})
+    monkeypatch.setattr(time_to_accuracy, "run_until_target", started)
+    first, again = (finished_run("digits", program, Path("S/train.py"), 3, tmp_path) for _ in range(2))
+    (call,) = started.call_args_list
+    assert first == again and not any("{" in word for word in call.args[1]) and "S/train.py" in call.args[1]
 
 
 @pytest.mark.slow
