@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.tar_shards import open_tar, read_member, regular_files
-from cl_train.imagenet.resumable import SETTINGS, resumable_folder, write_image
+from cl_train.imagenet.folders import SETTINGS, resumable_folder, write_image
 
 _PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it
-_GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_GROUND_TRUTH = "/data/ILSVRC2012_validation_ground_truth.txt"
 
 
 def unpack(
@@ -130,36 +130,26 @@ def _check_space(folder: Path, members: dict[str, tarfile.TarInfo]) -> None:
         raise ConfigError(f"{folder}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed")
 
 
-# --- the development kit ----------------------------------------------------------------------------------------------
-
-
-def synsets() -> list[str]:
-    """The 1,000 WordNet ids; ILSVRC2012_ID 1 comes first. This is not their alphabetical order."""
-    return (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
-
-
 def validation_labels(source: Path) -> list[str]:
     """The WordNet id of validation image 1, 2, 3, ...
 
     `source`: ILSVRC2012_devkit_t12.tar.gz, or a text file with one label per line: ILSVRC2012_ID (1 to 1000) or WordNet
     id. Raises ConfigError if it is neither, or damaged.
     """
-    what, known = f"devkit={source}", synsets()
+    what = f"devkit={source}"
     try:
-        content = source.read_bytes() if source.suffix == ".txt" else _ground_truth(source, what)
-        lines = content.decode("ascii").split()
-    except (OSError, EOFError, zlib.error, UnicodeError) as error:
+        if source.suffix == ".txt":
+            lines = source.read_text("ascii").split()
+        else:
+            with gzip.open(source) as packed, open_tar(cast(IO[bytes], packed), what) as archive:
+                members = (member for member in regular_files(archive, what) if member.name.endswith(_GROUND_TRUTH))
+                lines = read_member(archive, next(members), what).decode("ascii").split()
+    except (OSError, EOFError, zlib.error, UnicodeError, StopIteration) as error:
         raise ConfigError(f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH} ({error})") from error
+    # in the order of ILSVRC2012_ID, which is not alphabetical
+    known = (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
     labels = [known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines]
     bad = next((label for label in labels or ["nothing"] if not re.fullmatch(r"n\d{8}", label)), None)
     if bad is not None:
         raise ConfigError(f"{what}: {bad[:40]!r} is neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id")
     return labels
-
-
-def _ground_truth(source: Path, what: str) -> bytes:
-    with gzip.open(source) as packed, open_tar(cast(IO[bytes], packed), what) as archive:
-        for member in regular_files(archive, what):
-            if member.name.endswith("/" + _GROUND_TRUTH):
-                return read_member(archive, member, what)
-    raise ConfigError(f"{what}: has no {_GROUND_TRUTH}; expected ILSVRC2012_devkit_t12.tar.gz")

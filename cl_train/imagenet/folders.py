@@ -1,11 +1,13 @@
-"""Check a folder of images (counts, classes, files that are not images), and make a smaller copy of it.
+"""Output folders that repeated calls complete; a folder of images checked (counts, classes, files), or copied smaller.
 
 Decoding is most of the loader's time and grows with the number of pixels, so a smaller copy loads faster. The cost: a
 second lossy compression, and small crops are enlarged from fewer pixels, so that training images are less sharp.
 """
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,41 @@ import simplejpeg
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.images import EXTENSIONS, JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, listed, read_file, unreadable
-from cl_train.imagenet.resumable import resumable_folder, write_image
+from cl_train.system.files import lock_file, output_folder, replacing, write_json
 from cl_train.system.processes import map_in_processes
 
-CLASSES, TRAIN_IMAGES, VAL_IMAGES = 1000, 1_281_167, 50_000
-_DEFAULT_MAX_SIDE = 400
+CLASSES, IMAGES = 1000, {"train": 1_281_167, "val": 50_000}
 _SHOWN = 10  # bad files
+SETTINGS, _LOCK = ".settings.json", ".settings.lock"
+
+
+@contextmanager
+def resumable_folder(
+    out: Path, settings: dict[str, Any], *, overwrite: bool, outside: Sequence[Path] = ()
+) -> Iterator[None]:
+    """Create and lock `out`, for calls with the same settings; in it, a file with its final name is whole.
+
+    Raises ConfigError: `out` was started with others, holds files of something else without `overwrite`, or lies in one
+    of the folders `outside`, which are read.
+    """
+    for folder in outside:
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"out={out} lies inside '{folder}', which is read: give another folder")
+    record, lock = out / SETTINGS, out / _LOCK
+    with output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)), lock_file(lock, waiting_for=str(out)):
+        known = json.loads(record.read_text()) if record.is_file() else settings
+        if known != settings:
+            changed = ", ".join(f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key])
+            raise ConfigError(f"out={out} was started with {changed}: give another folder")
+        write_json(record, settings)
+        yield
+
+
+def write_image(path: Path, data: bytes) -> None:
+    """Write under a temporary name, which a repeated call uses again, and rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, path.with_name(f".{path.name}.part")) as temporary:
+        temporary.write_bytes(data)
 
 
 def resize_folder(
@@ -45,7 +76,7 @@ def resize_folder(
     if not root.is_dir():
         raise ConfigError(f"'{root}' is not a folder")
     if not short_side:
-        max_side = max_side or _DEFAULT_MAX_SIDE
+        max_side = max_side or 400
     settings = {"task": "resize", "max_side": max_side, "short_side": short_side, "quality": quality}
     with resumable_folder(out, settings, overwrite=overwrite, outside=[root]):
         files = (os.path.join(below, name) for below, _, names in os.walk(root, onerror=unreadable) for name in names)
@@ -112,8 +143,8 @@ def verify(
         results = map_in_processes(check, names, workers, description=split, unit="class")
         found[split] = dict(zip(names, results, strict=True))
     lines, problems = [], []
-    for split, other, official in (("train", "val", TRAIN_IMAGES), ("val", "train", VAL_IMAGES)):
-        classes = found[split]
+    for split, other in (("train", "val"), ("val", "train")):
+        classes, official = found[split], IMAGES[split]
         images = sum(count for count, _ in classes.values())
         lines.append(f"{split}: {images:,} images in {len(classes):,} classes")
         if expect == "imagenet" and (len(classes), images) != (CLASSES, official):

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cl_train.config.schema import ConfigError
 from cl_train.data.images import PNG_MAGIC, VAL_NAMES, BadImage, Indices, Split, read_folder
 from cl_train.data.tar_shards import MANIFEST, index_shard
-from cl_train.imagenet.resumable import resumable_folder
+from cl_train.imagenet.folders import resumable_folder
 from cl_train.system.files import replacing, write_json
 from cl_train.system.processes import map_in_processes
 
@@ -82,12 +81,9 @@ def sample_name(class_name: str, index: int, file_name: str) -> str:
 
 
 def write_shard(path: Path, samples: Iterable[Sample]) -> int:
-    """Write a shard, unless it exists. Returns its number of images."""
+    """Write a shard, unless it exists. Returns its number of images. Raises ConfigError: one that exists is damaged."""
     if path.exists():
-        try:
-            return len(index_shard(str(path)))
-        except ConfigError as error:
-            raise RuntimeError(f"{error}; delete the shard") from None
+        return len(index_shard(str(path)))
     count, partial_path = 0, path.with_name(f".{path.name}.part")
     with replacing(path, partial_path), tarfile.open(partial_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for name, label, data in samples:

@@ -1,11 +1,13 @@
 """From the official archives to a folder, hostile archives, and the check of a folder."""
 
 import errno
+import gzip
 import hashlib
 import os
 import shutil
 import tarfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -14,9 +16,9 @@ from cl_train.commands.prepare_imagenet import main
 from cl_train.config.schema import ConfigError
 from cl_train.data.images import read_folder
 from cl_train.imagenet import archives as imagenet
-from cl_train.imagenet.archives import synsets, unpack, validation_labels
+from cl_train.imagenet.archives import unpack, validation_labels
 from cl_train.imagenet.folders import verify
-from tests.imagenet_archives import WNIDS, class_tar, devkit, jpeg, make_archives, tar_of, val_wnid
+from tests.imagenet_archives import SYNSETS, WNIDS, class_tar, devkit, jpeg, make_archives, tar_of, val_wnid
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -27,19 +29,12 @@ def snapshot(folder: Path) -> dict[str, str]:
     }
 
 
-# --- the development kit ----------------------------------------------------------------------------------------------
-
-
 def test_synsets_are_in_the_order_of_ilsvrc_ids() -> None:
     """Checked against the first images of the official ground truth, and the class folders they belong to."""
-    known = synsets()
-    assert len(known) == len(set(known)) == 1000
-    assert known[0] == "n02119789" and known[-1] == "n03255030", "kit fox, dumbbell"
-    official = [490, 361, 171, 822, 297, 482, 13, 704, 599, 164]
-    assert [known[number - 1] for number in official] == [
-        *("n01751748", "n09193705", "n02105855", "n04263257", "n03125729"),
-        *("n01735189", "n02346627", "n02776631", "n03794056", "n02328150"),
-    ]
+    assert len(SYNSETS) == len(set(SYNSETS)) == 1000
+    official = {1: "n02119789", 490: "n01751748", 361: "n09193705", 171: "n02105855", 822: "n04263257"}
+    official |= {1000: "n03255030", 482: "n01735189", 297: "n03125729", 13: "n02346627", 599: "n03794056"}
+    assert {number: SYNSETS[number - 1] for number in official} == official
 
 
 def test_labels_from_a_kit_and_a_text_file(tmp_path: Path) -> None:
@@ -55,7 +50,8 @@ def test_labels_from_a_kit_and_a_text_file(tmp_path: Path) -> None:
     unpacked = tmp_path / "kit/ILSVRC2012_devkit_t12"
     for source in (unpacked / "data/ILSVRC2012_validation_ground_truth.txt", text):
         assert validation_labels(source) == labels
-    for content in (b"", b"junk", devkit(9)[:-30], devkit(9)[:60]):
+    without = gzip.compress(tar_of([("ILSVRC2012_devkit_t12/readme.txt", b"hello")]))
+    for content in (b"", b"junk", devkit(9)[:-30], devkit(9)[:60], without):
         kit.write_bytes(content)
         with pytest.raises(ConfigError, match=r"devkit=.*kit\.tar\.gz"):
             validation_labels(kit)
@@ -65,16 +61,15 @@ def test_labels_from_a_kit_and_a_text_file(tmp_path: Path) -> None:
             validation_labels(source)
 
 
-# --- prepare ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_official_archives_become_a_folder_that_trains(tmp_path: Path) -> None:
-    """Names may begin with "./"."""
-    archives = make_archives(tmp_path)
+def test_the_official_archives_become_a_folder_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names may begin with "./"; the flat files of val may be unpacked already, in place."""
+    archives, out, flat = make_archives(tmp_path), tmp_path / "out", tmp_path / "flat/val"
     dotted = [(f"./{wnid}.tar", class_tar(wnid, 4, 1000 * place, "./")) for place, wnid in enumerate(WNIDS)]
     archives["train"].write_bytes(tar_of(dotted))
-    assert unpack(tmp_path / "out", **archives) == {"train": 12, "val": 9}
-    out = tmp_path / "out"
+    assert main(["tars", f"out={out}", *(f"{key}={value}" for key, value in archives.items())]) == 0
+    assert main(["verify", f"data.root={out}", "expect=any", "deep=true"]) == 0
+    printed = capsys.readouterr().out
+    assert "train: 12 images" in printed and "9 val images" in printed and "0 problems" in printed
     assert (out / "train/n01443537/n01443537_2.JPEG").read_bytes() == jpeg(1002)
     assert (out / "val/n01443537/ILSVRC2012_val_00000001.JPEG").read_bytes() == jpeg(-1 % 9999)
     assert not list(out.rglob(".partial"))
@@ -83,16 +78,10 @@ def test_the_official_archives_become_a_folder_that_trains(tmp_path: Path) -> No
     before = snapshot(out)
     assert unpack(out, **archives) == {"train": 12, "val": 9}  # again: nothing to do
     assert snapshot(out) == before
-
-
-def test_flat_validation_files_are_moved(tmp_path: Path) -> None:
-    archives = make_archives(tmp_path)
-    flat = tmp_path / "out/val"
     with tarfile.open(archives["val"]) as archive:
         archive.extractall(flat, filter="data")
-    assert unpack(tmp_path / "out", val=flat, devkit=archives["devkit"]) == {"val": 9}
-    unpack(tmp_path / "reference", val=archives["val"], devkit=archives["devkit"])
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "reference")
+    assert unpack(tmp_path / "flat", val=flat, devkit=archives["devkit"]) == {"val": 9}
+    assert snapshot(flat) == snapshot(out / "val")
 
 
 def test_archives_that_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -114,34 +103,24 @@ def test_archives_that_do_not_fit_are_named(tmp_path: Path) -> None:
             unpack(out, **given)
 
 
-def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archives = make_archives(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
-    with pytest.raises(ConfigError, match="GB needed"):
-        unpack(tmp_path / "out", train=archives["train"])
-    assert not (tmp_path / "out").exists()
-
-
-def test_after_a_damaged_archive_or_a_full_disk_a_good_one_continues(
+def test_after_a_full_disk_or_a_damaged_archive_a_good_one_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = Path(make_archives(tmp_path)["train"])
+    good, out = make_archives(tmp_path)["train"], tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
+        with pytest.raises(ConfigError, match="GB needed"):
+            unpack(out, train=good)
+    assert not out.exists()
     whole = good.read_bytes()
     good.write_bytes(whole[: len(whole) * 2 // 3])
     with pytest.raises(ConfigError, match="truncated"):
-        unpack(tmp_path / "out", train=good)
+        unpack(out, train=good)
     good.write_bytes(whole)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(imagenet, "read_member", full)
-        assert main(["tars", f"out={tmp_path / 'out'}", f"train={good}"]) == 1
-    assert unpack(tmp_path / "out", train=good) == {"train": 12}
-
-
-# --- verify -----------------------------------------------------------------------------------------------------------
+        patch.setattr(imagenet, "read_member", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        assert main(["tars", f"out={out}", f"train={good}"]) == 1
+    assert unpack(out, train=good) == {"train": 12}
 
 
 @pytest.fixture
@@ -159,6 +138,7 @@ def test_a_good_folder_has_no_problems(prepared: Path) -> None:
     Image.new("RGB", (8, 8)).save(prepared / "train/n01440764/n01440764_9.JPEG", "PNG")  # as a few of ImageNet are
     lines = ["train: 13 images in 3 classes", "val: 9 images in 3 classes"]
     assert check(prepared) == check(prepared, deep=True) == (lines, "")
+    assert main(["verify", f"data.root={prepared}"]) == 1
     problems = check(prepared, expect="imagenet")[1]
     assert "train: 13 images in 3 classes; ILSVRC2012 has 1,281,167" in problems and "val: 9 images" in problems
 
@@ -178,32 +158,14 @@ def test_problems_are_named(prepared: Path) -> None:
     lines, problems = check(prepared)
     assert lines == ["train: 9 images in 4 classes", "val: 6 images in 2 classes"]
     for text in (
-        "5 files",
-        "n01440764_0.JPEG: the file is empty",
-        "n01440764_1.JPEG: not an image",
-        "notes.txt: ",
-        "link.JPEG: No such file",
-        "fifo.JPEG: not a regular file",
+        *("5 files", "n01440764_0.JPEG: the file is empty", "n01440764_1.JPEG: not an image", "notes.txt: "),
+        *("link.JPEG: No such file", "fifo.JPEG: not a regular file", "train: 1 classes have no image: n09999999"),
         "2 classes are in train only: n01440764, n09999999",
-        "train: 1 classes have no image: n09999999",
     ):
         assert text in problems
     assert "n01443537_0.JPEG" not in problems, "only decoding finds it"
     lines, problems = check(prepared, deep=True)
     assert lines[0] == "train: 8 images in 4 classes" and "n01443537_0.JPEG: " in problems and "truncated" in problems
-
-
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_unpacks_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    archives, out = make_archives(tmp_path), tmp_path / "out"
-    assert main(["tars", f"out={out}", *(f"{key}={value}" for key, value in archives.items())]) == 0
-    assert main(["verify", f"data.root={out}", "expect=any", "deep=true"]) == 0
-    (out / "train/n01440764/n01440764_0.JPEG").write_bytes(b"")
-    assert main(["verify", f"data.root={out}", "expect=any"]) == 1
-    printed = capsys.readouterr().out
-    assert "train: 12 images" in printed and "0 problems" in printed and "the file is empty" in printed
 
 
 @pytest.mark.parametrize(

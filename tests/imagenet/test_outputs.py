@@ -1,6 +1,5 @@
 """Every task refuses an output that holds something else, and changes nothing in it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ def words(task: str, root: Path) -> list[str]:
     return [task, f"data.root={root}/{'parquet' if task == 'parquet' else 'images'}"]
 
 
+ARCHIVE, TABLE = "archives/ILSVRC2012_img_train.tar", "parquet/train-00000-of-00002.parquet"
 TASKS = ("tars", "resize", "shards", "parquet")
 FOREIGN = ("file", "notes", "images", "images/train", "images/train/class_0", "parquet", "archives", "file/below")
 
@@ -61,17 +61,14 @@ def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs: 
     assert snapshot(out) == done
 
 
-FAILURES: list[tuple[str, str, Callable[[Path], object]]] = [
-    ("tars", "archives/ILSVRC2012_img_train.tar", lambda path: path.write_bytes(path.read_bytes()[:1000])),
-    ("resize", "images", lambda path: path.rename(path.with_name("moved"))),
-    ("shards", "images/val", lambda path: path.rename(path.with_name("moved"))),
-    ("parquet", "parquet/train-00000-of-00002.parquet", lambda path: path.write_bytes(b"PAR1")),
-]
-
-
-@pytest.mark.parametrize(("task", "name", "damage"), FAILURES)
-def test_a_failure_leaves_nothing_behind(inputs: Path, task: str, name: str, damage: Callable[[Path], object]) -> None:
-    damage(inputs / name)
+@pytest.mark.parametrize(
+    ("task", "name"), [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val"), ("parquet", TABLE)]
+)
+def test_a_failure_leaves_nothing_behind(inputs: Path, task: str, name: str) -> None:
+    if (inputs / name).is_dir():
+        (inputs / name).rename(inputs / "moved")
+    else:
+        (inputs / name).write_bytes((inputs / name).read_bytes()[:1000])
     before = snapshot(inputs)
     with pytest.raises(ConfigError):
         main([*words(task, inputs), f"out={inputs / 'new/out'}"])

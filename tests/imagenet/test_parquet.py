@@ -19,11 +19,6 @@ pq = pytest.importorskip("pyarrow.parquet")
 WNIDS = ("n01440764", "n01443537")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def write_parquet(root: Path, labels: tuple[Any, ...] = (0, 1)) -> dict[str, bytes]:
     """Two train files and one validation file as on the Hugging Face hub. Returns the images by official name."""
     root.mkdir(parents=True, exist_ok=True)
@@ -52,10 +47,6 @@ def write_table(
         features |= {label: {"names": names, "_type": "ClassLabel"}, "boxes": [{"_type": "Value"}]}
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table, path)
-
-
-def embedded(count: int) -> list[dict[str, Any]]:
-    return [{"bytes": jpeg(20, 30, seed=number), "path": f"{number}.jpg"} for number in range(count)]
 
 
 @pytest.mark.slow
@@ -95,18 +86,19 @@ def test_tables_of_datasets_keep_class_names_in_both_forms(tmp_path: Path, form:
     assert by_class == {"bear": contents[0], "cat_tabby": contents[1], "wolf": contents[2]}
 
 
+TWO = [{"bytes": jpeg(20, 30, seed=number), "path": f"{number}.jpg"} for number in range(2)]
 WRONG: list[tuple[str, list[Any], list[Any], Any]] = [
-    ("no integers", embedded(2), [0.0, 1.7], None),
-    ("no integers", embedded(2), [True, False], None),
-    ("no integers", embedded(2), ["cat", "dog"], None),
-    ("without a label", embedded(2), [0, None], None),
-    ("without a label", embedded(2), [0, -1], None),
-    ("up to 10000000, but only 2", embedded(2), [0, 10**7], None),
-    ("label 2, but only 2", embedded(2), [0, 2], ["a", "b"]),
-    ("one name: a_b", embedded(2), [0, 1], ["a/b", "a:b"]),
-    ("two images", [embedded(1)[0]] * 2, [0, 0], None),
-    ("row 1, .*not a JPEG or PNG", [embedded(1)[0], {"bytes": None, "path": None}], [0, 1], None),
-    ("row 1, .*No such file", [embedded(1)[0], {"bytes": None, "path": "/nowhere/1.jpg"}], [0, 1], None),
+    ("no integers", TWO, [0.0, 1.7], None),
+    ("no integers", TWO, [True, False], None),
+    ("no integers", TWO, ["cat", "dog"], None),
+    ("without a label", TWO, [0, None], None),
+    ("without a label", TWO, [0, -1], None),
+    ("up to 10000000, but only 2", TWO, [0, 10**7], None),
+    ("label 2, but only 2", TWO, [0, 2], ["a", "b"]),
+    ("one name: a_b", TWO, [0, 1], ["a/b", "a:b"]),
+    ("two images", TWO[:1] * 2, [0, 0], None),
+    ("row 1, .*not a JPEG or PNG", [TWO[0], {"bytes": None, "path": None}], [0, 1], None),
+    ("row 1, .*No such file", [TWO[0], {"bytes": None, "path": "/nowhere/1.jpg"}], [0, 1], None),
     ("row 0, .*not a JPEG or PNG", [{"bytes": None, "path": "train.parquet"}], [0], None),
     ("row 0, .*not a regular file", [{"bytes": None, "path": "/dev/zero"}], [0], None),
 ]
