@@ -21,7 +21,6 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.tar_shards import open_tar, read_member, regular_files
 from cl_train.imagenet.folders import SETTINGS, resumable_folder, write_image
 
-_PARTIAL = ".partial"  # an incomplete class folder; after an interruption the next run removes it
 _GROUND_TRUTH = "/data/ILSVRC2012_validation_ground_truth.txt"
 
 
@@ -71,7 +70,7 @@ def _unpack_train(archive: Path, folder: Path) -> int:
 
 def _unpack_class(stream: IO[bytes], what: str, folder: Path) -> None:
     """The folder is created only when it is complete."""
-    partial = folder.with_name(_PARTIAL)
+    partial = folder.with_name(".partial")  # after an interruption the next run removes it
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

@@ -22,8 +22,6 @@ from cl_train.imagenet.shards import sample_name, shard_name, write_shard
 from cl_train.system.files import write_json
 from cl_train.system.processes import map_in_processes
 
-_ROWS = 64  # read at once
-
 
 @dataclass(frozen=True)
 class _File:
@@ -130,7 +128,7 @@ def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
     """(row in the split, label, file name, encoded image)"""
     pq, row = optional_module("pyarrow.parquet", "prepare_imagenet parquet"), 0
     try:
-        for batch in pq.ParquetFile(file.path).iter_batches(_ROWS, columns=[file.image_column], use_threads=False):
+        for batch in pq.ParquetFile(file.path).iter_batches(64, columns=[file.image_column], use_threads=False):
             for record in batch.to_pylist():
                 data, name = record[file.image_column]["bytes"], file.names[row]
                 if not data:

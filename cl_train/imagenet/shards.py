@@ -5,11 +5,13 @@ import os
 import re
 import tarfile
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from cl_train.config.schema import ConfigError
 from cl_train.data.images import PNG_MAGIC, VAL_NAMES, BadImage, Indices, Split, read_folder
 from cl_train.data.tar_shards import MANIFEST, index_shard
 from cl_train.imagenet.folders import resumable_folder
@@ -81,9 +83,10 @@ def sample_name(class_name: str, index: int, file_name: str) -> str:
 
 
 def write_shard(path: Path, samples: Iterable[Sample]) -> int:
-    """Write a shard, unless it exists. Returns its number of images. Raises ConfigError: one that exists is damaged."""
+    """Write a shard, unless a whole one exists. Returns its number of images."""
     if path.exists():
-        return len(index_shard(str(path)))
+        with suppress(ConfigError):  # damaged since
+            return len(index_shard(str(path)))
     count, partial_path = 0, path.with_name(f".{path.name}.part")
     with replacing(path, partial_path), tarfile.open(partial_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for name, label, data in samples:

@@ -67,11 +67,11 @@ def test_an_interrupted_writer_continues(folder: Path, tmp_path: Path, monkeypat
         yield next(results)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cl_train.imagenet.shards.map_in_processes", two_shards)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("cl_train.imagenet.shards.map_in_processes", two_shards)
         write_shards(folder, out, images_per_shard=7, workers=1)
     assert len(list(out.glob("*.tar"))) == 2 and not (out / "shards.json").exists()
-    monkeypatch.undo()
+    (out / "folder-train-000001.tar").write_bytes(b"damaged")
     (out / ".folder-train-000002.tar.part").write_bytes(b"half")
     kept = (out / "folder-train-000000.tar").stat().st_mtime_ns
     write_shards(folder, out, images_per_shard=7, workers=1)
