@@ -1,6 +1,6 @@
 """Unusual models through audit and convert: they work, or are refused with a remedy; what a run changes is restored.
 
-Training runs on the same models: tests/training/test_odd_models.
+Training runs on the same models: tests/training/test_build.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, ConfigError, Op
 from cl_train.step.optim import build_optimizer, check_optimizer, freeze, layer_numbers, lr_at, set_lr
 from cl_train.training.state import collect, restore
 from tests.networks import small
-from tests.train_states import train_state
+from tests.step.test_train_step import make_parts, state_of
 
 CURVES: list[tuple[dict[str, object], dict[int, float]]] = [  # of ten epochs of ten steps; learning rates by step
     ({"name": "cosine", "warmup_epochs": 0}, {0: 1.0, 50: 0.5, 99: 0.00025}),
@@ -159,15 +160,16 @@ def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
     resumed, fresh = copy.deepcopy(reference), copy.deepcopy(reference)
     theirs = timm.optim.create_optimizer_v2(reference, name, lr=0.01, weight_decay=0.1)
     train(reference, theirs, 0, 3)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     ours = build_optimizer(cfg, resumed, dict(resumed.named_parameters()), 0.01)
     train(resumed, ours, 0, 1)
-    saved = copy.deepcopy(collect(train_state(resumed, ours, scaler), {}, {}))
     again = build_optimizer(cfg, fresh, dict(fresh.named_parameters()), 0.01)
-    restore(saved, train_state(fresh, again, scaler))
+    states = [
+        state_of(replace(make_parts("fp32", model=model, layout=torch.contiguous_format), optimizer=optimizer))
+        for model, optimizer in ((resumed, ours), (fresh, again))
+    ]
+    restore(copy.deepcopy(collect(states[0], {}, {})), states[1])
     train(fresh, again, 1, 2)
-    for name_, value in reference.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name_], value), name_
+    torch.testing.assert_close(fresh.state_dict(), reference.state_dict(), rtol=0, atol=0)
 
 
 def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:

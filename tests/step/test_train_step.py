@@ -1,5 +1,7 @@
 """The AMP step: autocast is used, one optimizer step per call, clipping sees unscaled gradients, an overflow skips."""
 
+from functools import partial
+
 import pytest
 import torch
 from timm.data.mixup import mixup_target
@@ -7,11 +9,12 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch import nn
 
 from cl_train.config.schema import OPTIMIZERS, OptimConfig
-from cl_train.data.device import Batch
+from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import BY_NAME, Fp32Weights, cast_model, resolve_precision
+from cl_train.step.precision import BY_NAME, EMA, Fp32Weights, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
+from cl_train.training.state import TrainState
 from tests.networks import small, without_batchnorm
 
 CPU = torch.device("cpu")
@@ -41,6 +44,11 @@ def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
     layout = torch.channels_last if parts.model[0].weight.stride()[1] == 1 else torch.contiguous_format
     pixels = torch.randn(images, 3, 32, 32, generator=generator).to(parts.precision.input_dtype)
     return Batch(pixels.to(memory_format=layout), torch.randint(0, 3, (images,), generator=generator))
+
+
+def state_of(parts: StepParts, average: EMA | None = None) -> TrainState:
+    batch_format = DeviceFormat(CPU, parts.precision.input_dtype, torch.contiguous_format)
+    return TrainState(parts.model, parts, average, batch_format, partial(train_step, parts))
 
 
 def weights(parts: StepParts) -> torch.Tensor:

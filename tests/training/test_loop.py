@@ -3,22 +3,27 @@
 import json
 import math
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from cl_train.comparison.pairs import compare_pair, read_run
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load
 from cl_train.training.active_run import ActiveRun, check_bad_steps
 from cl_train.training.setup import check_runs
 from cl_train.training.state import TrainingFault
-from tests.conftest import CPU_PRECISIONS, Run, write_images
+from tests.conftest import Run, write_images
+from tests.faults.bench import Bench
 
 Train = Callable[..., Run]
 
@@ -62,19 +67,6 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
     same = ("status", "steps", "images_seen", "images_per_s", "step_ms", "data_wait_pct", "train", "val", "best")
     assert {name: again[name] for name in same} == {name: summary[name] for name in same}
     assert again["utilisation"]["gflop_per_image"] == summary["utilisation"]["gflop_per_image"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("channels_last", ["true", "false"])
-@pytest.mark.parametrize("precision", CPU_PRECISIONS)
-def test_each_precision_and_layout_trains(train: Train, precision: str, channels_last: str) -> None:
-    done = train(f"precision={precision}", f"channels_last={channels_last}", "epochs=1")
-    summary = done.summary
-    assert summary["precision"] == precision and done.losses[-1] < done.losses[0]
-    assert summary["memory_format"] == ("channels_last" if channels_last == "true" else "contiguous")
-    assert (summary["amp"]["scale"] is not None) == precision.startswith("fp16")
-    weight = done.checkpoint()["model"]["3.weight"]
-    assert weight.stride() == (72, 9, 3, 1) and weight.dtype == torch.float32, "on disk always contiguous"
 
 
 @pytest.mark.slow
@@ -126,7 +118,7 @@ def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train: Tra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16_o2"])
 def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tmp_path: Path, precision: str) -> None:
     """Random generators (dropout), the loss scale and AdamW's moments are restored."""
     words = (f"precision={precision}", "amp.growth_interval=2", "data.image_size=16", "model=tests.networks:dropout")
@@ -137,8 +129,10 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train: Train, tm
     done = train(*words, "resume=auto", folder=folder)
     assert [record["step"] for record in done.records("train")] == [1, 2, 3, 4, 5, 6]
     assert done.losses == whole.losses and done.summary["amp"] == whole.summary["amp"]
-    for name, value in whole.checkpoint()["model"].items():
-        assert torch.equal(done.checkpoint()["model"][name], value), name
+    assert (done.summary["amp"]["scale"] is None) == (precision == "bf16") and done.summary["precision"] == precision
+    weight = done.checkpoint()["model"]["3.weight"]
+    assert weight.stride() == (72, 9, 3, 1) and weight.dtype == torch.float32, "on disk always contiguous"
+    torch.testing.assert_close(done.checkpoint()["model"], whole.checkpoint()["model"], rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -165,17 +159,8 @@ def test_an_evaluation_leaves_the_run_alone(train: Train, image_folder: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("model=tests.networks:nan_at_third_step log_every=2", "the loss is nan at step 3 on rank 0"),
-        ("model=tests.networks:nan_at_third_step failing_device", "the loss is nan at step 3 on rank 0"),
-        ("precision=fp16 data.image_size=16 amp.min_scale=1e9", "the loss scale fell to .* at step 1 "),
-        ("precision=fp16 data.image_size=16 amp.init_scale=1e30 epochs=7", "21 of 21 updates were skipped"),
-    ],
-)
-def test_a_run_that_cannot_continue_names_the_step(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, problem: str
+def test_a_run_that_cannot_continue_names_the_step_though_the_device_fails_too(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, calls = ActiveRun.log_submitted, count()
 
@@ -184,13 +169,18 @@ def test_a_run_that_cannot_continue_names_the_step(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         original(run)
 
-    if words.endswith("failing_device"):
-        monkeypatch.setattr(ActiveRun, "log_submitted", failing)
-    with pytest.raises(TrainingFault, match=problem):
-        train(*words.removesuffix(" failing_device").split(), folder=tmp_path)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed" and re.search(problem, summary["why"])
-    assert re.search(f"the run failed: {problem}", (tmp_path / "train.log").read_text())
+    monkeypatch.setattr(ActiveRun, "log_submitted", failing)
+    overflows = ("precision=fp16", "data.image_size=16", "amp.init_scale=1e30", "epochs=7")
+    for words, problem in (
+        (["model=tests.networks:nan_at_third_step"], "the loss is nan at step 3 on rank 0"),
+        (overflows, "21 of 21 updates were skipped"),
+    ):
+        folder = tmp_path / words[0]
+        with pytest.raises(TrainingFault, match=problem):
+            train(*words, folder=folder)
+        summary = Run(folder, 1).summary
+        assert summary["status"] == "failed" and re.search(problem, summary["why"])
+        assert re.search(f"the run failed: {problem}", (folder / "train.log").read_text())
 
 
 @pytest.mark.slow
@@ -218,28 +208,25 @@ def test_settings_and_models_that_cannot_train_are_refused(train: Train, tiny: C
     for words, problem in (
         (["batch_size=128"], "96 training images"),
         (["batch_size=32", "accumulate_steps=4"], "one step takes 128 images"),
-        (["model=tests.networks:too_few_outputs"], "for 3 classes"),
+        (["model=tests.networks:too_few_outputs"], r"\[2, 2\].* 3 classes"),
         (["model=tests.networks:raising"], "planted"),
-        (["resume=auto", "overwrite=true"], "leave out one"),
         (["batch_size=0"], "batch_size=0: expected whole number >= 1"),
         (["batch_size=auto", "resume=auto"], "batch_size=auto with resume"),
         (["epochs=auto"], "epochs=auto: expected whole number >= 1$"),
     ):
         with pytest.raises(ConfigError, match=problem):
             train(*words)
-    with pytest.raises(ConfigError) as caught:
-        timm = tiny("augment.policy=timm", "augment.timm_policy=nonsense")
-        v0 = tiny("augment.policy=timm", "augment.timm_policy=v0")
-        wrong = [tiny("model=resnt18"), tiny("model=vgg99"), tiny("log_to=[tensorbord]"), timm, v0]
+    policies = [tiny("augment.policy=timm", f"augment.timm_policy={name}") for name in ("nonsense", "v0")]
+    wrong = [tiny("model=resnt18"), tiny("model=vgg99"), tiny("log_to=[tensorbord]"), *policies]
+    with pytest.raises(ConfigError, match=r"log_to=tensorbord: [\s\S]*did you mean tensorboard") as caught:
         check_runs([tiny("model=resnet18"), *wrong])
     assert len(caught.value.problems) == 5, "every run of a sweep is checked"
-    assert "log_to=tensorbord: " in str(caught.value) and "did you mean tensorboard" in str(caught.value)
 
 
 @pytest.mark.slow
 def test_bad_images_are_left_out(train: Train, tmp_path: Path) -> None:
     """The epoch ends before its last batches, which the loader has prepared: their broken files do not count in the
-    evaluation. A batch of bad validation images does not spoil the loss."""
+    evaluation."""
     images = tmp_path / "images"
     write_images(images, {"train": 32, "val": 7})
     for number in range(0, 32, 4):
@@ -248,9 +235,6 @@ def test_bad_images_are_left_out(train: Train, tmp_path: Path) -> None:
     for workers in (0, 1):
         done = train(*words, f"data.workers={workers}")
         assert done.exit_code == 0 and done.summary["val"]["images"] == 21
-    (images / "val" / "red" / "006.JPEG").write_bytes(b"")
-    done = train(*words, "batch_size=4", "max_steps=2")
-    assert done.summary["val"]["images"] == 20 and done.summary["val"]["loss"] > 0
     for path in (images / "val").rglob("*.JPEG"):
         path.write_bytes(b"\xff\xd8\xff broken")
     with pytest.raises(TrainingFault, match="none of the 21 validation images"):
@@ -271,3 +255,58 @@ def test_unusual_models_and_growing_images_train_with_auto(train: Train, quick_a
     done = train(*words.split())
     assert done.exit_code == 0 and done.summary["status"] == "completed"
     assert {window["image_size"] for window in done.records("train")} == ({16, 32} if "schedule" in words else {32})
+
+
+# --- growing images ---------------------------------------------------------------------------------------------------
+
+GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epochs=3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "kills"),
+    [
+        ({"checkpoint__every_steps": 2}, "train,16,2 val,40,1 train,24,4 train,32,1"),
+        (
+            {"cuda_graph": "true", "data__workers": 2, "channels_last": "true"},
+            " ".join(f"train,{size},1 train,{size},3 val,40,2" for size in (16, 24, 32)),
+        ),
+    ],
+)
+def test_killed_in_every_phase_and_resumed_to_the_same_bits(words: dict[str, Any], kills: str, tmp_path: Path) -> None:
+    """SIGKILL in training on each size, at its first and at a later batch, and in the evaluation after each size."""
+    bench, run, never = Bench(tmp_path, is_full=False), tmp_path / "killed", {"KILL_AT": "train,0,0"}
+    words = dict(word.split("=") for word in GROWING) | {"model": "tests.networks:killed_at"} | words
+    for kill_at in kills.split():
+        bench.run(run, code=-signal.SIGKILL, environment={"KILL_AT": kill_at}, **words)
+    bench.check_resumed(run, bench.reference(environment=never, **words), environment=never, **words)
+
+
+@pytest.mark.slow
+def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Train) -> None:
+    words = (*GROWING, "warmup_steps=1", "batch_size=24")
+    run, shorter = train(*words), train(*words, "channels_last=true", "max_steps=6")
+    windows = run.records("train")
+    assert [w["image_size"] for w in windows] == [16] * 4 + [24] * 4 + [32] * 4
+    assert [w["images"] for w in windows] == [24] * 12
+    assert [w["warmup"] for w in windows] == [True, *[False] * 3] * 3
+    assert run.summary["image_size"] == 32
+    speeds = run.summary["images_per_s"]
+    assert speeds["end_to_end"]["windows"] == 3 and set(speeds["by_image_size"]) == {"16", "24", "32"}
+    assert read_run(run.folder).steps == [10, 11, 12] and read_run(run.folder).problems == []
+    pair = compare_pair([read_run(run.folder)], [read_run(shorter.folder)])
+    assert any("data.image_size differs: 32" in note for note in pair.notes)
+
+
+@pytest.mark.slow
+def test_every_size_is_compiled_once_with_static_shapes(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        shapes.extend(value.shape for value in inputs if isinstance(value, torch.Tensor) and value.shape[1:2] == (3,))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    train(*GROWING, "batch_size=16", "compile=true")
+    found = [tuple(shape) for shape in shapes if len(shape) == 4 and shape[0] == 16]
+    assert found == [(16, 3, size, size) for size in (16, 24, 32)]

@@ -1,7 +1,9 @@
-"""What is due when; windows and averages, with a clock that only moves when told."""
+"""What is due when; windows and averages, with a clock that only moves when told; records after a resume."""
 
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from cl_train.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.system.machine import DeviceClock
 from cl_train.training.active_run import ThroughputMeter
-from cl_train.training.records import progress_bar, speed, spread
+from cl_train.training.records import Records, Trackers, progress_bar, speed, spread
 from cl_train.training.state import Plan, Progress
 
 
@@ -98,15 +100,39 @@ def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_there_
     assert sizes == [(64, True), (64, True), (64, False), (64, False), (96, True), (96, True)]
     assert speed(windows[:4])["images_per_s"]["end_to_end"] == {"median": 32, "p5": 32, "p95": 32, "windows": 2}
     assert speed(windows[:1])["images_per_s"]["end_to_end"]["windows"] == 1
-    assert spread([{"value": float(value)} for value in range(101)], "value") == {
-        "median": 50,
-        "p5": 5,
-        "p95": 95,
-        "windows": 101,
-    }
+    known = {"median": 50, "p5": 5, "p95": 95, "windows": 101}
+    assert spread([{"value": float(value)} for value in range(101)], "value") == known
 
 
 def test_a_program_without_standard_streams_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python does where they are closed
     monkeypatch.setattr(sys, "stderr", None)
     assert progress_bar("training", 3, shown=True).disable
+
+
+def records(folder: Path | None, step: int = 0) -> Records:
+    description = {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
+    return Records(folder, Config(), Trackers([]), description, Progress(step=step, closed_step=step))
+
+
+def recorded(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks_write_nothing(tmp_path: Path) -> None:
+    other = records(None)
+    other.write("val", {"loss": 1.0})
+    assert other.finish("completed")["val"] == {"loss": 1.0} and list(tmp_path.iterdir()) == []
+    first = records(tmp_path)
+    for step in (10, 20, 30):
+        first.write("train", {"step": step, "loss": float("nan"), "more": [float("inf"), 1.5]})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": null}\n{"kind": "train", "st')  # damaged; killed in mid-write
+    records(tmp_path, step=20).write("train", {"step": 30, "loss": 2.0})
+    assert recorded(tmp_path) == [10, 20, 30]
+    before = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert before["loss"] is None and before["more"] == [None, 1.5], "JSON has no NaN or Infinity"
+    failed = records(tmp_path, step=30).finish("failed", why="before its first step")
+    assert failed["train"]["loss"] is None, "results of the earlier process are not its own"
+    records(tmp_path).write("train", {"step": 1, "loss": 1.0})
+    assert recorded(tmp_path) == [1]
