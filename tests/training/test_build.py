@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -14,13 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import Config, ConfigError, DataConfig
 from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import Crash
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training import batch_size, loop
+from cl_train.training import batch_size
 from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search
 from cl_train.training.build import try_model
 from cl_train.training.records import describe_failure
@@ -92,18 +90,16 @@ def build(num_classes: int) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains_or_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains_or_is_refused(name: str, train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "chosen", MODELS[name])
-    words = [f"model={__name__}:build", "data=synthetic", "data.image_size=16", "data.synthetic_images=16"]
-    words += ["data.synthetic_classes=5", "batch_size=4", "max_steps=2", "device=cpu", "precision=fp32"]
-    (cfg,) = check_command_line([*words, "log_to=[]", "channels_last=true"])
+    words = ("data=synthetic", "data.root=null", "data.image_size=16", "data.synthetic_images=16")
+    words += ("data.synthetic_classes=5", "batch_size=4", "max_steps=2", "log_to=[]", "channels_last=true")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about sparse, quantised and complex tensors
         try:
-            loop.train(cfg, tmp_path)
+            train(f"model={__name__}:build", *words)
         except ConfigError as error:
-            assert "AssertionError" not in str(error)
-            assert REMEDIES.get(name, "") in str(error)
+            assert "AssertionError" not in str(error) and REMEDIES.get(name, "") in str(error)
         except Exception as error:
             assert describe_failure(error) is not None
     assert torch.is_grad_enabled()
@@ -114,13 +110,7 @@ def test_it_trains_or_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.
 ALONE = Dist(0, 1, CPU)
 
 
-def found(
-    largest: int = 4096,
-    limit_gib: float = 1e6,
-    time_limit_s: float = 1e9,
-    dies_at: int = 10**6,
-    half_speed_at: int = 16,
-) -> tuple[int, list[int], list[int]]:
+def found(dies_at: int = 10**6, half_speed_at: int = 16, **limits: Any) -> tuple[int, list[int], list[int]]:
     """The choice, the sizes tried, and those that fit, where the weights take 1 GiB, an image 1/16 GiB, and the speed
     grows to 1000 images/s."""
     asked: list[int] = []
@@ -132,7 +122,7 @@ def found(
         return BatchSpeed(size, 1000 * size / (size + half_speed_at), 1 + size / 16)
 
     with patch.object(batch_size, "perf_counter", lambda: sum(asked)):
-        chosen, measured = search(measure, largest, limit_gib, time_limit_s)
+        chosen, measured = search(measure, **{"largest": 4096, "limit_gib": 1e6, "time_limit_s": 1e9} | limits)
     return chosen, asked, [item.batch_size for item in measured]
 
 
@@ -188,7 +178,6 @@ def test_a_run_with_auto_writes_the_number_down(train: Callable[..., Run], monke
     monkeypatch.setattr(batch_size, "build_model", lambda *a: cublas.append(read()) or build(*a))
     done = train("batch_size=auto", "epochs=1", "optim.reference_batch_size=32", "deterministic=true")
     assert cublas == [":4096:8"], "cuBLAS reads it at its first product, which the measurement calls"
-    chosen = done.summary["global_batch_size"]
-    assert chosen in (8, 16)
+    assert (chosen := done.summary["global_batch_size"]) in (8, 16)
     assert f"batch_size: {chosen}\n" in (done.folder / "config.yaml").read_text()
     assert done.records("train")[0]["lr"] == pytest.approx(0.4 * chosen / 32)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from PIL import Image
 from torch import nn
+from torchvision.datasets import ImageFolder
 
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.device import Batch, DeviceFormat
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 FORMAT = DeviceFormat(CPU, torch.float64, torch.channels_last)
 
 
-def reference_transform(model: str, weights: str) -> Callable[[Image.Image], torch.Tensor]:
+def reference_transform(model: str, weights: str) -> Callable[..., torch.Tensor]:
     """What torchvision's reference script and timm's validate.py apply to an image."""
     if not model.startswith("timm/"):
         return torchvision.models.get_model_weights(model)[weights].transforms()
@@ -53,11 +53,8 @@ def test_logits_are_those_of_the_published_pipeline(tmp_path: Path, model_name: 
     data = folder_data(root, batch_size=8, **published)
     ours = torch.cat([batch.images.clone() for batch in data.validation(FORMAT)])
     data.close()
-    images, transform = [], reference_transform(model_name, weights)
-    for path in sorted((root / "val").glob("*/*")):
-        with Image.open(path) as image:
-            images.append(transform(image.convert("RGB")))
-    reference = torch.stack(images).double()
+    images = ImageFolder(str(root / "val"), reference_transform(model_name, weights))
+    reference = torch.stack([image for image, _ in images]).double()
     torch.manual_seed(0)
     model = build_model(model_name, num_classes=10, image_size=published["image_size"])
     mean, std = (torch.tensor(published[name]).view(3, 1, 1) for name in ("mean", "std"))
@@ -173,17 +170,16 @@ def test_evaluation_is_exact_and_changes_nothing(targets: torch.Tensor, flip: bo
 
 @pytest.mark.slow
 def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train: Callable[..., Run], tmp_path: Path) -> None:
-    run = train("max_steps=4", "data.val_resize=36", "data.val_interpolation=bicubic")
-    again = train("evaluate_only=true", f"weights={run.folder}", "data.val_resize=36", "data.val_interpolation=bicubic")
-    assert again.summary["val"] == run.summary["val"]
+    resize, failed = ("data.val_resize=36", "data.val_interpolation=bicubic"), tmp_path / "failed"
+    run = train("max_steps=4", *resize)
+    assert train("evaluate_only=true", f"weights={run.folder}", *resize).summary["val"] == run.summary["val"]
     recorded = published_preprocessing("tests.networks:small", str(run.folder))
     assert (recorded.crop, recorded.resize, recorded.interpolation) == (32, 36, "bicubic")
     state = run.checkpoint()["model"]
     state["0.weight"].fill_(torch.nan)
     torch.save(state, tmp_path / "nan.pth")
-    (tmp_path / "failed").mkdir()
     with pytest.raises(TrainingFault, match="NaN"):
-        train("evaluate_only=true", f"weights={tmp_path / 'nan.pth'}", folder=tmp_path / "failed")
+        train("evaluate_only=true", f"weights={tmp_path / 'nan.pth'}", folder=failed)
     with pytest.raises(ConfigError, match=r"nan.pth holds NaN in 0\.weight"):
         train("max_steps=1", f"weights={tmp_path / 'nan.pth'}")
-    assert Run(tmp_path / "failed", 1).summary["status"] == "failed"
+    assert Run(failed, 1).summary["status"] == "failed"

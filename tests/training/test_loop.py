@@ -210,9 +210,7 @@ def test_settings_and_models_that_cannot_train_are_refused(train: Train, tiny: C
         (["batch_size=32", "accumulate_steps=4"], "one step takes 128 images"),
         (["model=tests.networks:too_few_outputs"], r"\[2, 2\].* 3 classes"),
         (["model=tests.networks:raising"], "planted"),
-        (["batch_size=0"], "batch_size=0: expected whole number >= 1"),
         (["batch_size=auto", "resume=auto"], "batch_size=auto with resume"),
-        (["epochs=auto"], "epochs=auto: expected whole number >= 1$"),
     ):
         with pytest.raises(ConfigError, match=problem):
             train(*words)
@@ -286,10 +284,8 @@ def test_killed_in_every_phase_and_resumed_to_the_same_bits(words: dict[str, Any
 def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Train) -> None:
     words = (*GROWING, "warmup_steps=1", "batch_size=24")
     run, shorter = train(*words), train(*words, "channels_last=true", "max_steps=6")
-    windows = run.records("train")
-    assert [w["image_size"] for w in windows] == [16] * 4 + [24] * 4 + [32] * 4
-    assert [w["images"] for w in windows] == [24] * 12
-    assert [w["warmup"] for w in windows] == [True, *[False] * 3] * 3
+    windows = [(window["image_size"], window["images"], window["warmup"]) for window in run.records("train")]
+    assert windows == [(size, 24, step == 0) for size in (16, 24, 32) for step in range(4)]
     assert run.summary["image_size"] == 32
     speeds = run.summary["images_per_s"]
     assert speeds["end_to_end"]["windows"] == 3 and set(speeds["by_image_size"]) == {"16", "24", "32"}

@@ -15,18 +15,16 @@ from cl_train.training.records import Records, Trackers, progress_bar, speed, sp
 from cl_train.training.state import Plan, Progress
 
 
-def test_growing_images_leave_steps_and_learning_rate_alone() -> None:
-    for reference_batch_size, peak in ((256, 32 / 256), (0, 1.0)):
+def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_no_step() -> None:
+    data, schedule = DataConfig(size_schedule=[[0, 64], [2, 128]]), ScheduleConfig(name="linear")
+    cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, data=data, schedule=schedule, max_steps=30)
+    for reference_batch_size, peak in ((256, 48 / 256), (0, 1.0)):
         optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
-        data = DataConfig(size_schedule=[[0, 64], [2, 128]])
-        cfg = Config(batch_size=32, epochs=4, optim=optim, schedule=ScheduleConfig(name="linear"), data=data)
-        plan = Plan.of(cfg, 1280, 1)
-        assert plan.image_sizes == (64, 96, 128, 128) and plan.last_step == 160
-        rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=20)) for epoch in range(4)]
+        plan = Plan.of(replace(cfg, optim=optim), 500, 2)
+        assert plan.image_sizes == (64, 96, 128, 128) and plan.global_batch_size == 48
+        assert plan.steps_per_epoch == 10 and plan.last_step == 30
+        rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=5)) for epoch in range(4)]
         assert rates == pytest.approx([peak * (1 - (epoch + 0.5) / 4) for epoch in range(4)])
-        plan = Plan.of(replace(cfg, batch_size=8, accumulate_steps=3, max_steps=10), 500, 2)
-        assert plan.global_batch_size == 48 and plan.steps_per_epoch == plan.last_step == 10
-        assert plan.lr_at(Progress()) == pytest.approx(48 / 256 if reference_batch_size else 1)
 
 
 @pytest.mark.parametrize(
