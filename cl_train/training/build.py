@@ -1,7 +1,6 @@
 """From the settings to a model that trains, and its step. The order matters: build and load, move and cast, convert the
 memory format; then copy the model for the EMA, wrap it in DDP, compile it. Converting later would leave DDP's gradient
-buckets, the EMA or the compiled graph in the other layout (pytorch/pytorch#47163).
-"""
+buckets, the EMA or the compiled graph in the other layout (pytorch/pytorch#47163)."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -145,12 +144,10 @@ def convert_layout(cfg: Config, model: nn.Module, precision: Precision, num_clas
 
 @crash_safe
 def try_model(cfg: Config, model: nn.Module, precision: Precision, num_classes: int, form: DeviceFormat) -> None:
-    """Train on noise of the largest size, and evaluate it; afterwards only torch's caches have changed.
-
-    On a CPU two images in a forked process, because a kernel that crashes would end this one. On a GPU the whole batch,
-    in training only; two images if the model will be compiled, which takes less memory than this eager step.
-    Raises Crash: the fork was killed. TrainingFault: memory ran out. ConfigError: the model cannot take the images.
-    """
+    """Train on noise of the largest size, and evaluate it; afterwards only torch's caches have changed. On a CPU two
+    images in a forked process, because a kernel that crashes would end this one. On a GPU the whole batch, in training
+    only; two images if the model will be compiled, which takes less memory than this eager step.
+    Raises Crash: the fork was killed. TrainingFault: memory ran out. ConfigError: the model cannot take the images."""
     device, was_training, size = form.device, model.training, size_schedule(cfg.data).image_sizes[-1]
     count = 2 if device.type == "cpu" or cfg.compile else cfg.batch_size
     try:
@@ -215,7 +212,7 @@ def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
     return wrapper
 
 
-def utilisation_of(state: TrainState, speed: dict[str, Any], dist: Dist) -> dict[str, Any] | None:
+def utilisation_of(state: TrainState, dist: Dist, speed: dict[str, Any]) -> dict[str, Any] | None:
     """FLOPs and shares of the device's peak (`step.utilisation`); None for a model that cannot run on shapes alone."""
     size, images_per_s = speed["image_size"], speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
     try:

@@ -20,7 +20,7 @@ from cl_train.system.processes import StopRequest
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report
-from cl_train.training.records import RunLog, RunResult, closing_lines, duration, profile, progress_bar, speed
+from cl_train.training.records import RunLog, RunResult, closing_lines, duration, profile, progress_bar
 from cl_train.training.setup import set_up
 from cl_train.training.state import TrainingFault, score_of
 
@@ -31,8 +31,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     """Run `cfg` with its records in `folder` (rank 0's). A program that goes on after the run gives its own `command`.
 
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
-    TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
-    """
+    TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue."""
     signals = StopRequest(ends_process=command is None)  # at the second Ctrl-C; a program gets a KeyboardInterrupt
     with ExitStack() as last, ExitStack() as stack:
         run_log = stack.enter_context(RunLog())
@@ -180,11 +179,10 @@ def finish(run: ActiveRun) -> dict[str, Any]:
     if reasons and dist.is_main:
         log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
     results = {"others_pct": run.machine_load.others_pct(), "skipped_images": sum(count for count, _ in bad_images)}
-    trained = records.of_training()
-    if trained and dist.is_main and not run.stop_signal:
-        results["utilisation"] = utilisation_of(run.state, speed(trained), dist)
+    at_speed = None if run.stop_signal else partial(utilisation_of, run.state, dist)
     status = "interrupted" if run.stop_signal else "completed"
-    summary = on_main(lambda: records.finish(status, **results), dist)  # a launcher may kill rank 0 when others end
+    # On all ranks: a launcher may kill rank 0 when the others end.
+    summary = on_main(lambda: records.finish(status, at_speed, **results), dist)
     for line in closing_lines(summary, run.folder):
         log.info("%s", line)
     return summary

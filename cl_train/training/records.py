@@ -3,8 +3,7 @@ who else receives its records (`log_to`): TensorBoard, Weights & Biases, MLflow,
 
 The first record is `{"kind": "start", "step", "folder", "group", "config"}`: `step` is above 0 if the run was resumed,
 `group` is the name of its sweep or None. Then come those of metrics.jsonl, last `{"kind": "end", "step", "summary"}`.
-A full disk does not end a run: records stay in memory until they can be written (see `AppendFile`).
-"""
+A full disk does not end a run: records stay in memory until they can be written (see `AppendFile`)."""
 
 import copy
 import errno
@@ -47,9 +46,8 @@ _PLACE = ("kind", "step", "epoch", "time")  # of a record in a run
 
 
 class Records:
-    """`metrics.jsonl`, `config.yaml`, `summary.json`, and what the trackers receive; nothing without a `folder` (other
-    ranks than 0). `description`: the part of the summary that is known before the first step. A resumed run drops
-    records of lost work, and of an evaluation that will be repeated."""
+    """Writes a run's records, and sends them to its trackers; without a `folder` (other ranks than 0) it keeps them.
+    A resumed run drops those of lost work, and of an evaluation that will be repeated."""
 
     def __init__(
         self, folder: Path | None, cfg: Config, trackers: "Trackers", description: dict[str, Any], progress: Progress
@@ -82,11 +80,9 @@ class Records:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self._new if record["kind"] == kind]
 
-    def of_training(self) -> list[dict[str, Any]]:
-        """Those of this process, or of the whole run if it had nothing left to train."""
-        return self.of_kind("train") or [record for record in self._earlier if record["kind"] == "train"]
-
-    def finish(self, status: str, **results: Any) -> dict[str, Any]:
+    def finish(
+        self, status: str, utilisation_at: Callable[[dict[str, Any]], object] | None = None, **results: Any
+    ) -> dict[str, Any]:
         """Write `summary.json` with `results`, which the records do not have, and return its content. Percent is 0-100,
         unknown is None. Results are those of this process, unless it had nothing left to train.
         Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed."""
@@ -95,7 +91,7 @@ class Records:
         trained = [record for record in records if record["kind"] == "train"]
         scored = [record for record in everything if record["kind"] == "val" and record.get("top1") is not None]
         best = max(scored, key=score_of, default=None)
-        last, now = trained[-1] if trained else {}, datetime.now().astimezone()
+        last, measured, now = trained[-1] if trained else {}, speed(trained), datetime.now().astimezone()
         seconds = (now - datetime.fromisoformat(self.description["started"])).total_seconds()  # since the last resume
         peaks_gib = [peak_memory_gib(torch.device(self.description["device"]))]
         peaks_gib += [record["peak_memory_gib"] for record in trained]
@@ -105,11 +101,8 @@ class Records:
             **self.description,
             "steps": progress.step,
             "images_seen": progress.images_seen,
-            "images_per_s": {"end_to_end": None, "compute": None, "loader": None},
-            "step_ms": None,
-            "data_wait_pct": None,
-            **(speed(trained) if trained else {}),
-            "utilisation": None,
+            **measured,
+            "utilisation": utilisation_at(measured) if utilisation_at is not None and trained else None,
             "peak_memory_gib": round(max(peaks_gib), 4),
             "train": {"loss": last.get("loss")},
             "val": None,
@@ -122,7 +115,7 @@ class Records:
             "ended": now.isoformat(timespec="seconds"),
             "seconds": round(seconds, 1),
         }
-        if self.description["data"] == "synthetic":  # no loader: end-to-end speed equals compute speed
+        if self.description["data"] == "synthetic":  # no loader
             summary["images_per_s"]["compute"] = summary["images_per_s"]["end_to_end"]
         summary = finite_or_null(summary)
 
@@ -183,16 +176,18 @@ def without_warmup(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def speed(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Throughput and step time over the training records after warm-up with the last `image_size`; at least one record.
+    """Throughput and step time over the training records after warm-up with the last `image_size`; None without one.
     `loader` is always null: `cl-train loader_benchmark` measures it."""
+    speeds: dict[str, Any] = {"end_to_end": None, "compute": None, "loader": None}
+    if not records:
+        return {"images_per_s": speeds, "step_ms": None, "data_wait_pct": None}
     by_size: dict[int, list[dict[str, Any]]] = {}
     for record in without_warmup(records):
         by_size.setdefault(record["image_size"], []).append(record)
     medians = {str(size): round(spread(found, "images_per_s")["median"], 2) for size, found in sorted(by_size.items())}
     image_size = without_warmup(records)[-1]["image_size"]
     records = by_size[image_size]
-    end_to_end = {name: round(value, 2) for name, value in spread(records, "images_per_s").items()}
-    speeds = {"end_to_end": end_to_end, "compute": None, "loader": None}
+    speeds["end_to_end"] = {name: round(value, 2) for name, value in spread(records, "images_per_s").items()}
     step_ms, waits_pct = spread(records, "step_ms"), [record["data_wait_pct"] for record in records]
     return {
         "image_size": image_size,
