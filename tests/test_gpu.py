@@ -23,8 +23,7 @@ from cl_train.models.sources import build_model
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.batch_size import resolve_batch_size
-from cl_train.training.build import build_train_state
+from cl_train.training.build import build_train_state, resolve_batch_size
 from cl_train.training.evaluation import outputs
 from cl_train.training.state import TrainState, collect, restore
 from tests.conftest import Run

@@ -31,8 +31,7 @@ from cl_train.system.distributed import Dist, choose_device, gather_objects, on_
 from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.training.active_run import ActiveRun
-from cl_train.training.batch_size import resolve_batch_size
-from cl_train.training.build import build_train_state, check_loss
+from cl_train.training.build import build_train_state, check_loss, resolve_batch_size
 from cl_train.training.records import Records, Trackers, find_tracker, read_records
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
 

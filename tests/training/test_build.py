@@ -18,9 +18,8 @@ from cl_train.data.device import DeviceFormat
 from cl_train.memory_format.crashes import Crash
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training import batch_size
-from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search
-from cl_train.training.build import try_model
+from cl_train.training import build
+from cl_train.training.build import BatchSpeed, resolve_batch_size, search, try_model
 from cl_train.training.records import describe_failure
 from tests.comparison.test_parity import MODELS as COMPARED
 from tests.conftest import Run
@@ -84,7 +83,7 @@ REMEDIES = {"audited dict": "logits", "audited lazy": "one batch", "audited meta
 chosen: Callable[[], nn.Module] = nn.Identity
 
 
-def build(num_classes: int) -> nn.Module:
+def chosen_model(num_classes: int) -> nn.Module:
     return chosen()
 
 
@@ -97,7 +96,7 @@ def test_it_trains_or_is_refused(name: str, train: Callable[..., Run], monkeypat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about sparse, quantised and complex tensors
         try:
-            train(f"model={__name__}:build", *words)
+            train(f"model={__name__}:chosen_model", *words)
         except ConfigError as error:
             assert "AssertionError" not in str(error) and REMEDIES.get(name, "") in str(error)
         except Exception as error:
@@ -121,7 +120,7 @@ def found(dies_at: int = 10**6, half_speed_at: int = 16, **limits: Any) -> tuple
             raise torch.OutOfMemoryError("CUDA out of memory")
         return BatchSpeed(size, 1000 * size / (size + half_speed_at), 1 + size / 16)
 
-    with patch.object(batch_size, "perf_counter", lambda: sum(asked)):
+    with patch.object(build, "perf_counter", lambda: sum(asked)):
         chosen, measured = search(measure, **{"largest": 4096, "limit_gib": 1e6, "time_limit_s": 1e9} | limits)
     return chosen, asked, [item.batch_size for item in measured]
 
@@ -147,15 +146,15 @@ def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chose
 @pytest.mark.slow
 def test_the_search_keeps_within_its_memory(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     """An injected limit: what is measured for the chosen size stays below it, and the generators stay as they were."""
-    monkeypatch.setattr(batch_size, "STEPS", 1)
-    monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
+    monkeypatch.setattr(build, "STEPS", 1)
+    monkeypatch.setattr(build, "TIME_LIMIT_S", {"cpu": 1e6})
     cfg = tiny("batch_size=auto", "channels_last=auto", "precision=bf16", "augment.repeats=2")
     results: list[tuple[int, list[BatchSpeed]]] = []
-    monkeypatch.setattr(batch_size, "search", lambda *a: results.append(search(*a)) or results[-1])
+    monkeypatch.setattr(build, "search", lambda *a: results.append(search(*a)) or results[-1])
     state = torch.get_rng_state()
     free = resolve_batch_size(cfg, ALONE)
     limit_gib = results[0][1][2].peak_memory_gib  # of 32 images
-    monkeypatch.setattr(batch_size, "available_bytes", lambda device: int(limit_gib * 2**30))
+    monkeypatch.setattr(build, "available_bytes", lambda device: int(limit_gib * 2**30))
     bounded = resolve_batch_size(cfg, ALONE)
     assert torch.equal(torch.get_rng_state(), state)
     (_, measured), (_, fitting) = results
@@ -170,14 +169,14 @@ def test_the_search_keeps_within_its_memory(tiny: Callable[..., Config], monkeyp
 
 @pytest.mark.slow
 def test_a_run_with_auto_writes_the_number_down(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "STEPS", 1)
-    monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
+    monkeypatch.setattr(build, "STEPS", 1)
+    monkeypatch.setattr(build, "LARGEST", {"cpu": 16})
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    build, cublas = batch_size.build_model, []
+    original, cublas = build.build_model, []
     read = partial(os.environ.get, "CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setattr(batch_size, "build_model", lambda *a: cublas.append(read()) or build(*a))
+    monkeypatch.setattr(build, "build_model", lambda *a: cublas.append(read()) or original(*a))
     done = train("batch_size=auto", "epochs=1", "optim.reference_batch_size=32", "deterministic=true")
-    assert cublas == [":4096:8"], "cuBLAS reads it at its first product, which the measurement calls"
+    assert cublas[0] == ":4096:8", "cuBLAS reads it at its first product, which the measurement calls"
     assert (chosen := done.summary["global_batch_size"]) in (8, 16)
     assert f"batch_size: {chosen}\n" in (done.folder / "config.yaml").read_text()
     assert done.records("train")[0]["lr"] == pytest.approx(0.4 * chosen / 32)
