@@ -25,6 +25,7 @@ from cl_train.training.state import Checkpoints, Plan, Progress, TrainingFault, 
 log = logging.getLogger(__name__)
 
 ADVICE = "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=bf16 or on_nonfinite=skip"
+READ_AT_ONCE = ("cpu",)  # devices; the host would wait for another one by reading a log line at once
 LEAD_STEPS = 2  # that the device may be behind the host: enough to keep it busy; each holds a batch in memory
 
 
@@ -104,10 +105,6 @@ class ThroughputMeter:
         }
 
 
-def reads_late(device: torch.device) -> bool:
-    return device.type != "cpu"  # whose host would wait for it by reading a log line at once
-
-
 @dataclass
 class ActiveRun:
     """Everything that lives as long as a run, and its log lines."""
@@ -154,7 +151,7 @@ class ActiveRun:
         submitted = (self.meter.close(), rows, totals, self.meter.clock.mark(), record)
         self.log_submitted()
         self.submitted = submitted
-        if not reads_late(self.dist.device) or self.plan.is_epoch_end(self.progress):
+        if self.dist.device.type in READ_AT_ONCE or self.plan.is_epoch_end(self.progress):
             self.log_submitted()
 
     def log_submitted(self) -> None:

@@ -175,11 +175,9 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
     indices = data.validation_indices()
     if len(indices) != len(predicted):  # an IterableDataset, or a file that became unreadable during the run
         indices = [-1] * len(predicted)
-    ranks = gather_objects((predicted.cpu().numpy(), indices), dist)
+    rows = np.concatenate(gather_objects(np.column_stack((predicted.cpu().numpy(), indices)), dist))
     if not dist.is_main:
         return
-    rows = np.concatenate([of_rank for of_rank, _ in ranks])
-    images = [index for _, of_rank in ranks for index in of_rank]
     labels = range(len(data.classes), int(rows[:, 1].max(initial=0)) + 1)  # of a model with more outputs than classes
     names = [*data.classes, *(f"output {label}" for label in labels)]
     classes, confused = per_class(rows, names)
@@ -195,7 +193,7 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
             '<!doctype html><meta charset="utf-8"><style>figure { display: inline-block; width: 160px }</style>'
             f"<h1>{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct</h1>"
             f"<h2>The {len(worst)} images with the largest loss, as the model sees them</h2>"
-            + "".join(_figure(rows[i], images[i], data, names) for i in worst)
+            + "".join(_figure(row, data, names) for row in rows[worst])
         )
         write_text(folder / "worst.html", page)
     except (OSError, BadImage) as error:
@@ -222,16 +220,16 @@ def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list
     return sorted(table, key=lambda row: row["top1"]), sorted(cells, key=lambda row: -row["images"])
 
 
-def _figure(row: npt.NDArray[np.float64], index: int, data: Data, names: Sequence[str]) -> str:
+def _figure(row: npt.NDArray[np.float64], data: Data, names: Sequence[str]) -> str:
     """The image, its predicted and its true class with their probabilities, and the end of the image's path."""
-    label, predicted, probability, loss = row[:4]
+    label, predicted, probability, loss, _, index = row
     lines = f"<div>predicted: {escape(names[int(predicted)])} {100 * probability:.1f} %</div>"
     lines += f"<div>true: {escape(names[int(label)])} {100 * np.exp(-loss):.1f} %</div>loss {loss:.3f}"
     if index < 0:
         return f"<figure>{lines}</figure>"
     assert isinstance(data, ImageData)
-    name, buffer = data.validation_name(index), io.BytesIO()
-    picture = Image.fromarray(data.validation_pixels(index))
+    name, buffer = data.validation_name(int(index)), io.BytesIO()
+    picture = Image.fromarray(data.validation_pixels(int(index)))
     picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
     picture.save(buffer, "JPEG", quality=85)
     image = f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

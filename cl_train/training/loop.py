@@ -119,17 +119,15 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
         checkpoints.save(progress)
     if plan.is_due(cfg.evaluate_every, progress):
         evaluated = evaluate_model_and_ema(run)
-        is_over = bool(run.stop_signal)
-        if not is_over:
+        if not run.stop_signal:
             if progress.count_evaluation(score_of(evaluated["val"])) and cfg.checkpoint.save_best:
                 checkpoints.mark_best(progress)
             record_evaluation(run, evaluated)
-            is_over = plan.is_out_of_patience(progress)
-        if is_over and checkpoints.saved_step != progress.step:
+        if (run.stop_signal or plan.is_out_of_patience(progress)) and checkpoints.saved_step != progress.step:
             checkpoints.save(progress)
         if run.stop_signal:
             return
-        if is_over:
+        if plan.is_out_of_patience(progress):
             log.info("patience=%d: as many evaluations without a gain; the run ends", cfg.patience)
         if run.epoch_records:  # none: the run resumed at the end of an epoch
             seconds = duration(sum(record["seconds"] for record in run.epoch_records))

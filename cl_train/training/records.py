@@ -80,9 +80,7 @@ class Records:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self._new if record["kind"] == kind]
 
-    def finish(
-        self, status: str, utilisation_at: Callable[[dict[str, Any]], object] | None = None, **results: Any
-    ) -> dict[str, Any]:
+    def finish(self, status: str, utilisation: Callable[..., Any] | None = None, **results: Any) -> dict[str, Any]:
         """Write `summary.json` with `results`, which the records do not have, and return its content. Percent is 0-100,
         unknown is None. Results are those of this process, unless it had nothing left to train.
         Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed."""
@@ -102,7 +100,7 @@ class Records:
             "steps": progress.step,
             "images_seen": progress.images_seen,
             **measured,
-            "utilisation": utilisation_at(measured) if utilisation_at is not None and trained else None,
+            "utilisation": utilisation(measured) if utilisation is not None and trained else None,
             "peak_memory_gib": round(max(peaks_gib), 4),
             "train": {"loss": last.get("loss")},
             "val": None,
@@ -442,9 +440,8 @@ def wandb(records: Iterator[Record]) -> None:
 
 def mlflow(records: Iterator[Record]) -> None:
     """A run of MLflow at MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME or else cl_train."""
-    client = optional_module("mlflow", "log_to=mlflow").MlflowClient()
-    entities = optional_module("mlflow.entities", "log_to=mlflow")
-    start = next(records)
+    library = optional_module("mlflow", "log_to=mlflow")
+    client, start = library.MlflowClient(), next(records)
 
     def new_run() -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cl_train")
@@ -452,17 +449,13 @@ def mlflow(records: Iterator[Record]) -> None:
         experiment = known.experiment_id if known else client.create_experiment(name)
         tags = {"group": start["group"]} if start["group"] else {}
         created = str(client.create_run(experiment, run_name=Path(start["folder"]).name, tags=tags).info.run_id)
-        params = [entities.Param(key, str(value)[:500]) for key, value in start["config"].items()]
-        for first in range(0, len(params), 100):  # the most that a request may hold
-            client.log_batch(created, params=params[first : first + 100])
+        library.log_params({key: str(value)[:500] for key, value in start["config"].items()}, run_id=created)
         return created
 
     run = run_id(start, "mlflow", new_run)
     client.update_run(run, status="RUNNING")
     for record in records:
-        now_ms = int(1000 * time.time())
-        metrics = [entities.Metric(*metric, now_ms, record["step"]) for metric in metrics_of(record).items()]
-        client.log_batch(run, metrics)
+        library.log_metrics(metrics_of(record), step=record["step"], run_id=run)
         if record["kind"] == "end":
             ends = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
             client.set_terminated(run, ends[record["summary"]["status"]])

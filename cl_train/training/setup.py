@@ -145,15 +145,12 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> tuple
     """The part of `summary.json` that is known before the first step (the rest: `Records.finish`), and what identifies
     the run of a checkpoint (see `check_compatible`), with the keys of a `ModelCard`."""
     cfg = plan.cfg
-    of_both: dict[str, Any] = {
-        "model": cfg.model,
+    description: dict[str, Any] = {
+        **{name: getattr(cfg, name) for name in ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")},
         "memory_format": model_memory_format(state.model),
         "precision": state.parts.precision.name,
         "world_size": dist.world_size,
         "global_batch_size": plan.global_batch_size,
-    }
-    description = of_both | {
-        **{name: getattr(cfg, name) for name in ("seed", "conversion", "compile", "cuda_graph", "epochs")},
         "channels_last_requested": cfg.channels_last,
         "device": dist.device.type,
         "device_name": device_name(dist.device),
@@ -164,7 +161,8 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> tuple
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(),
     }
-    facts = of_both | {
+    of_both = ("model", "memory_format", "precision", "world_size", "global_batch_size")
+    facts = {name: description[name] for name in of_both} | {
         "num_classes": data.num_classes,
         "classes": list(data.classes),
         **Preprocessing.of(cfg.data).to_dict(),

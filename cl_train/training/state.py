@@ -191,12 +191,11 @@ def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, tr
         pairs = [(key, before.get(key), now.get(key)) for key in keys]
         return [f"{key} was {old!r:.120}, now {new!r:.120}" for key, old, new in pairs if old != new]
 
-    problems = differences(saved, current, ("model", "num_classes"))
+    of_training = ("data_fingerprint", "global_batch_size") if training else ()
+    problems = differences(saved, current, ("model", "num_classes", *of_training))
     if saved["classes"] != current["classes"]:
         other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
         problems.append(f"other classes: {other!r:.120}")
-    if training:
-        problems += differences(saved, current, ("data_fingerprint", "global_batch_size"))
     if problems:
         advice = "resume needs the same model, classes, data and global batch; weights=<checkpoint> takes weights only"
         raise ConfigError([*(f"resume: {problem}" for problem in problems), advice])

@@ -21,7 +21,7 @@ SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # t
 
 
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_run, "reads_late", lambda device: True)
+    monkeypatch.setattr(active_run, "READ_AT_ONCE", ())
 
 
 @pytest.mark.parametrize(
