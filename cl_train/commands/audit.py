@@ -1,8 +1,7 @@
 """Audit a model: which operators keep channels_last, which lose it, where in the model, and what it costs.
 
     cl-train audit model=shufflenet_v2_x1_0                      every loss with its module and line of code
-    cl-train audit model=mobilenet_v2 time=true                  why is it faster, or slower: every operator in both
-    cl-train audit model=mobilenet_v2 time=true repro=slow.py chart=times.png
+    cl-train audit model=mobilenet_v2 time=true repro=slow.py    why is it faster, or slower: every operator in both
     cl-train audit model=my_package.my_model:build max_lost=0    for CI: exit code 1 if more calls lose it
     cl-train audit operators=true precision=bf16                 what each operator of torch does, on this machine
     cl-train audit model=my_package.my_model:segment output_entry=mask   a model that returns a dict

@@ -15,13 +15,11 @@ from cl_train.system.files import cache_folder, write_text
 
 
 def main(words: list[str]) -> int:
-    if not words:
-        print("complete -o default -o nospace -C 'cl-train completion query' cl-train")
-    elif words[0] != "query":  # bash appends the command, the word and the word before it
-        print(__doc__)
-    else:
+    if words[:1] == ["query"]:  # bash appends the command, the word and the word before it
         line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0") or 0)]
         print("\n".join(candidates(line)))
+    else:
+        print(__doc__ if words else "complete -o default -o nospace -C 'cl-train completion query' cl-train")
     return 0
 
 

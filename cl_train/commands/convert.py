@@ -5,9 +5,7 @@
     cl-train convert outputs/RUN out=resnet50.safetensors                        the best checkpoint of a run
     cl-train convert outputs/RUN out=resnet50.onnx                               for onnxruntime; .pt2: torch.export
     cl-train convert resnet50 weights=DEFAULT out=resnet50.pt2                   a model of the zoo
-    cl-train convert scripted.pt out=scripted-nhwc.pt input=8,3,224,224 trust=true   TorchScript
-    cl-train convert program.pt2 out=program-nhwc.pt2 trust=true                 an exported program
-    cl-train convert a.pth out=b.pth channels_last=false                         convert back to contiguous
+    cl-train convert scripted.pt out=scripted-nhwc.pt input=8,3,224,224 trust=true   TorchScript; also torch.export's
 
 Weights are contiguous on disk, with their memory format recorded; programs keep the strides of channels_last.
 trust=true loads a program, which runs its code: use it only for files whose source you trust.

@@ -2,7 +2,6 @@
 
     cl-train loader_benchmark                                     on the sample data
     cl-train loader_benchmark data.root=/datasets/imagenet data.workers=1,2,8,16 images=4096
-    cl-train loader_benchmark gpu_images_per_s=7000               how many cores would feed that rate
 
 Exit codes: 0 done, 2 wrong usage.
 """

@@ -76,8 +76,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.training.evaluation import check_evaluation, outputs
     from cl_train.training.records import progress_bar
 
-    source, named = settings.weights, {"model": settings.model}
-    if settings.model is not None and not Path(settings.weights).exists():
+    source, named = settings.weights, {}
+    if settings.model is not None:
         source, named = settings.model, {"weights": settings.weights}
     asked = {None: None, True: torch.channels_last, False: torch.contiguous_format}[settings.channels_last]
     model, card, memory_format = load_saved(source, memory_format=asked, **named)

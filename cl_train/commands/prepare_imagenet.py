@@ -102,15 +102,13 @@ def main(words: list[str]) -> int:
 
 def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
     """What a task reports, and whether it found nothing wrong."""
-    if task in ("verify", "resize"):
-        from cl_train.imagenet import folders
+    from cl_train.imagenet import archives, folders, parquet, shards
 
-        if task == "resize":
-            return [folders.resize_folder(**options)], True
+    if task == "resize":
+        return [folders.resize_folder(**options)], True
+    if task == "verify":
         lines, problems = folders.verify(**options)
         return [*lines, *problems, f"{len(problems)} problems found"], not problems
-    from cl_train.imagenet import archives, parquet, shards
-
     if task == "shards":
         images, bad = shards.write_shards(**options)
         summary = f"{options['out']}: {sum(images.values()):,} images in {len(images):,} shards"

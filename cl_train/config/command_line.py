@@ -8,7 +8,6 @@ default value; it is never shown here.
 import argparse
 import functools
 import itertools
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -62,7 +61,7 @@ class CommandLine:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("-c", "--cfg", choices=("job",))
-        parser.add_argument("--config-dir", type=lambda text: Path(text or os.devnull).expanduser().absolute())
+        parser.add_argument("--config-dir", type=lambda text: Path(text or "/dev/null").expanduser().absolute())
         try:
             options, settings = parser.parse_known_args(words)
         except argparse.ArgumentError as error:
@@ -304,7 +303,7 @@ def _compose_files(words: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node={})  # the defaults are added below: Hydra copies its nodes often
     path = ConfigSearchPathImpl()
     for folder in folders[:-1]:
-        path.append("user", f"{UserFiles.scheme()}://{folder}")
+        path.append("user", f"user://{folder}")
     path.append("main", f"file://{folders[-1]}")
     path.append("schema", "structured://")
     loader = ConfigLoaderImpl(path)

@@ -26,7 +26,6 @@ from cl_train.config import schema as defined
 from cl_train.config.schema import CHOSEN_BY_GROUP, AugmentConfig, Config, ConfigError, DataConfig
 
 T = TypeVar("T")
-MAX_LENGTH = 4096  # of a value; the longest path of Linux
 _LIMITS = (("minimum", ">=", operator.ge), ("above", ">", operator.gt), ("maximum", "<=", operator.le))
 
 
@@ -139,7 +138,7 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
         raise ValueError
     converted = kind(value)
     if isinstance(converted, str):
-        is_allowed = len(converted) <= MAX_LENGTH and converted in (limits["choices"] or (converted,))
+        is_allowed = len(converted) <= 4096 and converted in (limits["choices"] or (converted,))  # Linux' longest path
     else:
         given = [(is_within, limits[name]) for name, _, is_within in _LIMITS if limits[name] is not None]
         is_allowed = math.isfinite(converted) and all(is_within(converted, limit) for is_within, limit in given)

@@ -67,9 +67,9 @@ torch.save({"a": TOUCH}, UNSAFE)
 WEIGHT = {"weight": torch.zeros(4, 3, 3, 3)}
 
 
-def saved(content: Any, name: str = "saved.pth", **options: Any) -> Path:
-    torch.save(content, name, **options)
-    return Path(name)
+def saved(content: Any, **options: Any) -> Path:
+    torch.save(content, "saved.pth", **options)
+    return Path("saved.pth")
 
 
 def raw(content: bytes, name: str = "raw.pth") -> Path:
