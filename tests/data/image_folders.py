@@ -1,6 +1,7 @@
 """Image folders and unusual files for the tests of the data part."""
 
 import io
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+@cache
 def jpeg(height: int = 48, width: int = 64, seed: int = 0) -> bytes:
     return encoded(noise(height, width, seed), quality=90)
 

@@ -5,7 +5,6 @@ import json
 import random
 import tarfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -38,15 +37,10 @@ def members_of(numbers: range) -> Members:
     return found
 
 
-@cache
-def _members() -> dict[str, Members]:
-    shards = {f"im-train-{number:04d}.tar": members_of(range(2 * number, 2 * number + 2)) for number in range(3)}
-    return shards | {"im-val-0000.tar": members_of(range(100, 102))}
-
-
 def sound_shards() -> dict[str, Members]:
     """Members by shard; 18 training and 6 validation images."""
-    return {name: list(members) for name, members in _members().items()}
+    shards = {f"im-train-{number:04d}.tar": members_of(range(2 * number, 2 * number + 2)) for number in range(3)}
+    return shards | {"im-val-0000.tar": members_of(range(100, 102))}
 
 
 def write(root: Path, shards: dict[str, Members], *, manifest: bool = True) -> Path:

@@ -274,10 +274,3 @@ def test_the_loader_changes_size_between_epochs(image_folder, tmp_path, monkeypa
             for one, other in zip(batches, fresh.train(epoch, FLOAT_CHANNELS_LAST), strict=True):
                 assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
     assert len(pids) == 1, "the workers live through a change of size"
-
-
-def test_synthetic_data_grows():
-    data = data_of(name="synthetic", synthetic_images=64, batch_size=8, **GROWING)
-    assert data.batch_count() == 8
-    assert next(data.train(0, FLOAT_CHANNELS_LAST)).images.shape == (8, 3, 16, 16)
-    assert next(data.validation(FLOAT_CHANNELS_LAST)).images.shape == (8, 3, 24, 24)

@@ -13,15 +13,7 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data import transforms
 from cl_train.data.images import read_folder
 from cl_train.data.order import RandomNumbers
-from cl_train.data.transforms import (
-    ImageReader,
-    ImageTransform,
-    image_augment,
-    label_mix,
-    random_resized_crop,
-    seeded,
-    seeded_everywhere,
-)
+from cl_train.data.transforms import ImageReader, ImageTransform, image_augment, random_resized_crop, seeded
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import encoded, noise
 
@@ -146,7 +138,7 @@ def test_timms_policy_is_timms():
     augment = image_augment(AugmentConfig(policy="timm", timm_policy=name), MEAN)
     theirs = rand_augment_transform(name, {"translate_const": int(48 * 0.45), "img_mean": (124, 116, 104)})
     for seed in range(8):
-        with seeded_everywhere(seed, 0, 0):
+        with transforms.seeded_everywhere(seed, 0, 0):
             expected = F.pil_to_tensor(theirs(F.to_pil_image(IMAGE)))
         assert torch.equal(augment(IMAGE.clone(), seed), expected)
     with pytest.raises(ConfigError, match="nonsense"):
@@ -162,7 +154,7 @@ def test_three_augment_turns_a_third_of_the_images_grey():
 
 def test_mixup_is_timms():
     """Two images: torchvision's neighbour is timm's mirrored place."""
-    mix = label_mix(AugmentConfig(mixup=0.8), 4, 0, Dist(0, 1, torch.device("cpu")))
+    mix = transforms.label_mix(AugmentConfig(mixup=0.8), 4, 0, Dist(0, 1, torch.device("cpu")))
     images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
     mixed, targets = mix(images, labels, 0, 0)
     share = float(targets[0, 1])

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from cl_train.data import workers as data_workers
 from cl_train.data.transforms import ImageReader
-from cl_train.data.workers import WorkerError, Workers
+from cl_train.data.workers import WorkerError
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, val_count, write_folder
 from tests.processes import LIMIT_S, Process, wait_until
 
@@ -29,21 +30,10 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def workers(monkeypatch):
-    """The worker processes that a test starts."""
-    processes, plain = [], Workers._start
-
-    def start(self):
-        received = plain(self)
-        processes.extend(self.processes)
-        return received
-
-    monkeypatch.setattr(Workers, "_start", start)
+    """The worker processes of a test that are alive."""
     monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
-    return processes
-
-
-def have_ended(workers):
-    return bool(workers) and not any(worker.is_alive() for worker in workers)
+    before = set(multiprocessing.active_children())
+    return lambda: [child for child in multiprocessing.active_children() if child not in before]
 
 
 @pytest.mark.slow
@@ -64,7 +54,7 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
             list(batches)
-        wait_until(lambda: have_ended(workers))
+        wait_until(lambda: not workers())
         assert len(train_batches(data)) == 13, "a new epoch starts new workers"
     data.close()
 
@@ -90,23 +80,22 @@ def test_a_worker_that_exits_fails_or_stops_at_an_image_is_named(root, workers, 
     data = folder_data(root, workers=2, worker_timeout_s=2.0)  # a busy machine starts workers slowly
     with contextlib.closing(data), pytest.raises(WorkerError, match=message):
         train_batches(data)
-    wait_until(lambda: have_ended(workers))
+    wait_until(lambda: not workers())
 
 
 @pytest.mark.slow
-def test_workers_that_cannot_all_be_started_are_ended(root, monkeypatch, capsys):
-    plain, started = ForkProcess.start, []
+def test_workers_that_cannot_all_be_started_are_ended(root, workers, monkeypatch, capsys):
+    plain = ForkProcess.start
 
     def start(self):
-        if started:
+        if workers():
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
         plain(self)
-        started.append(self)
 
     monkeypatch.setattr(ForkProcess, "start", start)
     with pytest.raises(WorkerError, match=r"cannot start 2 loader workers.*temporarily unavailable"):
         train_batches(folder_data(root, workers=2))
-    wait_until(lambda: have_ended(started))
+    wait_until(lambda: not workers())
     gc.collect()
     assert capsys.readouterr().err == ""
 
@@ -115,30 +104,26 @@ def test_workers_ignore_the_signals_that_the_parent_handles(root, workers):
     with contextlib.closing(folder_data(root, workers=2)) as data:
         batches = data.train_loader.batches(0)
         next(batches)
-        for worker in workers:
+        for worker in workers():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(worker.pid, number)
         assert len(list(batches)) == 12
 
 
-def shared_files(workers):
-    """The files in shared memory of this process and of its workers; other programs have theirs there too."""
-    pids = [str(os.getpid()), *(str(worker.pid) for worker in workers)]
-    return {name for name in os.listdir("/dev/shm") if set(pids) & set(re.split(r"\D+", name))}
-
-
 @pytest.mark.parametrize("end", ["whole", "abandoned", "exception"])
 def test_nothing_remains(root, workers, end):
-    threads, shared = set(threading.enumerate()), shared_files(workers)
+    threads, shared, pids = set(threading.enumerate()), set(os.listdir("/dev/shm")), {str(os.getpid())}
     with contextlib.suppress(KeyError), contextlib.closing(folder_data(root, workers=2)) as data:
         for number, _ in enumerate(data.train_loader.batches(0)):
+            pids |= {str(worker.pid) for worker in workers()}
             if end == "abandoned" and number == 2:
                 break
             if end == "exception" and number == 2:
                 raise KeyError(number)
-    wait_until(lambda: have_ended(workers))
+    wait_until(lambda: not workers())
     wait_until(lambda: set(threading.enumerate()) <= threads)  # close() does not join the feeders of torch's queues
-    assert shared_files(workers) <= shared
+    left = set(os.listdir("/dev/shm")) - shared  # other programs have files there too
+    assert len(pids) == 3 and not any(pids & set(re.split(r"\D+", name)) for name in left)
 
 
 SCRIPT = """
@@ -181,7 +166,7 @@ def test_memory_and_open_files_stay_constant_over_twenty_epochs(root, workers):
     def epochs(numbers):
         for number in numbers:
             assert len(list(data.train(number, FLOAT_CHANNELS_LAST))) == 6 and val_count(data) == 17
-        pids = ["self", *(worker.pid for worker in workers)]
+        pids = ["self", *(worker.pid for worker in workers())]
         return [resident_kib(pid) for pid in pids], len(os.listdir("/proc/self/fd"))
 
     with contextlib.closing(folder_data(root, workers=2, batch_size=8)) as data:
