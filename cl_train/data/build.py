@@ -87,7 +87,7 @@ class ImageData:
     @property
     def times(self) -> WorkerTimes:
         """Seconds that the workers have spent on the training images."""
-        return self.train_loader.times
+        return WorkerTimes(*self.train_loader.times.sum(0).tolist())
 
     def train(self, epoch: int, form: DeviceFormat, first_batch: int = 0) -> Generator[Batch, None, None]:
         """This rank's share of the ranks' batch `first_batch`, `first_batch + 1`, ... of `epoch`."""
@@ -125,8 +125,7 @@ class ImageData:
 
 
 class SyntheticData:
-    """One batch of noise per DeviceFormat and shape, shared by all steps: do not write into it. Otherwise as
-    `ImageData`. It measures training without loading."""
+    """As `ImageData`, without loading: a batch of noise per format and size for all steps; do not write into it."""
 
     def __init__(self, cfg: DataConfig, sizes: SizeSchedule, batch_size: int, *, seed: int, world_size: int) -> None:
         self.num_classes, self.workers, self.label_shape = cfg.synthetic_classes, 0, ()

@@ -53,9 +53,8 @@ class BadImage(Exception):
 
 @dataclass(frozen=True)
 class Split:
-    """The encoded images of one split, in a fixed order. Subclasses implement `read`. `names` holds the encoded names
-    one after the other, each from its `starts`; `labels` are from 0. Arrays, because a forked worker that reads a list
-    of a million Python objects copies its memory page by page."""
+    """The encoded images of one split, in a fixed order. `names` holds the encoded names one after the other, each from
+    its `starts`. Arrays: a forked worker that reads a list of Python objects copies its memory page by page."""
 
     names: npt.NDArray[np.uint8]
     starts: Indices
@@ -208,8 +207,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[bytes]], list[bytes], str]:
-    """The image files of each class, relative to `folder`; the folders that were read; a note on ignored files. FIFOs
-    and dangling links with the name of an image are listed as well: the reader reports them."""
+    """Each class's images, relative to `folder` (FIFOs too: the reader reports them); folders read; a note."""
     top, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
     images, folders, ignored, note = list[list[bytes]](), [top], list[str](), ""
     for class_name in classes:
@@ -266,8 +264,7 @@ def _status(paths: Collection[str | bytes]) -> dict[str, list[int]]:
 
 
 def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
-    """Not if a file or folder in `made_from` was modified later than `unchanged_since_ns`, or the cache cannot be
-    written: the index is then made again at the next start."""
+    """Unless something in `made_from` was modified later than `unchanged_since_ns`, or the cache cannot be written."""
     path = _stored_at(key)
     with contextlib.suppress(OSError):
         status = _status(made_from)
@@ -319,12 +316,10 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 
 
 class Encoded:
-    """An image of `height` x `width` whose header has been read and checked; its pixels are not decoded yet.
-    `needs_pillow`: simplejpeg is known not to decode this file."""
+    """An image of `height` x `width` with a checked header. `needs_pillow`: simplejpeg is known not to decode it."""
 
     def __init__(self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS) -> None:
-        """`decoder`: simplejpeg, or pillow for all files. `formats`: Pillow's names of those that are accepted. Raises
-        BadImage: the header cannot be read, or the image is too large."""
+        """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names of those accepted. Raises BadImage."""
         self._data, self._formats = data, formats
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
         if not self.needs_pillow:

@@ -2,11 +2,9 @@
 
 Batch `number` lies in slot `number % slots`: no pixel is pickled or copied between processes. A batch is divided into
 tasks, each of at least 8 rows, which a worker fills. Example: batches of 32 images, 4 workers, data.prefetch=3. A batch
-is 4 tasks, and each worker has 3 tasks in advance: 3 slots are being filled or wait. On CUDA 2 more are still read by
-copies under way to the GPU, and 1 is the batch that was requested: 6 slots. On a CPU nothing is copied, so that the
-workers get 5 tasks each in advance: 6 slots again.
-
-The workers of an IterableDataset fill rows from their own streams; whole batches are then made from what they found.
+is 4 tasks, and 3 slots are being filled or wait. 2 more are read by copies under way to the GPU (on a CPU they are
+filled in advance too), and 1 is the batch that was requested: 6 slots. The workers of an IterableDataset fill rows from
+their own streams; whole batches are then made from what they found.
 """
 
 import contextlib
@@ -16,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +34,6 @@ from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
-OrderOf = Callable[[int], Indices] | None  # an epoch -> all ranks' samples; None: evaluation
 _MAX_WORKERS = 16
 _MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
@@ -55,30 +53,30 @@ class BadImageError(RuntimeError):
     """A sample cannot be read, or with on_bad_image=skip more than data.max_bad_images."""
 
 
+@dataclass
 class BadImages:
     """Bad samples of both splits: `reasons` by name, each once; `skipped`: how often one was replaced or left out."""
 
-    def __init__(self, *, skip: bool, limit: int) -> None:
-        self._skip, self._limit = skip, limit
-        self.reasons: dict[str, str] = {}
-        self.skipped = 0
+    skip: bool
+    limit: int
+    reasons: dict[str, str] = field(default_factory=dict)
+    skipped: int = 0
 
     def add(self, name: str, reason: str, *, skipped: bool) -> None:
         """`skipped`: it was read for its own row, not in the place of another one. Raises BadImageError."""
         self.skipped += skipped
         self.reasons[name] = reason
-        if not self._skip:
+        if not self.skip:
             what = f"'{name}' cannot be decoded: {reason}"
             raise BadImageError(f"{what}. Repair or remove it, or use data.on_bad_image=skip")
-        if len(self.reasons) > self._limit:
-            count = f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self._limit}"
+        if len(self.reasons) > self.limit:
+            count = f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self.limit}"
             raise BadImageError(f"{count}; the last one: '{name}': {reason}")
 
 
 def first_reasons(reasons: Mapping[str, str]) -> str:
     """The first names of `BadImages.reasons` with their reasons, in one line."""
-    first = "; ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:3])
-    return first + " ..." * (len(reasons) > 3)
+    return "; ".join(f"{name} ({reason})" for name, reason in [*reasons.items()][:3]) + " ..." * (len(reasons) > 3)
 
 
 class _Task(NamedTuple):
@@ -104,7 +102,7 @@ class _Done(NamedTuple):
 
 class HostLoader:
     """One rank's batches of one split in shared memory, filled by workers that live until `close`. `samples`: of all
-    ranks; `is_stream`: of an IterableDataset, which controls their order itself."""
+    ranks; `is_stream`: of an IterableDataset, which controls their order; `times`: as `WorkerTimes`, of each worker."""
 
     def __init__(
         self,
@@ -114,10 +112,10 @@ class HostLoader:
         cfg: DataConfig,
         dist: Dist,
         bad_images: BadImages,
-        order_of: OrderOf,
+        order_of: Callable[[int], Indices] | None,
     ) -> None:
-        """With `order_of` the last incomplete batch is dropped, and bad samples are replaced by the following ones; an
-        evaluation has each sample once, without bad ones. Raises ConfigError: the memory is too small."""
+        """`order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and bad samples are
+        replaced by the following ones. None: each sample once, without bad ones. Raises ConfigError: lack of memory."""
         self.reader, self.sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
         self._bad_images, self._order_of, self.samples = bad_images, order_of, len(reader)
         most = min(_MAX_WORKERS, cores_of_process(dist.world_size))
@@ -131,7 +129,7 @@ class HostLoader:
         self._slot_count = -(-self._queued * self.workers // self._tasks_per_batch) + copied + 1
         self._slots: tuple[Tensor, Tensor] | None = None  # pixels, NHWC, with room for the largest; targets
         self._pinned: list[Tensor] = []
-        self._times = shared((processes, len(WorkerTimes._fields)), torch.float64).numpy()
+        self.times = shared((processes, len(WorkerTimes._fields)), torch.float64).numpy()
         self._pool: Workers | None = None
         self._user: tuple[threading.Thread, int] | None = None  # thread and process
         batches_gib = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize / 2**30
@@ -143,11 +141,6 @@ class HostLoader:
                 f" data.prefetch={cfg.prefetch}, or is the length of the data set wrong?"
             )
 
-    @property
-    def times(self) -> WorkerTimes:
-        """Seconds that the workers have spent so far."""
-        return WorkerTimes(*self._times.sum(0).tolist())
-
     def batch_count(self) -> int:
         rank, ranks = self._dist.rank, self._dist.world_size
         if self._order_of is None:
@@ -155,9 +148,8 @@ class HostLoader:
         return self.samples // (self.batch_size * ranks)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
-        """Batch `first_batch`, `first_batch + 1`, ... of `epoch`, valid until the next one is requested, on CUDA until
-        the third. Ends an earlier iteration. Raises BadImageError, WorkerError; RuntimeError: another thread is
-        iterating."""
+        """Batch `first_batch`, ... of `epoch`, each valid until the next is requested, on CUDA until the third. Ends an
+        earlier iteration. Raises BadImageError, WorkerError; RuntimeError: another thread is iterating."""
         user = threading.current_thread(), os.getpid()
         if self._user is not None and self._user != user and self._user[0].is_alive():
             raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
@@ -203,7 +195,7 @@ class HostLoader:
         info, reader, workers = get_worker_info(), self.reader, self._pool
         assert workers is not None
         done = _Done(task.number, len(task.indices), info.id if info else 0, [], [], is_end=False)
-        reader.times, progress = self._times[done.worker], workers.progress[done.worker]
+        reader.times, progress = self.times[done.worker], workers.progress[done.worker]
         images, labels = self._slot(task.number, task.image_size)
         targets = labels.numpy()  # writing a number into a tensor takes ten times as long
         indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order_of else 1
@@ -268,8 +260,7 @@ class HostLoader:
                 return
 
     def _of_stream(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
-        """In training whole batches, from incomplete ones too; those before `first_batch` are read again. Otherwise all
-        samples, as many as the length says at most."""
+        """In training whole batches; those before `first_batch` are read again. Otherwise all samples of the length."""
         size, count, number, seen, rest = self.batch_size, self.batch_count(), 0, 0, list[RawBatch]()
         for batch in self._finished(epoch, 0):
             if self._order_of is None:
@@ -302,8 +293,7 @@ class HostLoader:
 def bottleneck_advice(
     times: WorkerTimes, *, workers: int, cores: int, seconds: float, data_wait_pct: float
 ) -> str | None:
-    """One sentence that names the bottleneck (storage, decoding, workers, prefetch) and what to change, or None. The
-    step waited for `data_wait_pct` of a window of `seconds`, in which the workers took `times`."""
+    """One sentence that names the bottleneck of a window of `seconds` and what to change, or None."""
     if data_wait_pct <= 10 or seconds <= 0:
         return None
     waits = f"the step waits for data {data_wait_pct:.0f} % of its time"
@@ -313,8 +303,8 @@ def bottleneck_advice(
     idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
     rate = f"{times.images / busy_s:.0f} images/s per worker"
     if times.read_s > 0.4 * busy_s:
-        file_ms = 1e3 * times.read_s / times.images
-        cause = f"storage: reading a file takes {file_ms:.1f} ms; use a local disk or a smaller copy of the data"
+        file_ms = f"{1e3 * times.read_s / times.images:.1f} ms"
+        cause = f"storage: reading a file takes {file_ms}; use a local disk or a smaller copy of the data"
     elif workers > 0 and idle_pct > 15:
         cause = f"the number of prepared batches: workers are idle {idle_pct:.0f} % of the time; raise data.prefetch"
     elif workers < cores:
@@ -322,6 +312,6 @@ def bottleneck_advice(
     elif times.dataset_s > busy_s / 2:
         cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
     else:
-        share = f"{100 * times.decode_s / busy_s:.0f} %"
-        cause = f"decoding, {share} ({rate}); use smaller images (prepare_imagenet resize)"
+        decode_pct = 100 * times.decode_s / busy_s
+        cause = f"decoding, {decode_pct:.0f} % ({rate}); use smaller images (prepare_imagenet resize)"
     return f"{waits}; the bottleneck is {cause}"

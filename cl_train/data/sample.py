@@ -3,7 +3,6 @@
 A class is a pattern, the same after a flip or in a crop. All else differs in every image, its mean colour too.
 """
 
-import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,20 +99,18 @@ def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> Non
     split, label, number = place
     rng = np.random.Generator(np.random.Philox(key=[_SEED, split == "val"], counter=[0, label, number, 0]))
     name, pattern = list(PATTERNS.items())[label]
+    path = folder / split / name / f"{name}_{number:05d}.JPEG"
+    path.parent.mkdir(parents=True, exist_ok=True)
     width, height = (round(side * scale) for side in rng.choice(_SIZES))
-    image = Image.fromarray(render(pattern, width, height, rng))
-    image.save(folder / split / name / f"{name}_{number:05d}.JPEG", quality=_QUALITY)
+    Image.fromarray(render(pattern, width, height, rng)).save(path, quality=_QUALITY)
 
 
 def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -> None:
     """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for any number of processes (None: all cores)."""
     counts = {"train": spec.train_per_class, "val": spec.val_per_class}
     places = [(split, label, n) for split in counts for label in range(len(PATTERNS)) for n in range(counts[split])]
-    for split, name in itertools.product(counts, PATTERNS):
-        (folder / split / name).mkdir(parents=True, exist_ok=True)
     write = partial(_write_image, folder, spec.scale)
-    for _ in map_in_processes(write, places, processes, description="generating the sample data", unit="image"):
-        pass
+    list(map_in_processes(write, places, processes, description="generating the sample data", unit="image"))
 
 
 def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:

@@ -66,8 +66,7 @@ def read_shards(
     root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None
 ) -> ImageSource:
     """Index the shards of a folder or shell pattern in `workers` processes, or take the index from the user's cache.
-    Without `training` the val shards may stand for both. Raises ConfigError: no shards, damaged or missing ones,
-    samples without image or label, contradicting labels."""
+    Without `training` the val shards may stand for both. Raises ConfigError: none, or damaged or contradicting ones."""
     shards, notes = _find_shards(str(root), training)
     files = [*shards["train"], *shards["val"]]
     manifest = Path(files[0]).parent / MANIFEST
@@ -186,8 +185,7 @@ def _split(contents: dict[str, list[_Image]]) -> ShardSplit:
 
 
 def _checked_classes(contents: dict[str, list[_Image]], manifest: Path | None) -> tuple[str, ...]:
-    """The names of the classes: from the manifest, else the WordNet ids in the names, else the labels as text. Raises
-    ConfigError for labels in contradiction to the names, and for other numbers of images than the manifest's."""
+    """Of the manifest, else WordNet ids in the names, else the labels as text. Raises ConfigError: contradictions."""
     samples: dict[tuple[int, str], str] = {}  # label, class in the name -> the first sample with both
     for path, images in contents.items():
         for image in images:
@@ -254,8 +252,7 @@ def _readable(what: str) -> Iterator[None]:
 
 @contextmanager
 def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
-    """An uncompressed tar file, or a tar within a tar, for `regular_files` and `read_member`. `what` names it in
-    messages. Raises ConfigError if it cannot be opened, or is not a tar archive."""
+    """An uncompressed tar file, or a tar within a tar; `what` names it in messages. Raises ConfigError."""
     with ExitStack() as stack:
         with _readable(what):
             file = stack.enter_context(source.open("rb") if isinstance(source, Path) else source)

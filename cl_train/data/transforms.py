@@ -29,9 +29,7 @@ _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer 
 RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, position
 
 
-def random_resized_crop(
-    height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]
-) -> tuple[int, int, int, int]:
+def random_resized_crop(height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]) -> tuple[int, ...]:
     """Top, left, height and width of RandomResizedCrop for `uniform`, `2 * _ATTEMPTS + 2` numbers in [0, 1).
 
     Source: Szegedy et al., "Going deeper with convolutions", 2014; torchvision.transforms.v2.RandomResizedCrop.
@@ -68,7 +66,6 @@ class ImageReader:
     label_shape: tuple[int, ...] = ()
 
     def __init__(self, split: Split, cfg: DataConfig, transform: "ImageTransform") -> None:
-        """Raises ConfigError: images with unknown extensions are asked for."""
         formats = dict.fromkeys(FORMATS.get(extension.lower(), "") for extension in cfg.extensions)
         if "" in formats:
             raise ConfigError(f"data.extensions={list(cfg.extensions)}: use some of {', '.join(FORMATS)}")

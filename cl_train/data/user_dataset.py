@@ -69,13 +69,12 @@ class DatasetReader:
     A PIL image, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W] of another size than the required one gets the
     transforms of the settings. Other tensors [3, size, size] are not transformed: uint8 is normalised on the device,
     floating point is assumed to be normalised. A label is the number of a class, or in all samples a floating-point
-    vector [classes] of numbers from 0 to 1 (multi-label).
+    vector [classes] of numbers from 0 to 1 (multi-label). Raises ConfigError: the first sample cannot be used.
     """
 
     def __init__(
         self, dataset: Any, classes: int, size: int, transform: ImageTransform, timeout_s: float, dist: Dist
     ) -> None:
-        """Raises ConfigError if the first sample cannot be used at `size` pixels."""
         self._dataset, self._classes, self._transform, self._dist = dataset, classes, transform, dist
         self._samples, self.times = len(dataset), np.zeros(5)
         self.dtype, self.label_shape = torch.uint8, ()
@@ -182,8 +181,7 @@ class StreamReader(DatasetReader):
 
 
 def checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
-    """uint8 [H, W, 3] of an image that needs transforms, or a tensor that can be copied into `row`. Raises TypeError:
-    the image is anything else."""
+    """uint8 [H, W, 3] of an image that needs transforms, or a tensor to copy into `row`. Raises TypeError: neither."""
     pixels = image
     if isinstance(image, Image.Image) and image.mode[0] not in "IF":  # those have more than 8 bits per channel
         pixels = np.array(image.convert("RGB"))

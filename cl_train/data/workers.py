@@ -29,8 +29,7 @@ BEGUN, SAMPLE, PID = range(3)  # columns of the progress array
 
 
 class WorkerError(RuntimeError):
-    """The next batch will not come: a worker failed, died or hangs (the message names the sample that it began last),
-    or an IterableDataset ended too early."""
+    """The next batch will not come: a worker failed, died or hangs, or an IterableDataset ended too early."""
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -40,10 +39,9 @@ def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Workers(Dataset[Any]):
-    """Runs tasks in `pool_size` processes; results come back in the order of the tasks. 0 = in the caller.
-
-    All iterations (calls of `results`) go through one DataLoader, whose sampler has no end: it yields the tasks of the
-    running iteration, then empty ones. Each worker gets `queued` tasks in advance.
+    """Runs tasks in `pool_size` processes (0: in the caller); results come back in their order. All calls of `results`
+    go through one DataLoader with an endless sampler, which yields the tasks of the running call, then empty ones. Each
+    worker gets `queued` tasks in advance.
 
     `work` is called with the number of the iteration and a task, in a fork: it is not pickled. It writes into its row
     of `progress`, int64 [workers, 3], which sample it began; when no worker has begun another one for `timeout_s`,
