@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,36 +12,32 @@ from benchmarks import time_to_accuracy
 from benchmarks.time_to_accuracy import LINES, PROGRAMS, finished_run, run_until_target, summarize, write_digits
 
 LOGS = {
-    "cl_train": [
-        "channels_last: channels_last (full): 20 tensors changed",
-        " * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images",
-    ],
-    "timm": [
-        "Scheduled epochs: 8 (epochs + cooldown_epochs).",
-        "Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)",
-        "Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 53.889)",
-    ],
-    "torchvision": ["Start training", "Test:  Acc@1 53.889 Acc@5 96.944"],
+    "cl_train": """channels_last: channels_last (full): 20 tensors changed
+ * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images""",
+    "timm": """Scheduled epochs: 8 (epochs + cooldown_epochs).
+Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)
+Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 53.889)""",
+    "torchvision": "Start training\nTest:  Acc@1 53.889 Acc@5 96.944",
 }
 
 
-PRINT = "import sys, time\nfor line in {lines}: print(line, flush=True)\ntime.sleep({seconds})"
+def run_that_prints(text: str, program: str, folder: Path, limit_s: float, sleep_s: float) -> dict[str, Any]:
+    command = [sys.executable, "-c", f"import time; print({text!r}, flush=True); time.sleep({sleep_s})"]
+    return run_until_target(LINES[program], command, folder / "log", limit_s)
 
 
 @pytest.mark.parametrize("program", LINES)
 def test_the_start_and_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PRINT.format(lines=["starting", *LOGS[program], "end"], seconds=0)]
-    run = run_until_target(LINES[program], command, tmp_path / "log", limit_s=120)
+    run = run_that_prints(f"starting\n{LOGS[program]}\nend", program, tmp_path, limit_s=120, sleep_s=0)
     assert run["exit_code"] == 0 and 0 < run["start_s"] <= run["points"][0][0] <= run["total_s"]
     assert [top1 for _, top1 in run["points"]] == [53.889]
-    assert len((tmp_path / "log").read_text().splitlines()) == len(LOGS[program]) + 2
+    assert (tmp_path / "log").read_text().count("\n") == LOGS[program].count("\n") + 3
 
 
 @pytest.mark.parametrize(("reached", "limit_s"), [([90.0, 95.0, 96.0], 300), ([], 0.5)])
 def test_a_run_ends_at_the_target_or_at_its_limit(reached: list[float], limit_s: float, tmp_path: Path) -> None:
-    lines = [f"Test:  Acc@1 {top1} Acc@5 99" for top1 in reached]
-    command = [sys.executable, "-c", PRINT.format(lines=lines, seconds=600)]
-    run = run_until_target(LINES["torchvision"], command, tmp_path / "log", limit_s)
+    lines = "\n".join(f"Test:  Acc@1 {top1} Acc@5 99" for top1 in reached)
+    run = run_that_prints(lines, "torchvision", tmp_path, limit_s, sleep_s=600)
     assert [top1 for _, top1 in run["points"]][:2] == reached[:2]
     assert run["exit_code"] is None and run["total_s"] < 300
 

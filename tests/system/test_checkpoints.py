@@ -2,7 +2,6 @@
 
 import collections
 import errno
-import io
 import logging
 import os
 import pickle
@@ -12,6 +11,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -77,32 +77,27 @@ def test_weights_of_both_formats_are_read(tmp_path: Path) -> None:
         assert torch.equal(checkpoints.read_torch_file(tmp_path / "w.pth")["tied"], shared)
 
 
-def saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-BAD: dict[str, tuple[bytes | Callable[[Path], object], str]] = {  # more damage: tests/faults, test_planted_files.py
+save = partial(partial, torch.save)
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {  # more damage: tests/faults, test_planted_files.py
     "missing": (lambda path: None, "No such file"),
     "folder": (Path.mkdir, "regular file"),
     "fifo": (os.mkfifo, "regular file"),
-    "foreign": (saved({"model": {}}), "weights="),
+    "foreign": (save({"model": {}}), "weights="),
     "newer": (lambda path: write(path, small_state() | {"format_version": 99}), "newer version"),
-    "shared many times": (saved({str(i): view for i, view in enumerate([torch.zeros(2**18)] * 1000)}), "larger"),
-    "sparse": (saved({"w": torch.eye(3).to_sparse()}), "not dense"),
-    "meta": (saved({"w": torch.empty(3, device="meta")}), "not dense"),
-    "a module": (saved(torch.nn.Linear(2, 2)), "run code"),
-    **{str(data): (data, "") for data in (b"", b"PK\x03\x04", b"x" * 1000, pickle.dumps(print), b"\x80\x02]]]")},
+    "shared many times": (save({str(i): view for i, view in enumerate([torch.zeros(2**18)] * 1000)}), "larger"),
+    "sparse": (save({"w": torch.eye(3).to_sparse()}), "not dense"),
+    "meta": (save({"w": torch.empty(3, device="meta")}), "not dense"),
+    "a module": (save(torch.nn.Linear(2, 2)), "run code"),
 }
+for data in (b"", b"PK\x03\x04", b"x" * 1000, pickle.dumps(print), b"\x80\x02]]]"):
+    BAD[str(data)] = (partial(Path.write_bytes, data=data), "a.pt")
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_other_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    content, said = BAD[name]
-    path = tmp_path / "a.pt"
-    path.write_bytes(content) if isinstance(content, bytes) else content(path)
-    with pytest.raises(CheckpointError, match=said or None) as caught:
+    make, said = BAD[name]
+    make(path := tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=said) as caught:
         load(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
