@@ -57,8 +57,6 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
         print("stopped before the first step", file=sys.stderr)
         return 130
-    except ConfigError:
-        raise
     except Exception as error:
         from cl_train.training.records import describe_failure
 

@@ -33,7 +33,6 @@ _LIMITS = (("minimum", ">=", operator.ge), ("above", ">", operator.gt), ("maximu
 class Setting:
     """One leaf of a dataclass of settings."""
 
-    key: str  # the full one, such as optim.lr
     base_type: type  # bool, int, float or str: of the value, or of the items of a list
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
@@ -62,7 +61,7 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
         while typing.get_origin(hint) is list:
             hint, list_depth = typing.get_args(hint)[0], list_depth + 1
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-        leaves[key] = Setting(key, hint, list_depth, optional, default, item.metadata)
+        leaves[key] = Setting(hint, list_depth, optional, default, item.metadata)
     return leaves
 
 
@@ -92,8 +91,7 @@ def from_mapping(schema: type[T], values: Mapping[str, Any], earlier_problems: S
             problems.append(f"{key}={text}: expected {kind_of(known[key])}{near}")
     if problems:
         raise ConfigError(problems)
-    built: T = _built(schema, checked)
-    return built
+    return typing.cast(T, _built(schema, checked))
 
 
 def _built(schema: Any, checked: Mapping[str, Any], prefix: str = "") -> Any:
@@ -293,8 +291,8 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
             values[key] = _value_of(text)
-    missing = [item for key, item in known.items() if item.metadata["required"] and key not in values]
-    problems += [f"{item.key}=... is missing: {item.metadata['help']}" for item in missing]
+    missing = {key: item for key, item in known.items() if item.metadata["required"] and key not in values}
+    problems += [f"{key}=... is missing: {item.metadata['help']}" for key, item in missing.items()]
     return from_mapping(schema, values, problems)
 
 

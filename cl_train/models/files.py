@@ -36,8 +36,6 @@ from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_tor
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "ONNX", "zoo"]
 
 ENTRIES = ("state_dict", "model_state_dict", "model", "module", "model_ema", "state_dict_ema", "ema_state_dict", "ema")
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-_EXECUTED_MEMBERS = ("custom_obj", "opaque_obj", "aotinductor")
 _TEXTS = ("memory_format", "model", "precision")
 _SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}  # of `data`
 _PREPROCESSING = (*_SETTINGS, "mean", "std")
@@ -153,7 +151,7 @@ def weights_path(weights: str | Path) -> Path | None:
     """The file that `weights` names: of a run folder its best checkpoint, or else the newest; None for another name."""
     path = Path(weights).expanduser()
     if not path.is_dir():
-        return path if path.suffix in SUFFIXES or path.is_file() else None
+        return path if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors") or path.is_file() else None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = [*sorted(folder.glob("step-*.pt")), *folder.glob("best.pt")]
     if not found:
@@ -297,7 +295,7 @@ def _without_prefix(state: dict[str, Any], path: Path, prefix: str | None) -> tu
 def _read_program(path: Path, kind: Kind) -> SavedModel:
     with zipfile.ZipFile(path) as archive:
         members = archive.namelist()
-    if executed := [name for name in members if any(word in name for word in _EXECUTED_MEMBERS)]:
+    if executed := [name for name in members if re.search("custom_obj|opaque_obj|aotinductor", name)]:
         raise ConfigError(f"{path}: torch would unpickle or execute its member {executed[0]}, so it is not loaded")
     extra: dict[str, Any] = dict.fromkeys(KEYS, "")
     with _careful_loading():

@@ -221,6 +221,7 @@ ENTRIES = ("state_dict", "model", "model_state_dict", "model_ema", "ema")
 WRAPPED: dict[str, tuple[Any, str]] = {  # the file, and words of what was taken
     "plain": (STATE, ""),
     **{name: ({name: STATE, "optimizer": {"state": {}}, "epoch": 3}, f"'{name}'") for name in ENTRIES},
+    "by option": ({"model": STATE, "ema": prefixed("backbone."), "epoch": 1}, "'backbone.'"),
     "both": ({"model": STATE, "model_ema": prefixed("x.")}, "model_ema"),
     "DDP": ({"model": prefixed("module.")}, "'module.'"),
     "compiled": (prefixed("_orig_mod."), "'_orig_mod.'"),
@@ -235,15 +236,9 @@ WRAPPED: dict[str, tuple[Any, str]] = {  # the file, and words of what was taken
 def test_wrapped_weights(name: str, tmp_path: Path) -> None:
     content, taken = WRAPPED[name]
     torch.save(content, tmp_path / "w.pth")
-    weights = read_weights(tmp_path / "w.pth")
+    asked = {"entry": "ema", "prefix": "backbone."} if name == "by option" else {}
+    weights = read_weights(tmp_path / "w.pth", **asked)
     assert list(weights.tensors) == list(STATE) and taken in weights.taken
-
-
-def test_an_entry_and_a_prefix_by_option(tmp_path: Path) -> None:
-    path = tmp_path / "w.pth"
-    torch.save({"model": STATE, "ema": prefixed("backbone."), "epoch": 1}, path)
-    weights = read_weights(path, entry="ema", prefix="backbone.")
-    assert list(weights.tensors) == list(STATE) and "backbone." in weights.taken
 
 
 @pytest.mark.slow
