@@ -2,8 +2,7 @@
 
 What changes between steps is in tensors: images and labels in static buffers, learning rates in the optimizer's groups.
 A model whose forward pass decides on the host (by a Python random number, a counter, the value of a tensor) must not be
-recorded: a replay repeats the decision. See PyTorch's notes on CUDA graphs for warm-up and side stream.
-"""
+recorded: a replay repeats the decision. See PyTorch's notes on CUDA graphs for warm-up and side stream."""
 
 import logging
 import weakref

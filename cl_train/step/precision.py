@@ -36,16 +36,14 @@ class Precision:
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
 
 
-BY_NAME = {
-    precision.name: precision
-    for precision in (
-        Precision("fp32"),
-        Precision("tf32", tf32=True),
-        Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
-        Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
-        Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
-    )
-}
+_ALL = [
+    Precision("fp32"),
+    Precision("tf32", tf32=True),
+    Precision("bf16", autocast_dtype=torch.bfloat16, tf32=True),
+    Precision("fp16", autocast_dtype=torch.float16, scales_loss=True, tf32=True),
+    Precision("fp16_o2", scales_loss=True, master_weights=True, tf32=True),
+]
+BY_NAME = {precision.name: precision for precision in _ALL}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:

