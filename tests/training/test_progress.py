@@ -27,25 +27,22 @@ def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_
         assert rates == pytest.approx([peak * (1 - (epoch + 0.5) / 4) for epoch in range(4)])
 
 
-@pytest.mark.parametrize(
-    ("epochs", "max_steps", "evaluate_every", "evaluations"),
-    [(5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, [])],
-)
-def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end(
-    epochs: int, max_steps: int | None, evaluate_every: int, evaluations: list[int]
-) -> None:
-    settings = {"epochs": epochs, "max_steps": max_steps, "evaluate_every": evaluate_every}
-    plan = Plan.of(Config(batch_size=10, checkpoint=CheckpointConfig(every_epochs=3), **settings), 40, 1)
-    progress, evaluated, saved = Progress(), [], []
-    while not plan.is_done(progress):
-        progress.advance(plan.global_batch_size)
-        if plan.is_epoch_end(progress):
-            evaluated += [progress.step] * plan.is_due(plan.cfg.evaluate_every, progress)
-            saved += [progress.step] * plan.is_due(plan.cfg.checkpoint.every_epochs, progress)
-            assert not plan.is_done(progress)
-            plan.close_epoch(progress)
-    assert evaluated == evaluations and saved == ([12, 20] if plan.last_step == 20 else [2])
-    assert progress.images_seen == 10 * plan.last_step
+def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> None:
+    for epochs, max_steps, every, evaluations in (
+        (5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, []),
+    ):  # fmt: skip
+        settings = {"epochs": epochs, "max_steps": max_steps, "evaluate_every": every}
+        plan = Plan.of(Config(batch_size=10, checkpoint=CheckpointConfig(every_epochs=3), **settings), 40, 1)
+        progress, evaluated, saved = Progress(), [], []
+        while not plan.is_done(progress):
+            progress.advance(plan.global_batch_size)
+            if plan.is_epoch_end(progress):
+                evaluated += [progress.step] * plan.is_due(plan.cfg.evaluate_every, progress)
+                saved += [progress.step] * plan.is_due(plan.cfg.checkpoint.every_epochs, progress)
+                assert not plan.is_done(progress)
+                plan.close_epoch(progress)
+        assert evaluated == evaluations and saved == ([12, 20] if plan.last_step == 20 else [2])
+        assert progress.images_seen == 10 * plan.last_step
 
 
 class Clock(DeviceClock):
@@ -57,11 +54,6 @@ class Clock(DeviceClock):
         return self.now
 
 
-def meter_of(warmup_steps: int) -> tuple[ThroughputMeter, Clock]:
-    clock = Clock(torch.device("cpu"))
-    return ThroughputMeter(warmup_steps, clock, clock.mark), clock
-
-
 def steps(meter: ThroughputMeter, clock: Clock, count: int, seconds: float, wait_s: float = 0.0):
     for _ in range(count):
         with meter.waiting():
@@ -71,7 +63,8 @@ def steps(meter: ThroughputMeter, clock: Clock, count: int, seconds: float, wait
 
 
 def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -> None:
-    meter, clock = meter_of(0)
+    clock = Clock(torch.device("cpu"))
+    meter = ThroughputMeter(0, clock, clock.mark)
     clock.now += 1000  # an evaluation
     meter.start(0)
     closed = []
@@ -87,8 +80,8 @@ def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -
 
 
 def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_there_is_nothing_else() -> None:
-    meter, clock = meter_of(2)
-    windows = []
+    clock, windows = Clock(torch.device("cpu")), []
+    meter = ThroughputMeter(2, clock, clock.mark)
     for size, seconds in ((64, 9.0), (64, 1.0), (96, 1.0)):
         meter.start(size)
         for _ in range(2):
