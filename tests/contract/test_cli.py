@@ -25,6 +25,7 @@ class Example:
     """Settings of a command."""
 
     root: str | None = setting(None, "folder of images", key="data.root")
+    models: list[str] = setting(["resnet18"], "models")
     sizes: list[int] = setting([224], "sizes", minimum=8)
     time_limit_s: float = setting(1.5, "seconds", above=0)
     deep: bool = setting(False, "decode")
@@ -32,9 +33,11 @@ class Example:
     out: str | None = setting(None, "file")
 
 
-def test_a_key_can_differ_from_the_name_of_its_field() -> None:
-    settings = settings_from_arguments(Example, ["data.root=/images", "sizes=64,96"])
+def test_settings_take_lists_and_a_key_can_differ_from_the_name_of_its_field() -> None:
+    settings = settings_from_arguments(Example, ["data.root=/images", "sizes=64,96", "models=vgg11,resnet50"])
     assert (settings.root, settings.sizes, settings.time_limit_s) == ("/images", [64, 96], 1.5)
+    settings = settings_from_arguments(Example, ["models=vgg11,resnet50", "sizes=64", "time_limit_s=0.1"])
+    assert (settings.models, settings.sizes, settings.time_limit_s) == (["vgg11", "resnet50"], [64], 0.1)
 
 
 WRONG = [
@@ -42,6 +45,7 @@ WRONG = [
     ("output=x", "did you mean out"),
     ("by=x", "unknown setting"),
     ("--ouut=x", "did you mean out"),
+    ("model=vgg11", "did you mean models"),
     ("--deep", "deep="),
     ("root=/x", "data.root"),
     ("json=file.json", "true|false"),

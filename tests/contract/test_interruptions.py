@@ -26,6 +26,10 @@ Train = Callable[..., Run]
 FILES = ("metrics.jsonl", "train.log", "checkpoints", "summary.json")
 
 
+def best_step(run: Run) -> int:
+    return max(run.records("val"), key=lambda record: (record["top1"], -record["step"]))["step"]
+
+
 def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train: Train, tmp_path: Path) -> None:
     words = ("model=tests.networks:terminated_in_evaluation", "batch_size=4", "epochs=2", "checkpoint.every_epochs=0")
     folder = tmp_path / "stopped"
@@ -75,6 +79,9 @@ def test_the_epoch_is_saved_before_its_evaluation(
 def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = train(folder=folder)
+    assert first.checkpoint("best.pt")["progress"]["step"] == best_step(first)
+    newest = CheckpointStore(folder / "checkpoints").newest()
+    assert newest is not None and newest[1]["progress"]["step"] == 6, "best.pt is no second file"
 
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
@@ -134,8 +141,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
     events = EventAccumulator(str(done.folder)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 25))
     assert done.checkpoint()["progress"]["step"] == 24
-    best = max(done.records("val"), key=lambda record: (record["top1"], -record["step"]))["step"]
-    assert torch.load(done.folder / "checkpoints" / "best.pt", weights_only=True)["progress"]["step"] == best
+    assert done.checkpoint("best.pt")["progress"]["step"] == best_step(done)
     if (file, until) != ("train.log", "end"):  # nothing waits for it: the console has its lines
         assert (done.folder / "train.log").read_text().count("Epoch:") == 24
 
@@ -172,16 +178,6 @@ def test_skipped_images_and_the_load_of_others_are_recorded(train: Train, tmp_pa
     assert "others_pct" in done.summary
     log = (done.folder / "train.log").read_text()
     assert "Bad images 2" in log and "2 bad images" in log
-
-
-@pytest.mark.slow
-def test_best_pt_follows_the_evaluation_without_a_second_file(train: Train) -> None:
-    done = train("epochs=3")
-    best = max(done.records("val"), key=lambda record: (record["top1"], -record["step"]))
-    folder = done.folder / "checkpoints"
-    assert done.checkpoint("best.pt")["progress"]["step"] == best["step"]
-    newest = CheckpointStore(folder).newest()
-    assert newest is not None and newest[1]["progress"]["step"] == 9
 
 
 def test_names_that_are_no_utf_8_are_written_as_they_are(tmp_path: Path) -> None:
