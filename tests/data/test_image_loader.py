@@ -1,7 +1,7 @@
 """For any training loop: image_loader, the loader of train.py with plain arguments, and channels_last_collate."""
 
-import threading
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -79,7 +79,6 @@ def test_bad_images_are_named(tmp_path):
         ({"batch_size": 2.5}, "batch_size=2.5"),
         ({"batch_size": 8, "rank": 0, "world_size": 3}, "22 training images are fewer than one batch of all ranks, 24"),
         ({"image_size": 10**6}, "image_size"),
-        ({"seed": -1}, "seed=-1"),
         ({"workers": -1}, "workers=-1"),
         ({"val_fraction": 2}, "val_fraction=2"),
         ({"rank": 3, "world_size": 2}, "rank=3, world_size=2"),
@@ -109,18 +108,10 @@ def test_a_loader_that_is_no_longer_used_ends_its_workers(root):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_second_thread_gets_an_error_at_once_and_the_first_goes_on(root, workers):
     with loader(root, workers=workers) as batches:
-        epoch, caught = iter(batches), []
+        epoch = iter(batches)
         whole = [next(epoch)[1].tolist()]
-
-        def second():
-            with pytest.raises(RuntimeError, match="another thread") as error:
-                next(iter(batches))
-            caught.append(error)
-
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join(20)
-        assert not thread.is_alive() and len(caught) == 1
+        with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError, match="another thread"):
+            pool.submit(next, iter(batches)).result(20)
         whole += [targets.tolist() for _, targets in epoch]
     assert whole == [targets.tolist() for _, targets in loader(root)]
 
@@ -152,19 +143,13 @@ def test_every_kind_of_image_becomes_the_same_channels_last_batch(shape, count, 
         "mixed strides": [*interleaved[:1], *planar[1:]],
         "flipped": [image[:, ::-1].copy()[:, ::-1] for image in hwc],
     }
+    if dtype == np.uint8 and shape[2] <= 4:
+        kinds["PIL"] = [Image.fromarray(image.squeeze(2) if shape[2] == 1 else image) for image in hwc]
     for kind, images in kinds.items():
         batch = channels_last_collate(images)
         assert torch.equal(batch, expected) and batch.dtype == expected.dtype and is_nhwc(batch), kind
     half = channels_last_collate([image.bfloat16() for image in planar])
     assert torch.equal(half, expected.bfloat16()) and half.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("mode", "channels"), [("RGB", 3), ("L", 1), ("RGBA", 4)])
-def test_pil_images(mode, channels):
-    images = [Image.fromarray(array).convert(mode) for array in arrays()]
-    batch = channels_last_collate(images)
-    expected = np.stack([np.asarray(image).reshape(8, 12, channels) for image in images])
-    assert np.array_equal(batch.permute(0, 2, 3, 1).numpy(), expected) and is_nhwc(batch)
 
 
 def test_structure_is_kept_and_the_rest_is_default_collates():

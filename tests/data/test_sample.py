@@ -1,6 +1,7 @@
 """The generated sample: always the same, of ImageNet's proportions, not learnable from colour. Imagenette is found."""
 
 import multiprocessing
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,13 +87,8 @@ def test_imagenette_is_found_or_fetched_by_torchvision(tmp_path, monkeypatch):
         assert source.train.name(0) == str(tmp_path / below / "train/class_0/0000.jpg")
     with pytest.raises(ConfigError, match=r"data\.download=true fetches it"):
         read_imagenette(tmp_path, DataConfig(), training=True)
-    asked = []
-
-    def fetch(root, split, size, download):
-        asked.append((root, size, download))
-        raise RuntimeError("no network")
-
+    fetch = Mock(side_effect=RuntimeError("no network"))
     monkeypatch.setattr(torchvision.datasets, "Imagenette", fetch)
     with pytest.raises(ConfigError, match=r"could not be fetched into .*: no network"):
         read_imagenette(tmp_path / "new", DataConfig(download=True), training=True)
-    assert asked == [(str(tmp_path / "new"), "320px", True)]
+    fetch.assert_called_once_with(str(tmp_path / "new"), split="train", size="320px", download=True)

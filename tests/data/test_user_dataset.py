@@ -48,15 +48,12 @@ def test_batches_depend_on_seed_epoch_and_index_alone(name):
     assert not torch.equal(epoch_of(own_data(name), epoch=3)[0][0], whole[0][0])
 
 
-def test_validation_is_the_same_in_every_epoch_and_complete():
+def test_validation_is_complete_and_the_same_in_every_epoch_only_uint8_is_normalised_and_time_is_measured():
     data = own_data("Tensors")
     first, second = ([batch.images for batch in data.validation(FLOAT_CHANNELS_LAST)] for _ in range(2))
     assert [len(images) for images in first] == [4, 3]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert data.classes == ("a", "b", "c") and data.train_images == 31 and data.val_images == 7
-
-
-def test_uint8_is_normalised_and_floating_point_is_not_and_the_time_is_measured():
     data = own_data("Pictures")
     epoch_of(data)
     assert data.times.images >= 28 and data.times.dataset_s > 0 and data.times.resize_s > 0
@@ -180,18 +177,10 @@ class EndlessStream(wrong.Stream):
         return iter(wrong.good, None)
 
 
-class LongStream(wrong.Stream):
-    """Every worker yields all samples."""
-
-    def __iter__(self):
-        return map(self.__getitem__, range(self.count + 9))
-
-
 @WORKERS
-@pytest.mark.parametrize("kind", [EndlessStream, LongStream])
-def test_a_stream_that_is_longer_than_its_length(monkeypatch, kind, workers):
+def test_a_stream_that_is_longer_than_its_length(monkeypatch, workers):
     """Training takes what it needs; an evaluation of more samples than there are would be wrong."""
-    data = wrong_data(monkeypatch, kind, kind, workers=workers)
+    data = wrong_data(monkeypatch, EndlessStream, EndlessStream, workers=workers)
     assert len(list(data.train(0, FLOAT_CHANNELS_LAST))) == 3
     with closing(data), pytest.raises(WorkerError, match="more than the 12 samples of its length"):
         val_count(data)

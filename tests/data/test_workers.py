@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -100,26 +101,19 @@ def test_workers_that_cannot_all_be_started_are_ended(root, workers, monkeypatch
     assert capsys.readouterr().err == ""
 
 
-def test_workers_ignore_the_signals_that_the_parent_handles(root, workers):
-    with contextlib.closing(folder_data(root, workers=2)) as data:
-        batches = data.train_loader.batches(0)
-        next(batches)
-        for worker in workers():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                os.kill(worker.pid, number)
-        assert len(list(batches)) == 12
-
-
 @pytest.mark.parametrize("end", ["whole", "abandoned", "exception"])
-def test_nothing_remains(root, workers, end):
+def test_nothing_remains_and_workers_ignore_the_signals_that_the_parent_handles(root, workers, end):
     threads, shared, pids = set(threading.enumerate()), set(os.listdir("/dev/shm")), {str(os.getpid())}
     with contextlib.suppress(KeyError), contextlib.closing(folder_data(root, workers=2)) as data:
         for number, _ in enumerate(data.train_loader.batches(0)):
-            pids |= {str(worker.pid) for worker in workers()}
+            for worker, signum in itertools.product(workers(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)):
+                os.kill(worker.pid, signum)
+                pids.add(str(worker.pid))
             if end == "abandoned" and number == 2:
                 break
             if end == "exception" and number == 2:
                 raise KeyError(number)
+    assert number == (12 if end == "whole" else 2)
     wait_until(lambda: not workers())
     wait_until(lambda: set(threading.enumerate()) <= threads)  # close() does not join the feeders of torch's queues
     left = set(os.listdir("/dev/shm")) - shared  # other programs have files there too
