@@ -76,11 +76,9 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.training.evaluation import check_evaluation, outputs
     from cl_train.training.records import progress_bar
 
-    source, named = settings.weights, {}
-    if settings.model is not None:
-        source, named = settings.model, {"weights": settings.weights}
+    weights = settings.weights if settings.model else None  # of that model; else a file or run that names its own
     asked = {None: None, True: torch.channels_last, False: torch.contiguous_format}[settings.channels_last]
-    model, card, memory_format = load_saved(source, memory_format=asked, **named)
+    model, card, memory_format = load_saved(settings.model or settings.weights, weights=weights, memory_format=asked)
     if card.preprocessing is None and settings.image_size is None:
         raise ConfigError(f"weights={settings.weights} record no preprocessing: data.image_size=224 is ImageNet's")
     preprocessing = card.preprocessing or Preprocessing.of(DataConfig(image_size=settings.image_size or 224))

@@ -66,4 +66,6 @@ def chosen_models(words: list[str]) -> list[str]:
         if not found:
             raise ConfigError(f"model={word}: no such model{suggest(word, [*GROUPS, *known])}")
         names += found
+    if not names:
+        raise ConfigError("model= is empty: name models, or a group of them")
     return list(dict.fromkeys(names))
