@@ -67,11 +67,10 @@ PROGRAMS = {
 }
 SEEDED = """import runpy, sys, torch; torch.manual_seed({seed}); del sys.argv[0]; sys.path.insert(0, "{folder}")
 runpy.run_path(sys.argv[0], run_name="__main__")"""  # torchvision's script has no option for the seed
-# Per program: the line that ends the start-up, and the line with an evaluation's top-1.
-LINES = {
-    "cl_train": (r"^channels_last: ", r"^ \* Prec@1 (?P<top1>[\d.]+)"),
-    "timm": (r"Scheduled epochs", r"Test: \[ *(\d+)/\1\].*Acc@1: +[\d.]+ \( *(?P<top1>[\d.]+)\)"),
-    "torchvision": (r"^Start training", r"^Test:  Acc@1 (?P<top1>[\d.]+)"),
+LINES = {  # with an evaluation's top-1
+    "cl_train": r"^ \* Prec@1 (?P<top1>[\d.]+)",
+    "timm": r"Test: \[ *(\d+)/\1\].*Acc@1: +[\d.]+ \( *(?P<top1>[\d.]+)\)",
+    "torchvision": r"^Test:  Acc@1 (?P<top1>[\d.]+)",
 }
 
 
@@ -102,13 +101,11 @@ def write_digits(folder: Path) -> None:
     unfinished.rename(folder)
 
 
-def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
+def run_until_target(accuracy_line: str, command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
     """Run `command` until an evaluation reaches the target, it ends, or `limit_s` have passed.
 
-    `start_s` is its start-up; `points` are [seconds, top-1] of each evaluation; `exit_code` is null if it was stopped.
+    `points` are [seconds, top-1] of each evaluation; `exit_code` is null if it was stopped.
     """
-    start_line, accuracy_line = lines
-    start_s: float | None = None
     points: list[list[float]] = []
     is_stopped, load, started_at = False, MachineLoad(), time.monotonic()
     process = subprocess.Popen(
@@ -119,8 +116,6 @@ def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limi
         for line in process.stdout or ():
             seconds = round(time.monotonic() - started_at, 3)
             file.write(f"{seconds:.3f} {line}")
-            if not points and re.search(start_line, line):
-                start_s = seconds
             if found := re.search(accuracy_line, line):
                 points.append([seconds, float(found["top1"])])
                 if points[-1][1] >= TARGET and not is_stopped:
@@ -128,8 +123,7 @@ def run_until_target(lines: tuple[str, str], command: list[str], log: Path, limi
                     os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group exists
     total_s = round(time.monotonic() - started_at, 3)
     exit_code = None if is_stopped or total_s >= limit_s else process.returncode
-    run = {"exit_code": exit_code, "start_s": start_s, "points": points, "total_s": total_s}
-    return {**run, "others_pct": load.others_pct()}
+    return {"exit_code": exit_code, "points": points, "total_s": total_s, "others_pct": load.others_pct()}
 
 
 def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
@@ -194,7 +188,7 @@ def seconds_to(run: dict[str, Any]) -> float:
 def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
     """Per program the median seconds to the target, null if most runs missed it, and `ours_over_theirs`.
 
-    A program that reached the target in too few runs counts with `limit_s`: the ratio is then an upper bound.
+    A program without a `median_s` counts with `limit_s`: the ratio is then an upper bound.
     """
     summary: dict[str, Any] = {}
     for name in dict.fromkeys(run["program"] for run in runs):
@@ -206,7 +200,6 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
             "reached": len(reached),
             "median_s": round(statistics.median(seconds), 3) if 2 * len(reached) > len(seconds) else None,
             "range_s": [min(reached), max(reached)] if reached else None,
-            "median_start_s": statistics.median(run["start_s"] or 0.0 for run in finished),
             "median_best_top1": statistics.median(
                 max((top1 for _, top1 in run["points"]), default=0.0) for run in finished
             ),
@@ -214,7 +207,6 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
     ours = summary["cl_train"]["median_s"]
     for row in summary.values():
         row["ours_over_theirs"] = round(ours / (row["median_s"] or limit_s), 3) if ours else None
-        row["is_upper_bound"] = row["median_s"] is None
     return summary
 
 

@@ -130,14 +130,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """The first line of an out-of-memory error, with the peak and the free memory of a GPU; no full stop at the end."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0].split(". GPU")[0].rstrip(".")
-    if not torch.cuda.is_initialized() or isinstance(error, MemoryError) or "CPU" in reason:
-        return f"out of memory: {reason}"
-    free, total = torch.cuda.mem_get_info()
-    peak = f"the peak of this process was {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
-    left = f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
-    return f"out of memory on {torch.cuda.get_device_name()}: {reason}; {peak}, {left}"
+    """The first line of an out-of-memory error, of torch's to the GPU's free memory; no full stop at the end."""
+    reason, is_free, _ = (str(error).splitlines() or [type(error).__name__])[0].partition(" is free")
+    return f"out of memory: {reason.rstrip('.')}{is_free}"
 
 
 def release_memory() -> None:

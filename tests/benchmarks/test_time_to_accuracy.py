@@ -12,12 +12,10 @@ from benchmarks import time_to_accuracy
 from benchmarks.time_to_accuracy import LINES, PROGRAMS, finished_run, run_until_target, summarize, write_digits
 
 LOGS = {
-    "cl_train": """channels_last: channels_last (full): 20 tensors changed
- * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images""",
-    "timm": """Scheduled epochs: 8 (epochs + cooldown_epochs).
-Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)
+    "cl_train": " * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images",
+    "timm": """Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)
 Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 53.889)""",
-    "torchvision": "Start training\nTest:  Acc@1 53.889 Acc@5 96.944",
+    "torchvision": "Test:  Acc@1 53.889 Acc@5 96.944",
 }
 
 
@@ -27,9 +25,9 @@ def run_that_prints(text: str, program: str, folder: Path, limit_s: float, sleep
 
 
 @pytest.mark.parametrize("program", LINES)
-def test_the_start_and_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
+def test_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
     run = run_that_prints(f"starting\n{LOGS[program]}\nend", program, tmp_path, limit_s=120, sleep_s=0)
-    assert run["exit_code"] == 0 and 0 < run["start_s"] <= run["points"][0][0] <= run["total_s"]
+    assert run["exit_code"] == 0 and 0 < run["points"][0][0] <= run["total_s"]
     assert [top1 for _, top1 in run["points"]] == [53.889]
     assert (tmp_path / "log").read_text().count("\n") == LOGS[program].count("\n") + 3
 
@@ -48,13 +46,12 @@ def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
         "timm": [[[16.0, 95.5]], [[20.0, 95.0]], [[30.0, 94.9]]],
         "torchvision": [[[9.0, 94.0]], [], [[9.0, 99.0]]],
     }
-    runs = [{"program": name, "points": of_run, "start_s": 2.0} for name in points for of_run in points[name]]
+    runs = [{"program": name, "points": of_run} for name in points for of_run in points[name]]
     found = summarize(runs, limit_s=50.0)
     assert [found[name]["median_s"] for name in LINES] == [8.0, 20.0, None]
     assert [found[name]["reached"] for name in LINES] == [3, 2, 1] and found["timm"]["range_s"] == [16.0, 20.0]
     assert [found[name]["median_best_top1"] for name in LINES] == [96.0, 95.0, 94.0]
     assert [found[name]["ours_over_theirs"] for name in LINES] == [1.0, 0.4, 0.16]
-    assert [found[name]["is_upper_bound"] for name in LINES] == [False, False, True]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -25,9 +25,9 @@ from tests.networks import small
 
 CPU = torch.device("cpu")
 WORKLOAD = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
-FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB of which 5 MiB is free"
 ERRORS: list[BaseException] = [
-    torch.OutOfMemoryError(f"{FULL}. GPU 0 has a total capacity of"),
+    torch.OutOfMemoryError(f"{FULL}. Process 7 has 78 GiB memory in use. Of the allocated memory 77 GiB is allocated"),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
     MemoryError(),
     RuntimeError("CUDA driver error: out of memory"),
@@ -47,6 +47,7 @@ OTHERS: list[BaseException] = [
 
 
 def test_each_message_is_understood_and_described_in_one_line() -> None:
+    assert str(describe_failure(ERRORS[0])).startswith(f"out of memory: {FULL}. Lower batch_size")
     for error in ERRORS:
         said = describe_failure(error)
         assert is_out_of_memory(error) and said is not None, error
