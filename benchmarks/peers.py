@@ -7,8 +7,8 @@
 overhead: training on synthetic data against a bare forward-backward-step loop with the same model, on one fixed batch.
 The ratio is bare step time / cl_train's step time, the median over the rounds: 1 means no overhead.
 loader: `cl-train loader_benchmark` with timm's loader, on the same files.
-collate: channels_last_collate against copying the same bytes, at once (`block_copy`) or image by image, and against
-default_collate with `.to(channels_last)`. All write to new memory, on one thread.
+collate: channels_last_collate against copying the same bytes at once (`block_copy`), and against default_collate with
+`.to(channels_last)`. All write to new memory, on one thread.
 """
 
 import contextlib
@@ -141,7 +141,6 @@ def collate(settings: PeerSettings) -> Result:
     interleaved = [(torch.from_numpy(array).permute(2, 0, 1), label) for label, array in enumerate(arrays)]
     functions: dict[str, Callable[[], Any]] = {
         "block_copy": batch.copy,
-        "image_copies": lambda: np.stack(arrays),
         "ours_array": lambda: channels_last_collate(list(zip(arrays, range(count), strict=True))),
         "ours_interleaved": lambda: channels_last_collate(interleaved),
         "ours_planar": lambda: channels_last_collate(planar),

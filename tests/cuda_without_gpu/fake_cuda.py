@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import pytest
@@ -99,7 +99,7 @@ class Device:
     def launch(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Report a kernel on the current stream to the race detector."""
         if self.capturing is not None:
-            self.capturing.kernels.append((self, name, read, written))
+            self.capturing.kernels.append(partial(self.launch, name, read, written))
             return
         stream = self.current.cuda_stream
         reads, writes = ({self.touch(tensor, name) for tensor in tensors} for tensors in (read, written))
@@ -202,13 +202,13 @@ class Graph:
     alive: ClassVar[weakref.WeakSet["Graph"]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self.kernels: list[tuple[Device, str, list[torch.Tensor], list[torch.Tensor]]] = []
+        self.kernels: list[Callable[[], None]] = []
         Graph.alive.add(self)
 
     def replay(self) -> None:
         assert self in Graph.alive, "a replay after reset"
-        for device, name, read, written in self.kernels:
-            device.launch(name, read, written)
+        for kernel in self.kernels:
+            kernel()
 
     def pool(self) -> tuple[int, int]:
         return (0, 1)
