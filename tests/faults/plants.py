@@ -4,6 +4,7 @@ As a program: train.py with slower steps.
 """
 
 import errno
+import itertools
 import os
 import signal
 import sys
@@ -30,8 +31,6 @@ from tests.processes import is_signal_received, wait_until
 
 TORCHRUN_STEP_MS = 300  # the 12 steps outlast the search for the ranks, also on a busy machine
 EIGHT_MB = 2_000_000  # float32 values
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def failing(num_classes: int, how: str) -> nn.Module:
@@ -70,9 +69,6 @@ class Slow(nn.Module):
             is_ema = not next(self.parameters()).requires_grad
             Path(f"{marker}.ema" if is_ema else marker).touch()
         return self.body(images)
-
-
-# --- hooks: steps are counted from 1 in this process ------------------------------------------------------------------
 
 
 def on_rank_1(hook: Function) -> None:
@@ -214,13 +210,8 @@ def check_layout(layout: torch.memory_format) -> None:
 
 def clock_jumps_back() -> None:
     """The wall clock goes back an hour at each reading."""
-    original, readings = time.time, [0]
-
-    def now() -> float:
-        readings[0] += 1
-        return original() - 3600.0 * readings[0]
-
-    time.time = now
+    original, hours = time.time, itertools.count(1)
+    time.time = lambda: original() - 3600.0 * next(hours)
 
 
 def slow_data() -> None:

@@ -26,10 +26,7 @@ from tests.faults.bench import Bench
 
 @pytest.mark.slow
 def test_kill_while_writing_checkpoint(bench: Bench) -> None:
-    """SIGKILL of a process that writes 8 MB checkpoints.
-
-    Every .pt file is whole, the newest is no older than the last confirmed save.
-    """
+    """SIGKILL: every .pt file of 8 MB is whole, the newest is no older than the last confirmed save."""
     folder = bench.new_folder()
     for number in range(bench.count(8, 500)):
         store = folder / f"run-{number}"
@@ -82,10 +79,7 @@ def failing_disk(number: int, at_byte: int) -> Iterator[None]:
 
 
 def test_disk_full_while_writing_checkpoint(bench: Bench) -> None:
-    """The disk is full or fails at a random byte of the write.
-
-    The previous checkpoint stays; failures for too long stop the run.
-    """
+    """The disk fails at a random byte of the write: the previous checkpoint stays; too long, and the run stops."""
     for number in range(bench.count(20, 300)):
         folder = bench.new_folder()
         store = CheckpointStore(folder, keep=2, background=bool(number % 2))

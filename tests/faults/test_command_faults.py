@@ -21,7 +21,6 @@ from tests.faults.forkserver import Forked, train_script
 from tests.processes import running_processes, wait_until
 
 pytestmark = pytest.mark.slow
-MAX_LINES = 24  # one screen
 
 
 def wrong_values(item: Setting) -> Iterator[str]:
@@ -54,7 +53,7 @@ def test_wrong_setting_values(bench: Bench) -> None:
         with bench.attempt():
             text = "\n".join(refusal(word))
             assert name in text, f"{word[:80]}: the message does not name {name}: {text[:200]}"
-            is_short = text.count("\n") < MAX_LINES and len(text) <= 3000 + 2 * len(word[:80]) + len(word)
+            is_short = text.count("\n") < 24 and len(text) <= 3000 + 2 * len(word[:80]) + len(word)
             assert text.strip() and is_short, f"{word[:80]}: a message of {len(text)} characters"
 
 
@@ -127,8 +126,6 @@ def test_odd_folders_and_environments(bench: Bench) -> None:
                     assert running.wait() in codes and "Traceback" not in running.output(), (name, running.output())
 
 
-# --- sweeps -----------------------------------------------------------------------------------------------------------
-
 MODELS = ("tests.networks:dropout", *(f"tests.faults.plants:{name}" for name in ("raising", "killed", "out_of_memory")))
 
 
@@ -144,10 +141,7 @@ def check_sweep_resumed(bench: Bench, folder: Path) -> None:
 
 
 def test_failing_sweep_jobs(bench: Bench) -> None:
-    """A job of a sweep raises, is killed, runs out of memory.
-
-    The other jobs run, the record marks those that failed, the exit code says so, `resume_sweep` runs only them.
-    """
+    """Jobs that raise, are killed, run out of memory: the others run, exit code 1, `resume_sweep` runs only them."""
     for number in range(bench.count(None, 3)):
         folder, broken = bench.folder / f"sweep-{number}", bench.folder / "broken"
         broken.touch()

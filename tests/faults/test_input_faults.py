@@ -6,7 +6,6 @@ import shutil
 import signal
 import struct
 import time
-import warnings
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -90,10 +89,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 @pytest.mark.slow
 def test_fuzzed_images(bench: Bench) -> None:
-    """Each fuzzed image becomes pixels or a counted, named error; no crash, no hang, bounded memory.
-
-    Once image by image in this process (time of each), once through the real loader with worker processes.
-    """
+    """Each becomes pixels or a counted, named error, alone and through the real loader; no hang, bounded memory."""
     root, count = bench.new_folder(), bench.count(300, 50_000)
     files = [*sound_files().values(), *(encoded(noise(*size)) for size in SIZES)]
     for split, number in (("train", count), ("val", 8)):
@@ -186,22 +182,18 @@ def odd_files() -> dict[str, tuple[bytes | Callable[[Path], object], tuple[int, 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_odd_imagenet_files(bench: Bench) -> None:
     """ImageNet's odd files: the expected outcome of each, table-driven; nothing may hang."""
     folder = bench.new_folder()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number, (name, (make, expected)) in enumerate(odd_files().items()):
-            path = folder / f"{number:02d}.JPEG"
-            path.write_bytes(make) if isinstance(make, bytes) else make(path)
-            with bench.attempt():
-                found = decoded(path)
-                fits = expected in found if isinstance(expected, str) and isinstance(found, str) else expected == found
-                assert fits, f"{name}: {found!r} instead of {expected!r}"
+    for number, (name, (make, expected)) in enumerate(odd_files().items()):
+        path = folder / f"{number:02d}.JPEG"
+        path.write_bytes(make) if isinstance(make, bytes) else make(path)
+        with bench.attempt():
+            found = decoded(path)
+            fits = expected in found if isinstance(expected, str) and isinstance(found, str) else expected == found
+            assert fits, f"{name}: {found!r} instead of {expected!r}"
     shutil.rmtree(folder)
-
-
-# --- archives and shards ----------------------------------------------------------------------------------------------
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
@@ -233,9 +225,6 @@ def test_damaged_shards(bench: Bench) -> None:
             losses = list(silent_losses(root))
             assert not losses, f"{kind}: {losses}"
         shutil.rmtree(root)
-
-
-# --- preparation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -289,15 +278,8 @@ def kill_preparation(bench: Bench, kills: int, folder: Path, prepare: Callable[[
             assert contents(out) == contents(folder / "out-0"), "another folder than without kills"
 
 
-# --- which images an epoch sees ---------------------------------------------------------------------------------------
-
-
 def test_images_seen_per_epoch(bench: Bench) -> None:
-    """World size x number of images x batch x resume point, and once with the real loader and its validation split.
-
-    The rule: an epoch is floor(N / global batch) full batches, all images distinct, the rest dropped; another seed or
-    epoch is another order; evaluation counts N images.
-    """
+    """An epoch is floor(N / global batch) full batches of distinct images in its order; evaluation counts N images."""
     for _ in range(bench.count(20, 500)):
         with bench.attempt():
             check_epoch(bench.random)

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def test_nan_in_loss_or_gradient(bench: Bench) -> None:
             bench.run(run, hook, on_nonfinite="skip", max_nonfinite=2)
             state = tiny.final_state(run)
             assert state["progress"]["skipped_steps"] == 1, f"{run.name}: {state['progress']['skipped_steps']} skipped"
-            check_finite(state["model"])
+            assert all(tensor.isfinite().all() for tensor in state["model"].values()), run.name
         with bench.attempt():  # all ranks stop together
             run = bench.folder / f"{name}-rank1"
             ranks = bench.start_ranks(run, 2, partial(plants.on_rank_1, hook), on_nonfinite="stop")
@@ -56,13 +55,8 @@ def test_nan_in_loss_or_gradient(bench: Bench) -> None:
     with bench.attempt():  # NaN images pass BatchNorm before the loss is known: its statistics must stay finite
         bench.run(bench.folder / "bad-images", partial(plants.bad_images, range(5, 6)), on_nonfinite="skip")
         state = tiny.final_state(bench.folder / "bad-images")
-        check_finite(state["model"])
-        check_finite(state["average"])
-
-
-def check_finite(tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        assert tensor.isfinite().all(), f"{name} is not finite"
+        for name, tensor in [*state["model"].items(), *state["average"].items()]:
+            assert tensor.isfinite().all(), f"{name} is not finite"
 
 
 def test_loss_scale_collapse(bench: Bench) -> None:
@@ -80,39 +74,29 @@ def test_loss_scale_collapse(bench: Bench) -> None:
 def test_failing_loader_worker(bench: Bench) -> None:
     """A loader worker is killed, hangs, raises, or leaves: the run ends in bounded time and names it."""
     for number in range(bench.count(1, 5)):
-        for signum in (signal.SIGKILL, signal.SIGSTOP):
+        for signum, said, timeout_s in ((signal.SIGKILL, "signal 9", 300), (signal.SIGSTOP, "worker", 2)):
+            run, settings = bench.folder / f"worker-{signum}-{number}", {"data__worker_timeout_s": timeout_s}
+            running = bench.start(run, partial(plants.slow_steps, 20), data__workers=2, epochs=10_000, **settings)
             with bench.attempt():
-                signalled_worker(bench, bench.folder / f"worker-{signum}-{number}", signum)
+                wait_for(run / "checkpoints", content=".pt")
+                time.sleep(bench.random.uniform(0, 0.2))
+                workers = children_of(running.pid)[:2]  # those of the validation images start later
+                assert len(workers) == 2, f"{run.name}: {len(workers)} workers found"
+                os.kill(bench.random.choice(workers), signum)
+                started = time.monotonic()
+                code, output = running.wait(), running.output()
+                seconds = time.monotonic() - started
+                is_told = all(words in output for words in ("the run failed", ".JPEG", said))
+                is_told &= "Traceback" not in output
+                assert code == 1 and is_told, f"{run.name}: exit code {code}, says {output[-500:]}"
+                tiny.check_loadable(run)
+                assert seconds <= bench.patience * 10, f"{run.name}: {seconds:.1f} s to the end"
+            running.kill_group()
         for leaves, said in ((False, "the run failed.*planted"), (True, r"the run failed.*exited with 3(.|\n)*\.JPEG")):
             run, hook = bench.folder / f"worker-{leaves}-{number}", partial(plants.bad_worker, leaves=leaves)
             with bench.attempt():
                 bench.run(run, partial(hook, bench.random.randrange(5, 40)), code=1, said=said, data__workers=2)
                 tiny.check_loadable(run)
-
-
-def signalled_worker(bench: Bench, run: Path, signum: int) -> None:
-    timeout_s = 2 if signum == signal.SIGSTOP else 300
-    settings = {"data__workers": 2, "data__worker_timeout_s": timeout_s, "epochs": 10_000}
-    running = bench.start(run, partial(plants.slow_steps, 20), **settings)
-    try:
-        wait_for(run / "checkpoints", content=".pt")
-        time.sleep(bench.random.uniform(0, 0.2))
-        workers = children_of(running.pid)[:2]  # those of the validation images start later
-        assert len(workers) == 2, f"{run.name}: {len(workers)} workers found"
-        os.kill(bench.random.choice(workers), signum)
-        started = time.monotonic()
-        code, output = running.wait(), running.output()
-        seconds = time.monotonic() - started
-        said = ("the run failed", ".JPEG", "signal 9" if signum == signal.SIGKILL else "worker")
-        is_told = all(words in output for words in said) and "Traceback" not in output
-        assert code == 1 and is_told, f"{run.name}: exit code {code}, says {output[-500:]}"
-        tiny.check_loadable(run)
-        assert seconds <= bench.patience * 10, f"{run.name}: {seconds:.1f} s to the end"
-    finally:
-        running.kill_group()
-
-
-# --- full disks -------------------------------------------------------------------------------------------------------
 
 
 def test_disk_full_in_training_run(bench: Bench) -> None:
@@ -160,9 +144,7 @@ def fill(ballast: Path) -> None:
                     pass
 
 
-# --- the run folder ---------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.filterwarnings("ignore")
 def test_shared_or_moved_run_folder(bench: Bench) -> None:
     """A second run in the same folder, TensorBoard reading along, a folder that moves between kill and resume."""
     with bench.attempt():
@@ -193,9 +175,7 @@ def test_shared_or_moved_run_folder(bench: Bench) -> None:
 
 def check_events(run: Path) -> list[str]:
     """Every tag has each step once; returns the tags."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        events = EventAccumulator(str(run), purge_orphaned_data=True).Reload()
+    events = EventAccumulator(str(run), purge_orphaned_data=True).Reload()
     tags: list[str] = events.Tags()["scalars"]
     for tag in tags:
         steps = [event.step for event in events.Scalars(tag)]
