@@ -114,17 +114,14 @@ def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) ->
 def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
     state = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
     train_steps(state, 6)
-    before = state.model.conv1.weight.detach().clone()  # type: ignore[union-attr]
-    states = list(state.parts.optimizer.state.values())
-    momentum = [state["momentum_buffer"].clone() for state in states]
-    batch = batch_of(state, 6)
+    weight = state.model.conv1.weight.detach()  # type: ignore[union-attr]
+    tensors = [weight, *(of_one["momentum_buffer"] for of_one in state.parts.optimizer.state.values())]
+    before, batch = [tensor.clone() for tensor in tensors], batch_of(state, 6)
     batch.images[0, 0, 0, 0] = float("inf")
     assert state.train_step([batch]).skipped.item() == 1
-    assert torch.equal(state.model.conv1.weight, before)  # type: ignore[arg-type]
-    assert all(torch.equal(state["momentum_buffer"], old) for state, old in zip(states, momentum, strict=True))
-    assert state.parts.scaler.get_scale() == 512
+    assert all(map(torch.equal, tensors, before)) and state.parts.scaler.get_scale() == 512
     assert state.train_step([batch_of(state, 7)]).skipped.item() == 0
-    assert not torch.equal(state.model.conv1.weight, before)  # type: ignore[arg-type]
+    assert not torch.equal(weight, before[0])
 
 
 @pytest.mark.parametrize("words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}])
@@ -148,8 +145,9 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
 
 def test_evaluation_between_replays_changes_nothing() -> None:
     plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
+    expected = train_steps(plain, 12)
     for step in range(12):
-        assert train_steps(disturbed, 1, first=step) == train_steps(plain, 1, first=step), f"step {step}"
+        assert train_steps(disturbed, 1, first=step) == expected[step : step + 1]
         list(outputs(disturbed.model, [batch_of(disturbed, 100 + step, images=7)], disturbed.parts.precision))
 
 
@@ -180,11 +178,9 @@ def test_channels_last_through_the_whole_network() -> None:
 def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu(pin_memory: bool) -> None:
     samples = [(torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), label, {"id": label}) for label in range(20)]
     loader = DataLoader(samples, 4, collate_fn=channels_last_collate, pin_memory=pin_memory)  # type: ignore[arg-type]
-    host = [images for images, *_ in loader]
-    assert all(images.is_contiguous(memory_format=torch.channels_last) for images in host)
-    assert all(images.is_pinned() == pin_memory for images in host)
-    on_cpu = list(DevicePrefetcher(loader, "cpu"))
-    on_gpu = list(DevicePrefetcher(loader, "cuda", ahead=2))
+    for images, *_ in loader:
+        assert images.is_contiguous(memory_format=torch.channels_last) and images.is_pinned() == pin_memory
+    on_cpu, on_gpu = list(DevicePrefetcher(loader, "cpu")), list(DevicePrefetcher(loader, "cuda", ahead=2))
     assert len(on_gpu) == 5
     for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
         assert gpu[0].is_cuda and gpu[0].is_contiguous(memory_format=torch.channels_last)
