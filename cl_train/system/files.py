@@ -79,8 +79,9 @@ def cache_folder() -> Path:
 def safe_name(text: str) -> str:
     """`text` as one component of a path: no separators, no leading dot; a text over 100 bytes ends in a hash."""
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text).lstrip(".") or "_"
-    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    return name if len(name) <= 100 else f"{name[:91]}-{digest}"
+    if len(name) <= 100:
+        return name
+    return f"{name[:91]}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
 
 
 # --- outputs of commands, run folders ---------------------------------------------------------------------------------
