@@ -14,19 +14,9 @@ from cl_train.config.schema import ConfigError
 from cl_train.data.images import BadImage, Encoded
 from cl_train.data.tar_shards import MANIFEST, read_shards
 from tests.data.image_folders import jpeg
+from tests.imagenet_archives import WNIDS, tar_of
 
-WNIDS = ("n01440764", "n01443537", "n02102040")
 Members = list[tuple[str, bytes]]
-
-
-def tar_bytes(members: Members) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def members_of(numbers: range) -> Members:
@@ -48,7 +38,7 @@ def sound_shards() -> dict[str, Members]:
 def write(root: Path, shards: dict[str, Members], *, manifest: bool = True) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for name, members in shards.items():
-        (root / name).write_bytes(tar_bytes(members))
+        (root / name).write_bytes(tar_of(members))
     if manifest:
         images = {name: sum(member.endswith(".jpg") for member, _ in members) for name, members in shards.items()}
         (root / MANIFEST).write_text(json.dumps({"classes": WNIDS, "images": images}))
@@ -59,7 +49,7 @@ def write(root: Path, shards: dict[str, Members], *, manifest: bool = True) -> P
 
 
 def _flipped_header(members: Members, rng: random.Random) -> bytes:
-    content = bytearray(tar_bytes(members))
+    content = bytearray(tar_of(members))
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         offset = rng.choice(archive.getmembers()).offset
     content[offset + rng.randrange(500)] ^= 1 << rng.randrange(8)  # the last 12 bytes of a header are padding
@@ -68,11 +58,11 @@ def _flipped_header(members: Members, rng: random.Random) -> bytes:
 
 def _without(count: int, members: Members, rng: random.Random) -> bytes:
     lost = count * rng.randrange(len(members) // count)
-    return tar_bytes(members[:lost] + members[lost + count :])
+    return tar_of(members[:lost] + members[lost + count :])
 
 
 def _replaced(members: Members, place: int, name: str, content: bytes) -> bytes:
-    return tar_bytes([*members[:place], (name, content), *members[place + 1 :]])
+    return tar_of([*members[:place], (name, content), *members[place + 1 :]])
 
 
 def _wrong_label(members: Members, rng: random.Random) -> bytes:
@@ -97,13 +87,13 @@ def _cut_image(members: Members, rng: random.Random) -> bytes:
 
 DAMAGE: dict[str, Callable[[Members, random.Random], bytes]] = {
     # tarfile pads archives to a multiple of 10,240 bytes
-    "truncated": lambda members, rng: tar_bytes(members)[: rng.randrange(len(tar_bytes(members)) - 10_240)],
+    "truncated": lambda members, rng: tar_of(members)[: rng.randrange(len(tar_of(members)) - 10_240)],
     "flipped bit in a header": _flipped_header,
     "missing member": partial(_without, 1),
     "missing sample": partial(_without, 2),
     "wrong label": _wrong_label,
     "foreign path": _foreign_path,
-    "repeated member": lambda members, rng: tar_bytes([*members, rng.choice(members)]),
+    "repeated member": lambda members, rng: tar_of([*members, rng.choice(members)]),
     "cut or replaced image": _cut_image,
 }
 

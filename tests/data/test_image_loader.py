@@ -79,7 +79,6 @@ def test_bad_images_are_named(tmp_path):
         ({"batch_size": 2.5}, "batch_size=2.5"),
         ({"batch_size": 8, "rank": 0, "world_size": 3}, "22 training images are fewer than one batch of all ranks, 24"),
         ({"image_size": 10**6}, "image_size"),
-        ({"workers": -1}, "workers=-1"),
         ({"val_fraction": 2}, "val_fraction=2"),
         ({"rank": 3, "world_size": 2}, "rank=3, world_size=2"),
         ({"world_size": 2}, "give both"),

@@ -263,6 +263,9 @@ def test_unusual_images_decode(name, recwarn):
     ("content", "reason"),
     [
         (b"", "empty"),
+        (os.mkfifo, "FIFO"),
+        (lambda path: path.symlink_to("nothing"), "No such file"),
+        (lambda path: path.symlink_to("/dev/null"), "device"),
         (b"\xff\xd8\xff", None),
         (jpeg()[:200], None),
         (encoded(PICTURE, "PNG")[:900], "truncated"),
@@ -270,9 +273,10 @@ def test_unusual_images_decode(name, recwarn):
     ],
 )
 def test_broken_images_are_refused_with_a_reason(tmp_path, content, reason):
-    (tmp_path / "broken.jpg").write_bytes(content)
+    path = tmp_path / "broken.jpg"
+    content(path) if callable(content) else path.write_bytes(content)
     with pytest.raises(BadImage, match=reason):
-        Encoded(read_file(tmp_path / "broken.jpg")).decode()
+        Encoded(read_file(path)).decode()
 
 
 def test_the_limit_of_pixels_is_the_one_that_is_checked(monkeypatch):

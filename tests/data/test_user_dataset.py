@@ -100,8 +100,6 @@ def test_a_stopped_and_resumed_run_is_bit_identical(train, tmp_path, name):
         assert torch.equal(done.checkpoint()["model"][key], value), key
 
 
-# --- wrong ones -------------------------------------------------------------------------------------------------------
-
 SLOW = pytest.mark.slow
 KINDS = pytest.mark.parametrize("kind", [wrong.Samples, wrong.Stream])
 WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW)])

@@ -17,8 +17,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 SIZE = 16  # pixels, of all wrong samples
 
-# --- that can be used -------------------------------------------------------------------------------------------------
-
 
 class Tensors(Dataset):
     classes = ("a", "b", "c")
