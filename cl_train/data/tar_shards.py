@@ -100,9 +100,8 @@ def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple
     if not training:
         shards["train"] = shards["train"] or shards["val"]
     advice = '; braces are not expanded: use a shell pattern, "/data/im-*.tar"' if is_pattern and "{" in root else ""
-    where = f"in this folder or pattern{advice}"
     lacking = [name for name in ("train", "val") if not shards[name]]
-    problems = [f"data.root={root}: no {name} shards, *-{name}-*.tar, {where}" for name in lacking]
+    problems = [f"data.root={root}: no {name} shards, *-{name}-*.tar, in it{advice}" for name in lacking]
     for (start, end), numbers in series.items():
         if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
             problems.append(f"{start}N{end}: shards are missing, N = {listed(lost)}")

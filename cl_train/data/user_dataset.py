@@ -37,15 +37,14 @@ def read_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource
     for split, size in (("train", cfg.image_size), ("val", cfg.val_size or cfg.image_size)):
         try:
             built.append(function(split, size))
-            count = len(built[-1])
+            if len(built[-1]) == 0:
+                raise ValueError(f"the {split} dataset is empty")
             classes = _class_names(built[0])
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"data.dataset={cfg.dataset}: ({split!r}, {size}) must return a Dataset with a length, and the one for"
                 f" 'train' `classes` (names) or `num_classes`: {_reason(error)}"
             ) from error
-        if count == 0:
-            raise ConfigError(f"data.dataset={cfg.dataset}: the {split} dataset is empty")
     return ImageSource(classes, built[0], built[1], f"{cfg.dataset}-{len(built[0])}-{len(built[1])}")
 
 
