@@ -67,7 +67,7 @@ def test_bad_images_are_named(tmp_path):
     assert [len(targets) for _, targets in tolerant] == [4]
     assert list(tolerant.bad_images.reasons) == [str(broken)]
     (root / "train" / "class_0" / "0002.jpg").write_bytes(b"")  # a class without an image is accepted too
-    assert [targets.tolist() for _, targets in loader(root, skip_bad_images=True)] == [[1, 1, 1, 1]]
+    assert [targets.tolist() for _, targets in tolerant] == [[1, 1, 1, 1]] and tolerant.bad_images.skipped == 1 + 2
 
 
 @pytest.mark.parametrize(
