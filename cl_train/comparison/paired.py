@@ -463,8 +463,8 @@ def choose_memory_format(
     )  # fmt: skip
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(torch.contiguous_format, "full", "contiguous: the model has no convolutions", 0.0)
-    path = _cache_file(model, workload)
-    if known := _known_choice(path):
+    path, known = _known_choice(model, workload)
+    if known:
         return known
     log.info("channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting", time_limit_s)
     try:
@@ -484,15 +484,20 @@ def choose_memory_format(
     return choice
 
 
-def _known_choice(path: Path) -> Choice | None:
-    """The choice of an earlier run; None: there is none, or one that cannot be read."""
+def _known_choice(model: nn.Module, workload: Workload) -> tuple[Path, Choice | None]:
+    """A file, named by everything that could change which layout is faster, and the choice of an earlier run in it."""
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]  # detect changed model code
+    versions = describe_environment(workload.device)
+    machine = [device_name(workload.device), *(versions[name] for name in ("torch", "cuda", "cudnn", "driver"))]
+    digest = hashlib.sha256(repr((4, type(model), model, shapes, workload, machine)).encode()).hexdigest()
+    path = cache_folder() / f"layout-{digest[:20]}.json"
     try:
         known = Choice(**json.loads(path.read_text(encoding="utf-8")))
         memory_format = MEMORY_FORMATS[str(known.memory_format)]
         reason = f"{known.reason} (measured before: {path})"
-        return replace(known, memory_format=memory_format, reason=reason, select=tuple(known.select), cached=True)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return path, replace(known, memory_format=memory_format, reason=reason, select=tuple(known.select), cached=True)
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or one that cannot be read
+        return path, None
 
 
 def _fastest_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
@@ -530,12 +535,3 @@ def _mixed_layout(model: nn.Module, workload: Workload, time_limit_s: float) -> 
     modules = dict(copied.named_modules())
     names = tuple(name for name in times.better_contiguous() if isinstance(modules.get(name), CONVOLUTIONS))
     return Layout("mixed", torch.channels_last, "mixed", names) if names else None
-
-
-def _cache_file(model: nn.Module, workload: Workload) -> Path:
-    """Named by everything that could change which layout is faster; shapes detect changed model code."""
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
-    versions = describe_environment(workload.device)
-    machine = [device_name(workload.device), *(versions[name] for name in ("torch", "cuda", "cudnn", "driver"))]
-    digest = hashlib.sha256(repr((4, type(model), model, shapes, workload, machine)).encode()).hexdigest()
-    return cache_folder() / f"layout-{digest[:20]}.json"

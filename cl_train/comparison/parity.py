@@ -21,25 +21,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cl_train.comparison.paired import (
-    CONTIGUOUS,
-    Layout,
-    LossFunction,
-    Workload,
-    model_in_layout,
-    noise,
-    place_batch,
-    workload_of,
-)
+from cl_train.comparison import paired
+from cl_train.comparison.paired import CONTIGUOUS, Layout, LossFunction, Workload, noise
+from cl_train.memory_format import model_call
 from cl_train.memory_format.crashes import Crash, OutOfMemory, crash_safe
 from cl_train.memory_format.layout import CHANNELS_LAST, classify, convert, to_memory_format
-from cl_train.memory_format.model_call import (
-    call_model,
-    explain_failure,
-    failure_explained,
-    output_tensors,
-    random_state_restored,
-)
+from cl_train.memory_format.model_call import call_model, explain_failure, failure_explained, output_tensors
 from cl_train.models.sources import copy_model
 from cl_train.step.precision import Precision, autocast, kernel_selection
 
@@ -150,7 +137,7 @@ def check_parity(
         ConfigError: the model does not run on this batch in the contiguous layout, or needs more memory than there is.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    workload = workload_of(
+    workload = paired.workload_of(
         model, batch_size or BATCH_SIZE, image_size, precision, device, mode=mode, modes=MODES, loss=loss, output=output
     )
     if batch is None:
@@ -244,10 +231,8 @@ def _compare(
             return [*checks, Check(f"order of calls at {unexpected}", where, 0.0, math.inf, 0.0)]
         # Gradients that are zero in theory (a bias before BatchNorm) are rounding errors: the norm of a tensor of
         # typical elements is added to that of each gradient.
-        all_gradients = (
-            torch.cat([true for _, true in expected]) if kind == "gradients" and expected else torch.zeros(1)
-        )
-        element = float(all_gradients.square().mean().sqrt())
+        true = torch.cat([one for _, one in expected]) if kind == "gradients" and expected else torch.zeros(1)
+        element = float(true.square().mean().sqrt())
         plain_errors, errors = (
             [_error(found, true, element) for (_, found), (_, true) in zip(record[kind], expected, strict=True)]
             for record in (plain, converted)
@@ -298,15 +283,15 @@ def _step(model: nn.Module, workload: Workload, seed: int, layout: Layout, dtype
     """
     device, loss_of, modes = workload.device, workload.loss, MODES[workload.mode]
     precision = workload.precision if dtype is None else Precision("fp32")
-    model = model_in_layout(model, layout, precision, device)
+    model = paired.model_in_layout(model, layout, precision, device)
     if dtype is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on complex parameters, which keep their dtype
             model.to(dtype)
-    batch = place_batch(workload.batch, device, dtype or precision.input_dtype, layout.memory_format)
+    batch = paired.place_batch(workload.batch, device, dtype or precision.input_dtype, layout.memory_format)
     record: Record = {}
     kernels = kernel_selection(tf32=precision.tf32, autotune=False)
-    with random_state_restored(device), kernels, EqualRandomness(seed):
+    with model_call.random_state_restored(device), kernels, EqualRandomness(seed):
         for training in modes:  # the last in front: a difference of both modes is reported in training
             key = workload.output if training is modes[-1] else None  # which may exist in training only
             gradients, what = (nullcontext(), "") if training else (torch.no_grad(), "eval ")
@@ -369,7 +354,7 @@ def _watched(model: nn.Module) -> Iterator[Samples]:
     forward: Samples = []
     seen: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
-    def note(what: str, *values: Any) -> None:
+    def note(what: str, module: nn.Module, *values: Any) -> None:
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor):
                 known = seen.get(id(value))
@@ -382,10 +367,8 @@ def _watched(model: nn.Module) -> Iterator[Samples]:
             if isinstance(module, torch.jit.ScriptModule) and name:
                 continue  # its modules are called from TorchScript, which does not run hooks
             before, after = (partial(note, f"{what} of {name or 'the model'}") for what in ("input", "output"))
-            hooks.callback(
-                module.register_forward_pre_hook(lambda _, *given, do=before: do(*given), with_kwargs=True).remove
-            )
-            hooks.callback(module.register_forward_hook(lambda _, args, output, do=after: do(output)).remove)
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(lambda one, _, output, do=after: do(one, output)))
         yield forward
 
 
@@ -403,9 +386,7 @@ class EqualRandomness(TorchDispatchMode):
         random.seed(seed)
         np.random.seed(seed)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)

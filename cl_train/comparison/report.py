@@ -4,7 +4,7 @@ import csv
 import math
 import statistics
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,35 +231,32 @@ def _ratio(pair: Pair) -> str:
 
 
 def _write_dashboard(pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path) -> None:
-    """A run per side with its medians and ranges, their charts, and the page; tags sort behind train/ and val/."""
+    """A run per side with its medians and ranges over repeats, charts, the page; tags sort behind train/ and val/."""
     from torch.utils.tensorboard import SummaryWriter
 
-    parts = ("median", "low", "high")
     charts: dict[str, dict[str, list[object]]] = {"speed, images/s": {}, "training loss": {}}
     for label, pair in reversed(list(zip(labels, pairs, strict=True))):  # TensorBoard shows the last chart first
         ratio = f" {pair.interval.ratio:.2f}x" if pair.interval and pair.verdict in ("faster", "slower") else ""
         titles = (f"{label}, images/s: {pair.candidate}{ratio} {pair.words}", f"{label}, training loss")
         for chart, kind, title in zip(charts.values(), ("speed", "loss"), titles, strict=True):
-            chart[title] = ["Margin", [f"versus/{kind}/{safe_name(label)}/{part}" for part in parts]]
+            chart[title] = [
+                "Margin",
+                [f"versus/{kind}/{safe_name(label)}/{part}" for part in ("median", "low", "high")],
+            ]
     for side in dict.fromkeys(name for pair in pairs for name in pair.sides):
         with SummaryWriter(str(folder / safe_name(side))) as writer:
             for label, pair in zip(labels, pairs, strict=True):
-                for kind, step, values in _bands(pair.sides.get(side, [])):
-                    band = statistics.median(values), min(values), max(values)
-                    for part, value in zip(parts, band, strict=True):
-                        writer.add_scalar(f"versus/{kind}/{safe_name(label)}/{part}", value, step)
+                runs = pair.sides.get(side, [])
+                speeds = [dict(zip(run.steps, run.images_per_s, strict=True)) for run in runs]
+                for kind, curves in (("speed", speeds), ("loss", [run.losses for run in runs])):
+                    for step in sorted(set.intersection(*map(set, curves))) if curves else ():
+                        values = [curve[step] for curve in curves]
+                        for part, of in (("median", statistics.median), ("low", min), ("high", max)):
+                            writer.add_scalar(f"versus/{kind}/{safe_name(label)}/{part}", of(values), step)
     with SummaryWriter(str(folder)) as writer:
         writer.add_text("comparison", markdown)
         if pairs:
             writer.add_custom_scalars(charts)
-
-
-def _bands(runs: Sequence[Run]) -> Iterator[tuple[str, int, list[float]]]:
-    """Per window the speeds of all runs, with the two windows before and after it; per step their losses."""
-    for index, step in enumerate(runs[0].steps if runs else ()):
-        yield "speed", step, [speed for run in runs for speed in run.images_per_s[max(0, index - 2) : index + 3]]
-    for step in sorted(set.intersection(*(set(run.losses) for run in runs))) if runs else ():
-        yield "loss", step, [run.losses[step] for run in runs]
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -307,11 +304,9 @@ def write_chart(panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[st
         for row, bar in enumerate(bars):
             colour, middle = COLOURS[bar.verdict], bar.interval.ratio if bar.interval else math.sqrt(low * high)
             if bar.interval:
-                face = (
-                    "white" if bar.verdict in ("inconclusive", "not_comparable") else colour
-                )  # hollow: decides nothing
+                hollow = bar.verdict in ("inconclusive", "not_comparable")  # it decides nothing
                 axes.plot((max(bar.interval.low, low), min(bar.interval.high, high)), (row, row), color=colour, lw=4)
-                axes.plot(middle, row, "o", color=colour, mfc=face, mew=2, ms=8)
+                axes.plot(middle, row, "o", color=colour, mfc="white" if hollow else colour, mew=2, ms=8)
             words = textwrap.fill(bar.words, 62, max_lines=2)
             axes.text(middle, row - 0.15, words, ha="center", va="bottom", fontsize=9, color="#333333")
     figure.savefig(path)

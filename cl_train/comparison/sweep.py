@@ -238,10 +238,9 @@ def _outcome(folder: Path, exit_code: int, signals: Sequence[int]) -> str:
         how = f"{(errors or lines or ['no output'])[-1][:300]} (exit code {exit_code})"
         if exit_code == 0:
             how = "completed"
-        elif signals:
-            how = f"interrupted, stopped by {signal.Signals(signals[0]).name}"
-        elif exit_code in (130, 143):
-            how = f"interrupted, stopped by a signal (exit code {exit_code})"
+        elif signals or exit_code in (130, 143):
+            name = signal.Signals(signals[0]).name if signals else f"a signal (exit code {exit_code})"
+            how = f"interrupted, stopped by {name}"
         elif exit_code < 0:
             name = signal.Signals(-exit_code).name
             how = f"killed by {name}" + (", often because memory ran out (see dmesg)" if name == "SIGKILL" else "")
