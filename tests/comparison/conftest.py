@@ -4,11 +4,23 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measurements have blocks of one step; auto has a cache of its own."""
+    from cl_train.comparison import paired
+    from cl_train.step import utilisation
+
+    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
+    monkeypatch.setitem(utilisation._MATMUL, "cpu", 16)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

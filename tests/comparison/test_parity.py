@@ -15,27 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cl_train.comparison.paired import TimedModel, compare_layouts
+from cl_train.comparison.paired import compare_layouts
 from cl_train.comparison.parity import check_parity
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format import crashes
 from cl_train.models.sources import build_model
-from cl_train.step import utilisation
 from tests.comparison.conftest import unchanged
 from tests.conftest import CPU_PRECISIONS
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, as a fork for each check takes longer than the check; two rounds of one step."""
-
-    def once(self: TimedModel, steps: int) -> list[float]:
-        self.step()
-        return [0.01]
-
-    monkeypatch.setattr(TimedModel, "block_times_s", once)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork for each check takes longer than the check."""
     monkeypatch.setattr(crashes, "_is_child", True)
-    monkeypatch.setitem(utilisation._MATMUL, "cpu", 16)
 
 
 class Made(nn.Module):
@@ -67,9 +59,6 @@ def features(head: Callable[[torch.Tensor], Any] = pooled, first: nn.Module | No
 def with_head(run: Callable[..., Any], head: Any) -> nn.Module:
     """The body, and `run` of the head and the feature maps."""
     return Made(lambda model, x: run(model.head, model.body(x)), body=body(), head=head)
-
-
-# --- planted bugs -----------------------------------------------------------------------------------------------------
 
 
 def as_if_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -220,9 +209,6 @@ def test_models_of_the_zoo_agree(name: str) -> None:
     torch.manual_seed(0)
     report = check_parity(build_model(name, num_classes=100), image_size=64)
     assert report.passed, str(report)
-
-
-# --- other kinds of models --------------------------------------------------------------------------------------------
 
 
 class DictOutput(dict):  # type: ignore[type-arg]

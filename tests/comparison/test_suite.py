@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import peers
 from cl_train.commands import loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.comparison import suite
-from cl_train.comparison.paired import TimedModel
 from cl_train.comparison.parity import ParityReport
 from cl_train.comparison.suite import add_row, open_table, run_suite, verdict, zoo_row
 from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
 from tests.data.image_folders import write_folder
 
-
-@pytest.fixture(autouse=True)
-def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one step."""
-    original = TimedModel.block_times_s
-    monkeypatch.setattr(TimedModel, "block_times_s", lambda self, steps: original(self, 1))
+Output, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 
 def settings(**changes: Any) -> BenchmarkSettings:
@@ -33,7 +27,7 @@ def settings(**changes: Any) -> BenchmarkSettings:
     return BenchmarkSettings(**(given | changes))
 
 
-def test_a_result_has_speeds_pairs_and_parity(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_has_speeds_pairs_and_parity(capsys: Output) -> None:
     document = run_suite(settings(parity=True, mode=["train", "infer"]))
     for mode, result in zip(("train", "infer"), document["results"], strict=True):
         assert result["mode"] == mode and result["parity"]["channels_last"]["passed"] is True
@@ -42,9 +36,7 @@ def test_a_result_has_speeds_pairs_and_parity(capsys: pytest.CaptureFixture[str]
     assert "images/s" in capsys.readouterr().out and json.dumps(document, allow_nan=False)
 
 
-def test_a_parity_failure_is_not_comparable_and_a_model_that_fails_leaves_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monkeypatch: Patch) -> None:
     failed = ParityReport(False, "fp32", "[4, 3, 32, 32]", "features.0 (Conv2d)")
     monkeypatch.setattr(suite, "check_parity", lambda *args, **kwargs: failed)
     names = ["tests.networks:raising", "tests.networks:small"]
@@ -59,8 +51,6 @@ def test_wrong_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"resnet18|layouts|is empty"):
         run_suite(settings(**changes))
 
-
-# --- the zoo ----------------------------------------------------------------------------------------------------------
 
 ZOO = ZooSettings(device="cpu", precision="fp32", batch_size=2, image_size=64, speed=False, time_limit_s=1.0)
 ENVIRONMENT = {"torch": "2.15.0", "device_name": "a CPU"}
@@ -122,7 +112,7 @@ def test_a_row_of_the_zoo() -> None:
 @pytest.mark.parametrize(
     ("model", "size"), [("inception_v3", 299), ("vit_b_16", 224), ("timm/vit_tiny_patch16_224", 224)]
 )
-def test_models_of_one_size_keep_it(model: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_one_size_keep_it(model: str, size: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr(suite, "check_parity", lambda model, image_size, **_: {}[image_size])
     monkeypatch.setattr(suite.models, "build_model", lambda *args, **kwargs: torch.nn.Identity())
     with pytest.raises(KeyError, match=str(size)):
@@ -130,9 +120,7 @@ def test_models_of_one_size_keep_it(model: str, size: int, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_zoo_runs_continues_times_and_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_zoo_runs_continues_times_and_refuses(tmp_path: Path, capsys: Output, monkeypatch: Patch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     given = "model=shufflenet_v2_x0_5 device=cpu precision=fp32 batch_size=2 data.image_size=64 time_limit_s=0.5"
     words = [*given.split(), f"out={tmp_path}"]
@@ -152,21 +140,11 @@ def test_the_zoo_runs_continues_times_and_refuses(
         main(["model=resnet19"])
 
 
-# --- loaders ----------------------------------------------------------------------------------------------------------
+PEERS = pytest.param(lambda words: peers.main(["loader", *words]), ["timm"], marks=pytest.mark.slow)
 
 
-def peers_main(words: list[str]) -> int:
-    from benchmarks import peers
-
-    return peers.main(["loader", *words])
-
-
-@pytest.mark.parametrize(
-    ("main", "others"), [(loader_benchmark.main, []), pytest.param(peers_main, ["timm"], marks=pytest.mark.slow)]
-)
-def test_rates_ratios_and_the_cores_that_a_rate_needs(
-    main: Callable[[list[str]], int], others: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("main", "others"), [(loader_benchmark.main, []), PEERS])
+def test_the_cores_that_a_rate_needs(main: Any, others: list[str], tmp_path: Path, capsys: Output) -> None:
     words = "data.image_size=32 data.workers=1 images=32 batch_size=8 rounds=2 gpu_images_per_s=1e9 json=true"
     assert main([f"data.root={write_folder(tmp_path, train=40, val=2)}", *words.split()]) == 0
     printed = capsys.readouterr()
