@@ -173,14 +173,11 @@ SEEDS = [({}, 1, 100.0), (CL, 1, 150.0), (CL | S1, 1, 152.0), (S1, 1, 101.0), (C
         ("channels_last", SEEDS, 1.5, 2),  # seeds are repeats too, and seed 2 has no partner
     ],
 )
-def test_repeats_are_paired(
-    by: str, runs: list[tuple[dict[str, Any], int | None, float]], ratio: float, count: int, tmp_path: Path
-) -> None:
+def test_repeats_are_paired(by: str, runs: Any, ratio: float, count: int, tmp_path: Path) -> None:
     """By number and seed, else in the order in which they ran."""
-    folders = [
-        replace(run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **changes), repeat=repeat)
-        for number, (changes, repeat, speed) in enumerate(runs)
-    ]
+    folders = []
+    for number, (changes, repeat, speed) in enumerate(runs):
+        folders.append(replace(run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **changes), repeat=repeat))
     [pair] = compare_runs(folders, by)
     assert pair.interval is not None and pair.interval.n == count
     assert pair.interval.ratio == pytest.approx(ratio, rel=0.01)
@@ -212,9 +209,7 @@ def test_what_differs_is_named_once_with_both_values(tmp_path: Path, change: dic
         ("nproc", {}, {"world_size": 2, "global_batch_size": 64}, "1 2"),  # config.yaml of a job has nproc=1
     ],
 )
-def test_other_keys_can_be_compared(
-    by: str, baseline: dict[str, Any], candidate: dict[str, Any], shown: str, tmp_path: Path
-) -> None:
+def test_other_keys_can_be_compared(by: str, baseline: Any, candidate: Any, shown: str, tmp_path: Path) -> None:
     second = folder_of(150.0, **({} if by == "nproc" else candidate))
     second.summary |= candidate if by == "nproc" else {}
     [pair] = compare_runs([read_run(second.write(tmp_path / "second")), run_of(tmp_path, **baseline)], by)

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -80,9 +81,7 @@ def test_the_chart_shows_each_verdict_in_its_colour(written: Path, tmp_path: Pat
     assert not write_chart({"": []}, "Speed", ("contiguous", "channels_last"), tmp_path / "none.png")
 
 
-def test_without_matplotlib_one_table_has_pairs_that_hold_different_things_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=64)]
     others = [run_of(tmp_path), run_of(tmp_path, channels_last="true", precision="fp32")]
