@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from cl_train.config.schema import ConfigError
 from cl_train.system.machine import is_out_of_memory
 
-_TORCH = f"{Path(torch.__file__).parent}/"
+TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
-_MESSAGE_LENGTH = 600  # characters of an exception's message
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -37,8 +36,8 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
     """The floating-point (or complex) tensors of a model's output, at any depth; with `key` those of one entry of it: a
     dict's key, an attribute's name, or a tuple's index. Raises ConfigError: no such entry, or no such tensor.
     """
-    selected = output if key is None else _entry(output, key)
-    tensors = [tensor for tensor in tensors_in(selected) if tensor.is_floating_point() or tensor.is_complex()]
+    found = tensors_in(output if key is None else _entry(output, key))
+    tensors = [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
     if not tensors:
         what = "its output" if key is None else f"its entry {key!r}"
         raise ConfigError(
@@ -168,10 +167,7 @@ def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Iterator[None]:
-    """Turn any exception of a model, which is the user's code, into a ConfigError: "`what`: reason; `remedy`".
-
-    A lack of memory only with `memory_too`.
-    """
+    """Turn an exception of a model, the user's code, into a ConfigError; one of memory only with `memory_too`."""
     try:
         yield
     except ConfigError:
@@ -186,10 +182,10 @@ def explain_failure(error: BaseException) -> str:
     """One line about an exception raised while a model ran: its message, the line of the model's code, a remedy."""
     if isinstance(error, ConfigError):
         return str(error)
-    message = " ".join(str(error).split())[:_MESSAGE_LENGTH]
+    message = " ".join(str(error).split())[:600]
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_TORCH, _PACKAGE)):
+        if not frame.filename.startswith((TORCH, _PACKAGE)):
             where = f" at {short_path(frame.filename)}:{frame.lineno} `{frame.line}`"
             break
     if "view size is not compatible" in str(error):

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit_report import Call, Origin, Outcome
 from cl_train.memory_format.layout import StrideOrder, classify
-from cl_train.memory_format.model_call import short_path
+from cl_train.memory_format.model_call import TORCH, short_path
 
-_TORCH = f"{Path(torch.__file__).parent}/"
 COPIES = {"aten::clone", "aten::copy_", "aten::copy", "aten::_to_copy", "aten::_reshape_copy", "aten::view_copy"}
 
 Images = list[tuple[torch.Tensor, StrideOrder]]
@@ -40,7 +39,6 @@ class OriginRecorder(TorchDispatchMode):
         self._last_node = torch._C._autograd._get_sequence_nr() - 1
 
     def __enter__(self) -> Self:
-        """Also hooks on all modules, which are removed at the end."""
         entering = register_module_forward_pre_hook(self.enter)
         self._hooks = (entering, register_module_forward_hook(self.leave, always_call=True))
         return super().__enter__()
@@ -167,8 +165,7 @@ def _outcome(images: Images, outputs: list[torch.Tensor], activations: set[tuple
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:
-    leaves = tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -186,7 +183,7 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
         path = frame.f_code.co_filename
         if path.startswith(package):
             return "", ""
-        if not path.startswith(_TORCH):
+        if not path.startswith(TORCH):
             return f"{short_path(path)}:{frame.f_lineno}", linecache.getline(path, frame.f_lineno).strip()
         frame = frame.f_back
     return "", ""

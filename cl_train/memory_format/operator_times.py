@@ -91,16 +91,13 @@ class TimedCall:
 
 
 class Row:
-    """The calls of a kind, a module or a shape. `difference_ms`: what channels_last costs more, median over rounds.
-
-    `share_pct`: of the step in channels_last, which takes `step_ms`.
-    """
+    """The calls of a kind, a module or a shape. `difference_ms`: what channels_last costs more, median over rounds."""
 
     def __init__(self, name: str, calls: list[TimedCall], step_ms: float = math.inf) -> None:
         self.name, self.calls = name, calls
         ms: Times = np.sum([call.ms for call in calls], axis=0)
         self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
-        self.share_pct = 100 * self.channels_last_ms / step_ms
+        self.share_pct = 100 * self.channels_last_ms / step_ms  # of the step in channels_last
         ordered = np.sort(ms[:, 1] - ms[:, 0]).tolist()
         self.difference_ms: float = median(ordered)
         # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole range
@@ -116,10 +113,7 @@ class Row:
 
 @dataclass
 class OperatorTimes:
-    """The calls of a step, and the whole step (`step_ms`) without the recorder, measured in the same rounds.
-
-    `tables`: rows by kind, module and shape of convolution, and one for each call (operators).
-    """
+    """The calls of a step, and the whole step (`step_ms`) without the recorder, measured in the same rounds."""
 
     calls: list[TimedCall]
     step_ms: Times
@@ -171,19 +165,15 @@ class OperatorTimes:
         loses = [row for row in self.tables["operators"] if row.is_loss and row.calls[0].kind != COPY_KIND][:2]
         loses += [row for row in kinds if row.is_loss and row.name == COPY_KIND]
         words = [[f"{abs(row.difference_ms):.2g} ms in {row.name}" for row in rows] for rows in (saves, loses)]
-        gains, losses = (" and ".join(rows) or "nothing" for rows in words)
+        gained, lost = (" and ".join(rows) or "nothing" for rows in words)
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
         step = f"the step takes {contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last"
-        explained = f"the rows explain {self.explained_pct:.0f} % of the step"
+        explained = f"the rows explain {self.explained_pct:.0f} % of the step ({len(self.step_ms)} rounds)"
         if self.explained_pct < 90:
             explained += ", less than 90 %: do not trust them"
         elif self.explained_pct > 110:
             explained += ", more than all of it: the recorder leaves cold caches; trust differences, not sums"
-        return [
-            f"channels_last saves {gains}, and loses {losses}",
-            f"{step}: {self.speed_ratio:.2f}x",
-            f"{explained} ({len(self.step_ms)} rounds)",
-        ]
+        return [f"channels_last saves {gained}, and loses {lost}", f"{step}: {self.speed_ratio:.2f}x", explained]
 
     def advice(self) -> list[str]:
         """What to do about the calls by which channels_last loses most, one line each."""
@@ -227,10 +217,7 @@ def _clock() -> Iterator[Callable[[], float]]:
 
 
 class TimeRecorder(OriginRecorder):
-    """Times the operators of a step, and on a CPU what runs between them.
-
-    `calls` gets those that are not described yet in `layout`: describing takes more time than recording.
-    """
+    """Times the operators of a step, and on a CPU what runs between them; `calls` gets those new in `layout`."""
 
     def __init__(self, layout: str, is_gpu: bool, clock: Callable[[], float], calls: dict[Key, TimedCall]) -> None:
         super().__init__()
@@ -301,7 +288,7 @@ class TimeRecorder(OriginRecorder):
         self._seen[same] += 1
         key = (*same, self._seen[same])
         call = self._calls.get(key)
-        if is_new := call is None or self._layout not in call.arguments:
+        if is_new := call is None or self._layout not in call.arguments:  # describing takes more time than recording
             call = call or TimedCall(str(function), self._phase, module, _kind(function, self._phase), origin.source)
             positional, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
             call.arguments[self._layout] = (*positional, options)
@@ -377,10 +364,7 @@ class _Step:
 def time_operators(
     model: nn.Module, batch: Any, forward: Forward, precision: Precision, device: torch.device, time_limit_s: float
 ) -> OperatorTimes:
-    """Time the step in both layouts: contiguous, and the model's own, or channels_last if it is contiguous.
-
-    `time_limit_s`: for all rounds, of which there are at least 4 and at most 40. The model stays as it is.
-    """
+    """Time the step in both layouts: contiguous, and the model's own, or channels_last if it is contiguous."""
     if borders(model):
         raise ConfigError("time=true compares with a contiguous model: leave out conversion=mixed")
     keep_freed_memory(device)
@@ -510,5 +494,5 @@ def reproduction(row: Row, model: str, device: str) -> str:
         torch.Tensor, lambda t: _Source(f"tensor({tuple(t.shape)}, {t.stride()}, {t.dtype})"), call.arguments
     )
     lines = "\n".join(f"    {layout!r}: {arguments!r}," for layout, arguments in described.items())
-    words = {"model": model, "device": device.partition(":")[0], "threads": torch.get_num_threads()}
-    return _PROGRAM.format(row=row, call=call, arguments=lines, **words)
+    kind, threads = device.partition(":")[0], torch.get_num_threads()
+    return _PROGRAM.format(row=row, call=call, arguments=lines, model=model, device=kind, threads=threads)

@@ -143,11 +143,11 @@ def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was() -> Non
     model = model_with("contiguous").append(GrowingBuffer())
     weight = model[0].weight
     weight.grad = kept = torch.ones_like(weight)
-    batch, wrong = images(2, 3, 16, 16), images(2, 5, 8, 8)
-    state, random_state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    batch, random_state = images(2, 3, 16, 16), torch.get_rng_state()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     report = audit(model, batch, measure=True, name="planted")
     with pytest.raises(ConfigError, match="expected input"):
-        audit(model, wrong)
+        audit(model, batch[:, :2])
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert weight.grad is kept and torch.equal(kept, torch.ones_like(weight)) and model[2].weight.grad is None

@@ -59,7 +59,7 @@ def with_scale() -> nn.Module:
     return model
 
 
-ORIGINAL = "0.parametrizations.weight.original"
+ORIGINAL = "parametrizations.weight.original"
 CONVERSIONS: list[tuple[nn.Module, dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     (convolutions(), {}, {"0.weight": (27, 1, 9, 3), "2.weight": (8, 1, 8, 8)}, "channels_last"),
     (with_scale(), {"mode": "conv"}, {"0.weight": (27, 1, 9, 3), "1.weight": (36, 1, 12, 4)}, "mixed"),
@@ -70,11 +70,10 @@ CONVERSIONS: list[tuple[nn.Module, dict[str, Any], dict[str, tuple[int, ...]], s
         {"0.weight": (81, 1, 27, 9, 3), "1.weight": (8, 1, 8, 8, 8), "2.weight": (27, 1, 9, 3)},
         "channels_last",
     ),
-    (nn.Sequential(spectral_norm(nn.Conv2d(8, 8, 3))), {"mode": "conv"}, {ORIGINAL: (72, 1, 24, 8)}, "channels_last"),
     (
-        nn.Sequential(weight_norm(nn.Conv2d(8, 8, 3))),
-        {"mode": "select", "select": ["0"]},
-        {f"{ORIGINAL}0": (1, 1, 1, 1), f"{ORIGINAL}1": (72, 1, 24, 8)},
+        nn.Sequential(spectral_norm(nn.Conv2d(8, 8, 3)), weight_norm(nn.Conv2d(8, 8, 3))),
+        {"mode": "select", "select": ["?"]},
+        {f"0.{ORIGINAL}": (72, 1, 24, 8), f"1.{ORIGINAL}0": (1, 1, 1, 1), f"1.{ORIGINAL}1": (72, 1, 24, 8)},
         "channels_last",
     ),
 ]

@@ -26,7 +26,7 @@ from cl_train.memory_format import crashes
 from cl_train.memory_format.crashes import Crash, OutOfMemory, in_child, known_issues
 from tests.faults.forkserver import Forked, train_script
 from tests.networks import aborts_in_channels_last, small
-from tests.processes import LIMIT_S, wait_until
+from tests.processes import LIMIT_S, Process, wait_until
 from tests.ranks import ROOT
 
 CALLS: list[int] = []
@@ -118,18 +118,17 @@ def test_what_a_fork_cannot_do_runs_here(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """Also a script without a `__main__` guard, which is not executed again."""
     script = f"""
-import os
-from pathlib import Path
+import os, pathlib
 from cl_train.memory_format.crashes import in_child
 print("executed", flush=True)
-in_child(lambda: (Path("{tmp_path}/pid").write_text(str(os.getpid())), sum(iter(int, 1))))
+in_child(lambda: (pathlib.Path("{tmp_path}/pid").write_text(str(os.getpid())), sum(iter(int, 1))))
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
-    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
+    child = Process(int((tmp_path / "pid").read_text()))
     process.kill()
     assert process.communicate()[0] == "executed\n"
-    wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text())
+    wait_until(lambda: not child.is_running())
 
 
 # --- where it is used -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import nn
 from cl_train import audit, classify, convert
 from cl_train.commands.audit import main
 from cl_train.config.schema import PRECISIONS, ConfigError
+from cl_train.memory_format import operator_times
 from cl_train.memory_format.audit import PROBES, SHAPE, operator_support, probe
 from cl_train.memory_format.operator_times import OperatorTimes, Row, TimedCall, reproduction
 from cl_train.step.precision import cast_model, resolve_precision
@@ -97,11 +98,8 @@ BATCHES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches_and_precisions_are_timed_and_the_model_is_unchanged(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = "cl_train.memory_format.operator_times.utilisation"
-    monkeypatch.setattr(used, lambda *found, training: {"training": training})
+def test_batches_are_timed_and_the_model_is_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_times, "utilisation", lambda *found, training: {"training": training})
     build, batch = BATCHES[name]
     precision = resolve_precision(name if name in PRECISIONS else "fp32", CPU)
     model = cast_model(build(), precision)
