@@ -97,14 +97,13 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
         if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:
             raise ConfigError(f"{name} is a sparse parameter, which the optimizers do not update: make it dense")
     val_size = cfg.data.val_size or cfg.data.image_size
-    for size in sorted({val_size, *(() if cfg.evaluate_only else sizes)}):
-        training = size in sizes and not cfg.evaluate_only
-        task = f"{'train on' if training else 'evaluate'} {cfg.batch_size} images of {size} px"
+    trained = () if cfg.evaluate_only else sizes
+    for size in sorted({val_size, *trained}) if ":" not in cfg.model else ():  # a user's own may not run on "meta"
+        task = f"{'train on' if size in trained else 'evaluate'} {cfg.batch_size} images of {size} px"
         advice = "change data.image_size, data.size_schedule or batch_size"
-        if ":" not in cfg.model:  # a user's own may not run on the meta device
-            with failure_explained(f"model={cfg.model} cannot {task}", advice):
-                images = torch.empty(cfg.batch_size, 3, size, size, device="meta")
-                models.copy_model(model, "meta").train(training)(images)
+        with failure_explained(f"model={cfg.model} cannot {task}", advice):
+            images = torch.empty(cfg.batch_size, 3, size, size, device="meta")
+            models.copy_model(model, "meta").train(size in trained)(images)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")

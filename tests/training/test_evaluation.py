@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,9 +108,8 @@ def test_evaluation_follows_the_weights_but_not_against_the_user(
 def check_report(run: Run, images: int) -> str:
     """The tables agree with the summary; returns the page."""
     folder = run.folder / "report"
-    classes, confused = (
-        list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines())) for name in ("per_class", "confusions")
-    )
+    tables = [(folder / f"{name}.csv").read_text().splitlines() for name in ("per_class", "confusions")]
+    classes, confused = map(list, map(csv.DictReader, tables))
     correct = sum(int(row["correct"]) for row in classes)
     assert sum(int(row["images"]) for row in classes) == images
     assert sum(int(row["images"]) for row in confused) == images - correct
@@ -118,7 +118,9 @@ def check_report(run: Run, images: int) -> str:
     page = (folder / "worst.html").read_text()
     losses = [float(part.split("<")[0]) for part in page.split("loss ")[1:]]
     assert losses == sorted(losses, reverse=True) and len(losses) == page.count("<figure") == images
-    assert "http" not in page
+    assert (
+        all(true == folder for true, folder in re.findall(r"true: (\w+) .*?<div>(\w+)/", page)) and "http" not in page
+    )
     return page
 
 
